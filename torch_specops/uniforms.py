@@ -1,0 +1,86 @@
+"""Counter-based uniform numbers: a pure function of (seed, position, stream, index), so that a sequence's numbers do
+not depend on its place in the batch, on the device, or on a generator frozen into a CUDA graph.
+
+Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the 64 bits of the seed,
+counter = (index // 4, stream, position low, position high), word index % 4 of the block. A word w gives the float
+(w >> 8) * 2**-24, exact in float32 and below 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["STREAMS", "uniforms"]
+
+STREAMS = {"propose": 0, "accept": 1, "sample": 2}
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+MASK = 0xFFFFFFFF
+
+
+def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
+    """Uniform numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
+
+    Args:
+        seeds: [B] int64, one per request; all 64 bits count.
+        positions: [B] int64, where the sequence stands (for example its length). A position must not be used twice
+            for one seed and stream, or its numbers repeat.
+        n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
+        stream: "propose" (draws of the draft), "accept" (acceptance tests) or "sample" (the next token). Two
+            streams never share a number; using one for two purposes loses exactness.
+
+    Returns:
+        [B, n] float32 multiples of 2**-24 in [0, 1).
+
+    Raises:
+        TypeError: a tensor of another dtype, or an `n` that is not an int.
+        ValueError: a wrong shape or device, a negative `n`, or an unknown stream.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> seeds, positions = torch.tensor([7, 8]), torch.tensor([0, 0])
+        >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
+        torch.Size([2, 2])
+    """
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+            raise TypeError(f"{name}: expected an int64 tensor [B], got {getattr(tensor, 'dtype', type(tensor))}")
+    if seeds.dim() != 1 or positions.shape != seeds.shape:
+        raise ValueError(
+            f"positions: expected [B] like seeds, got {list(positions.shape)} for seeds of shape {list(seeds.shape)}"
+        )
+    if positions.device != seeds.device:
+        raise ValueError(f"positions: expected a tensor on {seeds.device}, as seeds are, got one on {positions.device}")
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"n: expected an int, got {type(n)}")
+    if n < 0:
+        raise ValueError(f"n: expected a number >= 0, got {n}")
+    if stream not in STREAMS:
+        raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
+
+    seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
+    block = torch.arange((n + 3) // 4, device=seeds.device).expand(seeds.shape[0], -1)
+    counter = (block, torch.full_like(block, STREAMS[stream]), position & MASK, (position >> 32) & MASK)
+    words = torch.stack(_philox(counter, (seed & MASK, (seed >> 32) & MASK)), -1).flatten(1)[:, :n]
+    return (words >> 8).float() * 2.0**-24
+
+
+def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high_0, low_0 = _multiply(c0, MULTIPLIER_0)
+        high_1, low_1 = _multiply(c2, MULTIPLIER_1)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, by halves so that no int64 product overflows."""
+    low = (a & 0xFFFF) * multiplier
+    high = (a >> 16) * multiplier + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,0 +1,141 @@
+"""The public verify functions: what may be said of the arguments without reading data, then one op call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import checks, ops
+
+__all__ = ["verify_exact", "verify_sigmoid"]
+
+
+def verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
+
+    Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
+    token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
+    2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
+    have exactly the target's law. Arithmetic is float32 or better. The whole law, also for NaN, masked and padded
+    input, is in docs/math.md.
+
+    Args:
+        target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
+            +inf as the largest float32. A row with no finite entry yields the token -1.
+        draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
+            token is drawn from p there. This is how drafts of different lengths share a batch.
+        draft_logits: [B, K, V] float32, bfloat16 or float16 (need not be the target's dtype): exactly the logits the
+            drafts were sampled from. None = deterministic drafts (q is one-hot).
+        accept_uniforms: [B, K] float32 or float64 in [0, 1).
+        sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
+        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. A negative or NaN value is no
+            law: nothing is accepted and the next token is -1.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it. Saves reading the
+            draft rows but one. A value that is not finite makes q zero.
+        lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
+            al. appendix A.5). Greedy rows ignore it.
+
+    Returns:
+        output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
+        num_accepted [B] int64 in 0..K: accepted drafts only.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, a lenience out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> target = torch.full((1, 3, 4), -torch.inf)
+        >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
+        >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
+        (tensor([[ 2,  3, -1]]), tensor([1]))
+    """
+    checks.check_tensors(
+        target_logits=target_logits,
+        draft_tokens=draft_tokens,
+        accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms,
+    )
+    checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
+    checks.check_numbers(lenience=lenience)
+    return ops.verify_exact(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        float(lenience),
+    )
+
+
+def verify_sigmoid(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    alpha: float = -1e3,
+    beta: float = 1e3,
+    temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Verify with sigmoid scores in place of probabilities: LOSSY, and reads two logits per draft instead of rows.
+
+    p^ = sigmoid((z_p / T - alpha) / (beta - alpha)) and q^ likewise take the places of p and q in `verify_exact`
+    (Wagner et al. 2024, section 3.2.2, equation 5); the scores do not sum to one, so the emitted tokens do not have
+    the target's law. At large scales the scores are nearly constant: nearly every draft is accepted. The bonus token
+    (all K accepted) is drawn from softmax(target_logits[:, K] / T).
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
+        draft_tokens: [B, K], as in `verify_exact`.
+        draft_logits: [B, K, V], as in `verify_exact` but required.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        alpha: finite, below 0, in units of a scaled logit.
+        beta: finite, above 0.
+        temperature: [B], as in `verify_exact`; greedy rows (0) are exact.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, alpha or beta out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.zeros(1, 3, 4)
+        >>> out, n = torch_specops.verify_sigmoid(
+        ...     logits, torch.tensor([[2, -1]]), logits[:, :2], torch.zeros(1, 2), torch.zeros(1))
+        >>> out, n                                         # equal scores: 2 is accepted, -1 is padding
+        (tensor([[ 2,  0, -1]]), tensor([1]))
+    """
+    checks.check_tensors(
+        target_logits=target_logits,
+        draft_tokens=draft_tokens,
+        draft_logits=draft_logits,
+        accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms,
+    )
+    checks.check_optional_tensors(temperature=temperature)
+    checks.check_numbers(alpha=alpha, beta=beta)
+    return ops.verify_sigmoid(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        float(alpha),
+        float(beta),
+        temperature,
+    )
