@@ -51,15 +51,18 @@ def verify_exact(
     n = _leading(accepted)
 
     rows = torch.arange(n.shape[0], device=n.device)
-    p = _softmax_row(_scale(target_logits[rows, n], inverse), p_max[rows, n], p_sum[rows, n])
+    z_p = _scale(target_logits[rows, n], inverse)
+    p = _softmax_row(z_p, p_max[rows, n], p_sum[rows, n])
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
         if q_max is None or q_sum is None or draft_logits is None:
-            q = torch.arange(vocab_size, device=p.device) == x[rows, rejected].unsqueeze(-1)
-            residual = torch.where(q, 0.0, p)
+            is_draft = torch.arange(vocab_size, device=p.device) == x[rows, rejected].unsqueeze(-1)
+            residual = torch.where(is_draft, 0.0, p)
         else:
-            q = _softmax_row(_scale(draft_logits[rows, rejected], inverse), q_max[rows, rejected], q_sum[rows, rejected])
-            residual = (p - q).clamp(min=0)
+            z_q = _scale(draft_logits[rows, rejected], inverse)
+            q = _softmax_row(z_q, q_max[rows, rejected], q_sum[rows, rejected])
+            # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
+            residual = torch.where((z_p != z_q).any(-1, keepdim=True), (p - q).clamp(min=0), 0.0)
         p = _residual_or_target(residual, p, (n < num_drafts) & in_vocab[rows, rejected])
     drawn = _draw(p, sample_uniforms)
     return _output(draft_tokens, n, drawn, greedy_tokens, temperature), n

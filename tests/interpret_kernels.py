@@ -1,0 +1,39 @@
+"""Runs the Triton launchers under the interpreter over the shared cases, on poisoned memory; prints one JSON line.
+
+A script of its own because TRITON_INTERPRET must be set before a kernel is defined:
+    TRITON_INTERPRET=1 python tests/interpret_kernels.py OP TILE VOCAB_SIZE [VOCAB_SIZE ...]
+"""
+
+import json
+import sys
+import warnings
+
+from torch_specops import testing
+from torch_specops.kernels import sample, verify
+
+LAUNCHERS = {
+    "verify_exact": verify.verify_exact,
+    "verify_sigmoid": verify.verify_sigmoid,
+    "sample": sample.sample,
+}
+
+
+def main(op: str, tile: int, vocab_sizes: list[int]) -> None:
+    # The interpreter computes with numpy, which warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
+    wrong = []
+    for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes):
+        with testing.poison_memory():
+            result = LAUNCHERS[op](**case.args, tile=tile)
+        comparison = testing.compare(case, result)
+        totals["cases"] += 1
+        for key in ("rows", "rounding", "disagreements"):
+            totals[key] += getattr(comparison, key)
+        if comparison.wrong:
+            wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in result]})
+    print(json.dumps({**totals, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]])

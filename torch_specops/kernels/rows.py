@@ -1,0 +1,162 @@
+"""Device functions on one row of logits: wide loads, scaling, partial softmax, and the two-level inverse CDF.
+
+A row is cut into tiles of TILE entries. Tile boundaries are counted from the 16-byte boundary at or before the
+row's first entry, `lead` entries earlier, so that every load of a whole 16-byte chunk is one 128-bit load for any
+vocabulary size, stride and offset. The chunks that the row only partly fills, at most one at each end, are loaded
+entry by entry under a branch that the other tiles skip. No byte outside the row is read.
+
+Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
+"""
+
+import triton
+import triton.language as tl
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
+INT32_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def inverse_temperature(temperature, HAS_TEMPERATURE: tl.constexpr):
+    """1 / T, finite and positive for every T; 1 for a greedy row, whose values must stay comparable."""
+    inverse = 1.0
+    if HAS_TEMPERATURE:
+        inverse = tl.minimum(tl.maximum(tl.div_rn(1.0, temperature), FLOAT32_TINY), FLOAT32_MAX)
+        inverse = tl.where(temperature > 0, inverse, 1.0)
+    return inverse
+
+
+@triton.jit
+def scale(x, inverse_t):
+    """logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
+    x = x.to(tl.float32)
+    z = tl.minimum(tl.maximum(x * inverse_t, -FLOAT32_MAX), FLOAT32_MAX)
+    return tl.where(x > float("-inf"), z, float("-inf"))
+
+
+@triton.jit
+def row_lead(row_ptr, UNIT_STRIDE: tl.constexpr):
+    """Entries between the 16-byte boundary at or before the row and its first entry."""
+    lead = 0
+    if UNIT_STRIDE:
+        lead = ((row_ptr.to(tl.int64) & 15) // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
+    return lead
+
+
+@triton.jit
+def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr):
+    """[TILE] raw logits of a row whose boundary, row_ptr - lead, is a multiple of 16 bytes."""
+    VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
+    base = tl.multiple_of(row_ptr - lead, 16)
+    position = tile * TILE + tl.arange(0, TILE)
+    end = lead + vocab_size
+    chunk = position // VEC * VEC
+    whole = (chunk >= lead) & (chunk + VEC <= end)
+    x = tl.load(base + position, mask=whole, other=float("-inf"))
+    last_chunk = end // VEC * VEC
+    if ((tile == 0) & (lead > 0)) | ((last_chunk < end) & (tile == last_chunk // TILE)):
+        part = (position >= lead) & (position < end) & (whole == 0)
+        x = tl.where(whole, x, tl.load(base + position, mask=part, other=float("-inf")))
+    return x
+
+
+@triton.jit
+def load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
+    """[TILE] scaled logits of a tile counted from the row's own boundary, `lead` = row_lead(row_ptr)."""
+    if UNIT_STRIDE:
+        x = load_aligned(row_ptr, lead, vocab_size, tile, TILE)
+    else:
+        v = tile_tokens(lead, tile, TILE)
+        x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=v < vocab_size, other=float("-inf"))
+    return scale(x, inverse_t)
+
+
+@triton.jit
+def load_tile_of(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
+    """[TILE] scaled logits of a tile counted from another row's boundary: wide where the two happen to agree."""
+    v = tile_tokens(lead, tile, TILE)
+    inside = (v >= 0) & (v < vocab_size)
+    if UNIT_STRIDE:
+        if ((row_ptr - lead).to(tl.int64) & 15) == 0:
+            x = load_aligned(row_ptr, lead, vocab_size, tile, TILE)
+        else:
+            x = tl.load(row_ptr + v, mask=inside, other=float("-inf"))
+    else:
+        x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf"))
+    return scale(x, inverse_t)
+
+
+@triton.jit
+def tile_tokens(lead, tile, TILE: tl.constexpr):
+    """[TILE] token ids of a tile; below 0 or past the vocabulary outside the row."""
+    return tile * TILE + tl.arange(0, TILE) - lead
+
+
+@triton.jit
+def tile_stats(z):
+    """Maximum, and sum of exp(z - maximum); (-inf, 0) for a tile with no finite entry."""
+    z_max = tl.max(z, 0)
+    return z_max, tl.sum(tl.exp(z - tl.maximum(z_max, -FLOAT32_MAX)), 0)
+
+
+@triton.jit
+def tile_argmax(z, v):
+    """Maximum, and the lowest token id that attains it, as the bits of a float32 so that it fits a partial."""
+    z_max = tl.max(z, 0)
+    token = tl.min(tl.where(z == z_max, v, INT32_MAX), 0)
+    return z_max, token.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_partials(partial_ptr, row, num_tiles, live, BLOCK_T: tl.constexpr):
+    """[R, BLOCK_T] the two partials of every tile of rows [R]; (-inf, 0) where not live."""
+    tile = tl.arange(0, BLOCK_T)
+    offset = (row[:, None] * num_tiles + tile[None, :]) * 2
+    mask = live[:, None] & (tile < num_tiles)[None, :]
+    first = tl.load(partial_ptr + offset, mask=mask, other=float("-inf"))
+    second = tl.load(partial_ptr + offset + 1, mask=mask, other=0.0)
+    return first, second
+
+
+@triton.jit
+def combine_stats(tile_max, tile_sum):
+    """[R, BLOCK_T] partials -> [R] maximum and sum of exponentials of whole rows, in a fixed order."""
+    z_max = tl.max(tile_max, 1)
+    shift = tl.maximum(z_max, -FLOAT32_MAX)
+    return z_max, tl.sum(tile_sum * tl.exp(tile_max - shift[:, None]), 1)
+
+
+@triton.jit
+def combine_argmax(tile_max, tile_token):
+    """[R, BLOCK_T] partials -> [R] lowest token id of the maximum, -1 for a row with no finite entry."""
+    z_max = tl.max(tile_max, 1)
+    token = tl.where(tile_max == z_max[:, None], tile_token.to(tl.int32, bitcast=True), INT32_MAX)
+    return tl.where(z_max > float("-inf"), tl.min(token, 1), -1)
+
+
+@triton.jit
+def reciprocal(total):
+    """1 / total, or 0 for a row without weight."""
+    return tl.where(total > 0, tl.div_rn(1.0, total), 0.0)
+
+
+@triton.jit
+def pick_tile(mass, uniform):
+    """First level of the inverse CDF: masses [T] of the tiles -> (tile, what is left of the threshold inside it)."""
+    index = tl.arange(0, mass.shape[0])
+    exact = mass.to(tl.float64)
+    threshold = uniform.to(tl.float64) * tl.sum(exact, 0)
+    above = (tl.cumsum(exact, 0) > threshold) & (mass > 0)
+    last = tl.max(tl.where(mass > 0, index, 0), 0)
+    tile = tl.minimum(tl.min(tl.where(above, index, INT32_MAX), 0), last)
+    before = tl.sum(tl.where(index < tile, exact, 0.0), 0)
+    return tile, (threshold - before).to(tl.float32)
+
+
+@triton.jit
+def pick_token(weight, v, threshold):
+    """Second level: weights [TILE] and token ids -> the first id whose cumulated weight exceeds the threshold, else
+    the last of positive weight; -1 without any. A scan need not be monotone, hence the test of the weight itself."""
+    above = (tl.cumsum(weight, 0) > threshold) & (weight > 0)
+    last = tl.max(tl.where(weight > 0, v, -1), 0)
+    return tl.minimum(tl.min(tl.where(above, v, INT32_MAX), 0), last)

@@ -1,0 +1,138 @@
+"""`specops::sample` on CUDA: draw one token per row of softmax(logits / T), and its logsumexp.
+
+Bytes: V * s per row, read once, and one tile of it again (in L2). Two launches:
+1. `stats_kernel`, one program per (row, tile): the tile's maximum and sum of exponentials, 8 bytes.
+2. `draw_kernel`, one program per row: combine the partials in tile order, pick the tile that s falls into, rescan it.
+Scratch: 8 bytes per tile, V / TILE of them a row. No float atomics: bitwise repeatable.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch, rows
+from .launch import wrap_triton
+
+__all__ = ["sample"]
+
+
+@triton.jit(do_not_specialize=["stride_n", "stride_v", "stride_t", "vocab_size", "num_tiles"])
+def stats_kernel(
+    logits_ptr,  # [N, V]
+    temperature_ptr,  # [N]
+    partial_ptr,  # [N, num_tiles, 2]
+    stride_n,
+    stride_v,
+    stride_t,
+    vocab_size,
+    num_tiles,
+    HAS_TEMPERATURE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program // num_tiles
+    tile = (program % num_tiles).to(tl.int32)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row * stride_t)
+    row_ptr = logits_ptr + row * stride_n
+    lead = rows.row_lead(row_ptr, UNIT_STRIDE)
+    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+    z = rows.load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+    if temperature == 0:
+        first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+    else:
+        first, second = rows.tile_stats(z)
+    tl.store(partial_ptr + program * 2, first)
+    tl.store(partial_ptr + program * 2 + 1, second)
+
+
+@triton.jit(do_not_specialize=["stride_n", "stride_v", "stride_u", "stride_t", "vocab_size", "num_tiles"])
+def draw_kernel(
+    logits_ptr,  # [N, V]
+    uniforms_ptr,  # [N]
+    temperature_ptr,  # [N]
+    partial_ptr,  # [N, num_tiles, 2]
+    tokens_ptr,  # [N]
+    lse_ptr,  # [N]
+    stride_n,
+    stride_v,
+    stride_u,
+    stride_t,
+    vocab_size,
+    num_tiles,
+    HAS_TEMPERATURE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row * stride_t)
+    only = row + tl.zeros((1,), tl.int64)
+    first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+    if temperature == 0:
+        token = tl.max(rows.combine_argmax(first, second), 0)
+        lse = tl.where(token >= 0, 0.0, float("-inf"))
+    else:
+        z_max, z_sum = rows.combine_stats(first, second)
+        row_max = tl.max(z_max, 0)
+        row_sum = tl.max(z_sum, 0)
+        shift = tl.maximum(row_max, -rows.FLOAT32_MAX)
+        weight = rows.reciprocal(row_sum)
+        mass = tl.max(second * tl.exp(first - shift) * weight, 0)
+        tile, threshold = rows.pick_tile(mass, tl.load(uniforms_ptr + row * stride_u))
+        row_ptr = logits_ptr + row * stride_n
+        lead = rows.row_lead(row_ptr, UNIT_STRIDE)
+        inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+        z = rows.load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+        token = rows.pick_token(tl.exp(z - shift) * weight, rows.tile_tokens(lead, tile, TILE), threshold)
+        lse = row_max + tl.log(row_sum)
+    lawful = (token >= 0) & (temperature >= 0)
+    tl.store(tokens_ptr + row, tl.where(lawful, token, -1).to(tl.int64))
+    tl.store(lse_ptr + row, tl.where(lawful, lse, float("-inf")))
+
+
+def sample(
+    logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None, *, tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch `specops::sample`; arguments as the op's, checked there. `tile` overrides the table (tests, benchmarks)."""
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return tokens, lse
+    tile = tile or launch.tile_size(vocab_size, num_rows)
+    num_tiles = launch.num_tiles(logits, tile)
+    partial = torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device)
+    # An absent tensor is passed as a present one that the kernel does not touch.
+    t = uniforms if temperature is None else temperature
+    flags = {
+        "HAS_TEMPERATURE": temperature is not None,
+        "UNIT_STRIDE": logits.stride(1) == 1,
+        "TILE": tile,
+        "num_warps": launch.NUM_WARPS,
+    }
+    wrap_triton(stats_kernel)[(num_rows * num_tiles,)](
+        logits, t, partial, logits.stride(0), logits.stride(1), t.stride(0), vocab_size, num_tiles, **flags
+    )
+    wrap_triton(draw_kernel)[(num_rows,)](
+        logits,
+        uniforms,
+        t,
+        partial,
+        tokens,
+        lse,
+        logits.stride(0),
+        logits.stride(1),
+        uniforms.stride(0),
+        t.stride(0),
+        vocab_size,
+        num_tiles,
+        BLOCK_T=triton.next_power_of_2(num_tiles),
+        **flags,
+    )
+    return tokens, lse

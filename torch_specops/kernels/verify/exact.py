@@ -1,0 +1,539 @@
+"""`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
+
+Accept draft x_i iff u_i * l * q_i(x_i) < p_i(x_i); at the first failure n draw from max(p_n - q_n, 0), after K
+acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two numbers of a row, not the softmax of it.
+
+Bytes per sequence, with s_p and s_q bytes a logit:
+    without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
+    with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
+    one-hot drafts      V * (K + 1) * s_p
+and the row pair of the rejection once more (in L2). Rows behind a padded draft, draft rows of greedy sequences and
+the whole of a sequence without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch
+is 8 bytes per (row, tile) and per (sequence, tile).
+
+Three launches, each a grid over what it writes, so there are no races, atomics or counters:
+1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
+2. `residual_kernel`, one program per (sequence, tile): combines the partials, walks the drafts to n (every program
+   of a sequence computes the same n in the same order), and sums its tile's residual weights.
+3. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch, rows
+from ..launch import wrap_triton
+from . import walk
+
+__all__ = ["verify_exact"]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_target_b",
+        "stride_target_k",
+        "stride_target_v",
+        "stride_draft_b",
+        "stride_draft_k",
+        "stride_draft_v",
+        "stride_tokens_b",
+        "stride_tokens_k",
+        "stride_t",
+        "num_drafts",
+        "vocab_size",
+        "num_tiles",
+    ]
+)
+def stats_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]
+    draft_tokens_ptr,  # [B, K]
+    temperature_ptr,  # [B]
+    partial_ptr,  # [B, R, num_tiles, 2], R = K+1 target rows, then K draft rows if they are read
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    stride_tokens_b,
+    stride_tokens_k,
+    stride_t,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    HAS_TEMPERATURE: tl.constexpr,
+    DRAFT_STATS: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tile = (program % num_tiles).to(tl.int32)
+    row = program // num_tiles
+    rows_per_sequence = num_drafts + 1
+    if DRAFT_STATS:
+        rows_per_sequence += num_drafts
+    b = row // rows_per_sequence
+    r = row % rows_per_sequence
+
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+    num_valid = walk.count_valid(
+        draft_tokens_ptr + b * stride_tokens_b, stride_tokens_k, num_drafts, vocab_size, BLOCK_K
+    )
+    if r <= num_drafts:
+        if (r <= num_valid) & (temperature >= 0):
+            row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
+            lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
+            z = rows.load_own_tile(
+                row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+            )
+            if temperature == 0:
+                first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+            else:
+                first, second = rows.tile_stats(z)
+            tl.store(partial_ptr + program * 2, first)
+            tl.store(partial_ptr + program * 2 + 1, second)
+    if DRAFT_STATS:
+        i = r - num_drafts - 1
+        if (i >= 0) & (i < num_valid) & (temperature > 0):
+            row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
+            lead = rows.row_lead(row_ptr, DRAFT_UNIT_STRIDE)
+            z = rows.load_own_tile(row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
+            first, second = rows.tile_stats(z)
+            tl.store(partial_ptr + program * 2, first)
+            tl.store(partial_ptr + program * 2 + 1, second)
+
+
+@triton.jit
+def residual_weights(
+    target_row_ptr,
+    draft_row_ptr,
+    stride_target_v,
+    stride_draft_v,
+    vocab_size,
+    tile,
+    inverse_t,
+    p_shift,
+    p_weight,
+    q_shift,
+    q_weight,
+    x,
+    ONE_HOT: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """[TILE] token ids and max(p - q, 0), by the same arithmetic when the tile is weighed and when it is drawn from;
+    and whether the two rows differ in this tile at all. Equal logits mean p = q, which the difference of two rounded
+    distributions need not show: their sums may have been taken in another order, or come with `draft_lse`."""
+    lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+    v = rows.tile_tokens(lead, tile, TILE)
+    z_p = rows.load_own_tile(
+        target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+    )
+    p = tl.exp(z_p - p_shift) * p_weight
+    if ONE_HOT:
+        weight = tl.where(v == x, 0.0, p)
+        differs = 1.0
+    else:
+        z_q = rows.load_tile_of(
+            draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE
+        )
+        weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
+        differs = tl.max((z_p != z_q).to(tl.float32), 0)
+    return v, weight, differs
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_target_b",
+        "stride_target_k",
+        "stride_target_v",
+        "stride_draft_b",
+        "stride_draft_k",
+        "stride_draft_v",
+        "stride_tokens_b",
+        "stride_tokens_k",
+        "stride_u_b",
+        "stride_u_k",
+        "stride_t",
+        "stride_lse_b",
+        "stride_lse_k",
+        "num_drafts",
+        "vocab_size",
+        "num_tiles",
+        "num_draft_tiles",
+    ]
+)
+def residual_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B]
+    draft_lse_ptr,  # [B, K]
+    partial_ptr,  # [B, R, num_tiles, 2]
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
+    state_ptr,  # [B, 4] shift and weight of p_n, of q_n
+    num_accepted_ptr,  # [B]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    stride_tokens_b,
+    stride_tokens_k,
+    stride_u_b,
+    stride_u_k,
+    stride_t,
+    stride_lse_b,
+    stride_lse_k,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    lenience,
+    HAS_TEMPERATURE: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+    DRAFT_STATS: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WALK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tile = (program % num_tiles).to(tl.int32)
+    b = program // num_tiles
+    rows_per_sequence = num_drafts + 1
+    if DRAFT_STATS:
+        rows_per_sequence += num_drafts
+    first_row = b * rows_per_sequence
+    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
+    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+
+    # The walk: WALK drafts at a time, until one of them fails.
+    n = 0
+    start = 0
+    walking = (num_valid > 0) & (temperature >= 0)
+    while walking & (start < num_valid):
+        lane = tl.arange(0, WALK)
+        i = (start + lane).to(tl.int64)
+        live = i < num_valid
+        x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
+        first, second = rows.load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+        if temperature == 0:
+            accepted = live & (rows.combine_argmax(first, second).to(tl.int64) == x)
+        else:
+            p_max, p_sum = rows.combine_stats(first, second)
+            p_x = walk.probability(
+                target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, p_max, p_sum, live
+            )
+            if ONE_HOT:
+                q_x = tl.full((WALK,), 1.0, tl.float64)
+            else:
+                if DRAFT_STATS:
+                    first, second = rows.load_partials(
+                        partial_ptr, first_row + num_drafts + 1 + i, num_tiles, live, BLOCK_T
+                    )
+                    q_max, q_sum = rows.combine_stats(first, second)
+                else:
+                    lse = tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k, mask=live, other=0.0)
+                    q_max, q_sum = walk.stats_from_lse(lse)
+                q_x = walk.probability(
+                    draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, q_max, q_sum, live
+                )
+            u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
+            accepted = live & (q_x > 0) & (u.to(tl.float64) * lenience * q_x < p_x)
+        run = tl.min(tl.where(accepted, WALK, lane), 0)
+        n += run
+        walking = run == WALK
+        start += WALK
+    if tile == 0:
+        tl.store(num_accepted_ptr + b, n.to(tl.int64))
+
+    if temperature > 0:
+        only = first_row + n + tl.zeros((1,), tl.int64)
+        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        row_max, row_sum = rows.combine_stats(first, second)
+        p_shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
+        p_weight = rows.reciprocal(tl.max(row_sum, 0))
+        q_shift = 0.0
+        q_weight = 0.0
+        if n < num_valid:
+            if DRAFT_STATS:
+                first, second = rows.load_partials(
+                    partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T
+                )
+                row_max, row_sum = rows.combine_stats(first, second)
+                q_shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
+                q_weight = rows.reciprocal(tl.max(row_sum, 0))
+            elif not ONE_HOT:
+                lse = tl.load(draft_lse_ptr + b * stride_lse_b + n.to(tl.int64) * stride_lse_k)
+                q_shift, q_weight = walk.stats_from_lse(lse)
+            _, weight, differs = residual_weights(
+                target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k,
+                draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
+                stride_target_v,
+                stride_draft_v,
+                vocab_size,
+                tile,
+                inverse_t,
+                p_shift,
+                p_weight,
+                q_shift,
+                q_weight,
+                tl.load(tokens_ptr + n.to(tl.int64) * stride_tokens_k).to(tl.int32),
+                ONE_HOT,
+                TARGET_UNIT_STRIDE,
+                DRAFT_UNIT_STRIDE,
+                TILE,
+            )
+            tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
+            tl.store(mass_ptr + program * 2 + 1, differs)
+        if tile == 0:
+            tl.store(state_ptr + b * 4, p_shift)
+            tl.store(state_ptr + b * 4 + 1, p_weight)
+            tl.store(state_ptr + b * 4 + 2, q_shift)
+            tl.store(state_ptr + b * 4 + 3, q_weight)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_target_b",
+        "stride_target_k",
+        "stride_target_v",
+        "stride_draft_b",
+        "stride_draft_k",
+        "stride_draft_v",
+        "stride_tokens_b",
+        "stride_tokens_k",
+        "stride_s",
+        "stride_t",
+        "num_drafts",
+        "vocab_size",
+        "num_tiles",
+    ]
+)
+def draw_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]
+    draft_tokens_ptr,  # [B, K]
+    sample_uniforms_ptr,  # [B]
+    temperature_ptr,  # [B]
+    partial_ptr,  # [B, R, num_tiles, 2]
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
+    state_ptr,  # [B, 4]
+    num_accepted_ptr,  # [B]
+    output_tokens_ptr,  # [B, K+1]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    stride_tokens_b,
+    stride_tokens_k,
+    stride_s,
+    stride_t,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    HAS_TEMPERATURE: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+    DRAFT_STATS: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    rows_per_sequence = num_drafts + 1
+    if DRAFT_STATS:
+        rows_per_sequence += num_drafts
+    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
+    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    n = tl.load(num_accepted_ptr + b)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+
+    next_token = -1
+    if temperature >= 0:
+        only = b * rows_per_sequence + n + tl.zeros((1,), tl.int64)
+        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        if temperature == 0:
+            next_token = tl.max(rows.combine_argmax(first, second), 0)
+        else:
+            inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+            p_shift = tl.load(state_ptr + b * 4)
+            p_weight = tl.load(state_ptr + b * 4 + 1)
+            q_shift = tl.load(state_ptr + b * 4 + 2)
+            q_weight = tl.load(state_ptr + b * 4 + 3)
+            s = tl.load(sample_uniforms_ptr + b * stride_s)
+            index = tl.arange(0, BLOCK_T)
+            weighed = (index < num_tiles) & (n < num_valid)
+            residual = tl.load(mass_ptr + (b * num_tiles + index) * 2, mask=weighed, other=0.0)
+            differs = tl.load(mass_ptr + (b * num_tiles + index) * 2 + 1, mask=weighed, other=0.0)
+            target_row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
+            # The residual after a rejection; p for the bonus, after padding and for an empty residual.
+            if (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0):
+                tile, threshold = rows.pick_tile(residual, s)
+                v, weight, _ = residual_weights(
+                    target_row_ptr,
+                    draft_ptr + b * stride_draft_b + n * stride_draft_k,
+                    stride_target_v,
+                    stride_draft_v,
+                    vocab_size,
+                    tile,
+                    inverse_t,
+                    p_shift,
+                    p_weight,
+                    q_shift,
+                    q_weight,
+                    tl.load(tokens_ptr + n * stride_tokens_k).to(tl.int32),
+                    ONE_HOT,
+                    TARGET_UNIT_STRIDE,
+                    DRAFT_UNIT_STRIDE,
+                    TILE,
+                )
+            else:
+                mass = tl.max(second * tl.exp(first - p_shift) * p_weight, 0)
+                tile, threshold = rows.pick_tile(mass, s)
+                lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+                v = rows.tile_tokens(lead, tile, TILE)
+                z = rows.load_own_tile(
+                    target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+                )
+                weight = tl.exp(z - p_shift) * p_weight
+            next_token = rows.pick_token(weight, v, threshold)
+    walk.store_output(
+        output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
+    )
+
+
+def verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    *,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch `specops::verify_exact`; arguments as the op's, checked there. `tile` overrides the table (tests,
+    benchmarks)."""
+    batch, num_rows, vocab_size = target_logits.shape
+    num_drafts = num_rows - 1
+    device = target_logits.device
+    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
+    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
+    if batch == 0:
+        return output_tokens, num_accepted
+
+    draft_stats = draft_logits is not None and draft_lse is None and num_drafts > 0
+    rows_per_sequence = num_rows + (num_drafts if draft_stats else 0)
+    tile = tile or launch.tile_size(vocab_size, batch * rows_per_sequence)
+    num_tiles = launch.num_tiles(target_logits, tile)
+    if draft_logits is not None:
+        num_tiles = max(num_tiles, launch.num_tiles(draft_logits, tile))
+    partial = torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device)
+    mass = torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device)
+    state = torch.empty(batch, 4, dtype=torch.float32, device=device)
+
+    # An absent tensor is passed as a present one that the kernels do not touch.
+    draft = target_logits if draft_logits is None else draft_logits
+    t = sample_uniforms if temperature is None else temperature
+    lse = accept_uniforms if draft_lse is None else draft_lse
+    flags = {
+        "HAS_TEMPERATURE": temperature is not None,
+        "DRAFT_STATS": draft_stats,
+        "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
+        "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
+        "TILE": tile,
+        "BLOCK_K": triton.next_power_of_2(num_rows),
+        "num_warps": launch.NUM_WARPS,
+    }
+    block_t = triton.next_power_of_2(num_tiles)
+    wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
+        target_logits,
+        draft,
+        draft_tokens,
+        t,
+        partial,
+        *target_logits.stride(),
+        *draft.stride(),
+        *draft_tokens.stride(),
+        t.stride(0),
+        num_drafts,
+        vocab_size,
+        num_tiles,
+        **flags,
+    )
+    wrap_triton(residual_kernel)[(batch * num_tiles,)](
+        target_logits,
+        draft,
+        draft_tokens,
+        accept_uniforms,
+        t,
+        lse,
+        partial,
+        mass,
+        state,
+        num_accepted,
+        *target_logits.stride(),
+        *draft.stride(),
+        *draft_tokens.stride(),
+        *accept_uniforms.stride(),
+        t.stride(0),
+        *lse.stride(),
+        num_drafts,
+        vocab_size,
+        num_tiles,
+        lenience,
+        ONE_HOT=draft_logits is None,
+        WALK=min(triton.next_power_of_2(max(num_drafts, 1)), walk.MAX_WALK),
+        BLOCK_T=block_t,
+        **flags,
+    )
+    wrap_triton(draw_kernel)[(batch,)](
+        target_logits,
+        draft,
+        draft_tokens,
+        sample_uniforms,
+        t,
+        partial,
+        mass,
+        state,
+        num_accepted,
+        output_tokens,
+        *target_logits.stride(),
+        *draft.stride(),
+        *draft_tokens.stride(),
+        sample_uniforms.stride(0),
+        t.stride(0),
+        num_drafts,
+        vocab_size,
+        num_tiles,
+        ONE_HOT=draft_logits is None,
+        BLOCK_T=block_t,
+        **flags,
+    )
+    return output_tokens, num_accepted

@@ -1,0 +1,383 @@
+"""`specops::verify_sigmoid` on CUDA: sigmoid scores in place of probabilities. Lossy.
+
+p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)), q^ likewise; accept x_i iff u_i * q^_i(x_i) < p^_i(x_i), at the
+first failure n draw from max(p^_n - q^_n, 0), after K acceptances from softmax(z_p,K / T). A score needs its own
+logit only, so an acceptance test reads two logits and no row.
+
+Bytes per sequence: 2 K logits, and one row pair V * (s_p + s_q) (the bonus: one row), once and one tile of it again.
+A greedy sequence reads its K + 1 target rows, V * (K + 1) * s_p, as the argmax demands. Scratch: 8 bytes per (row,
+tile). Two launches:
+1. `score_kernel`, one program per (sequence, tile): walks the drafts to n (every program of a sequence computes the
+   same n), then sums its tile's weights; for greedy sequences the argmax of its tile in each row.
+2. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
+
+p^ - q^ cancels (at +-1e4 it is about 1e-4 of p^). With a, b the scaled logits, sigmoid(a) - sigmoid(b) =
+sigmoid(a) * sigmoid(-b) * (1 - exp(b - a)), and the last factor is a polynomial in a - b where that is small.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import launch, rows
+from ..launch import wrap_triton
+from . import walk
+
+__all__ = ["verify_sigmoid"]
+
+
+@triton.jit
+def sigmoid(a):
+    return 1.0 / (1.0 + tl.exp(-a))
+
+
+@triton.jit
+def one_minus_exp(gap):
+    """1 - exp(-gap) for gap >= 0 without cancellation: Taylor to gap**8 below 1/2, where the next term is < 1e-8."""
+    series = 1.0 - gap * (1.0 / 8)
+    series = 1.0 - gap * (1.0 / 7) * series
+    series = 1.0 - gap * (1.0 / 6) * series
+    series = 1.0 - gap * (1.0 / 5) * series
+    series = 1.0 - gap * (1.0 / 4) * series
+    series = 1.0 - gap * (1.0 / 3) * series
+    series = 1.0 - gap * (1.0 / 2) * series
+    return tl.where(gap < 0.5, gap * series, 1.0 - tl.exp(-gap))
+
+
+@triton.jit
+def score(z, alpha, inverse_range):
+    """sigmoid((z - alpha) / (beta - alpha)), 0 for an excluded logit, in the type of z."""
+    return tl.where(z > float("-inf"), sigmoid((z - alpha) * inverse_range), 0.0)
+
+
+@triton.jit
+def residual_score(z_p, z_q, alpha, inverse_range):
+    """max(p^ - q^, 0); p^ where q^ is 0."""
+    p = score(z_p, alpha, inverse_range)
+    has_q = z_q > float("-inf")
+    q_logit = tl.where(has_q, z_q, 0.0)
+    gap = tl.maximum((tl.where(z_p > float("-inf"), z_p, q_logit) - q_logit) * inverse_range, 0.0)
+    difference = p * sigmoid((alpha - q_logit) * inverse_range) * one_minus_exp(gap)
+    return tl.where(has_q, difference, p)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_target_b",
+        "stride_target_k",
+        "stride_target_v",
+        "stride_draft_b",
+        "stride_draft_k",
+        "stride_draft_v",
+        "stride_tokens_b",
+        "stride_tokens_k",
+        "stride_u_b",
+        "stride_u_k",
+        "stride_t",
+        "num_drafts",
+        "vocab_size",
+        "num_tiles",
+    ]
+)
+def score_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B]
+    partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses row 0
+    num_accepted_ptr,  # [B]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    stride_tokens_b,
+    stride_tokens_k,
+    stride_u_b,
+    stride_u_k,
+    stride_t,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    alpha,
+    inverse_range,
+    HAS_TEMPERATURE: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tile = (program % num_tiles).to(tl.int32)
+    b = program // num_tiles
+    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
+    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+    partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
+
+    if temperature == 0:
+        r = tl.zeros((), tl.int64)
+        while r <= num_valid:
+            row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
+            lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
+            z = rows.load_own_tile(
+                row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+            )
+            first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+            tl.store(partial_row_ptr + r * num_tiles * 2, first)
+            tl.store(partial_row_ptr + r * num_tiles * 2 + 1, second)
+            r += 1
+
+    if temperature > 0:
+        n = 0
+        start = 0
+        walking = num_valid > 0
+        while walking & (start < num_valid):
+            lane = tl.arange(0, WALK)
+            i = (start + lane).to(tl.int64)
+            live = i < num_valid
+            x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
+            z_p = walk.load_scaled(
+                target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, live
+            )
+            z_q = walk.load_scaled(
+                draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live
+            )
+            p_x = score(z_p.to(tl.float64), alpha, inverse_range)
+            q_x = score(z_q.to(tl.float64), alpha, inverse_range)
+            u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
+            accepted = live & (q_x > 0) & (u.to(tl.float64) * q_x < p_x)
+            run = tl.min(tl.where(accepted, WALK, lane), 0)
+            n += run
+            walking = run == WALK
+            start += WALK
+
+        row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
+        lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
+        z_p = rows.load_own_tile(
+            row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+        )
+        if n == num_drafts:
+            first, second = rows.tile_stats(z_p)
+        else:
+            second = tl.sum(score(z_p, alpha, inverse_range), 0)
+            first = 0.0
+            if n < num_valid:
+                z_q = rows.load_tile_of(
+                    draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
+                    stride_draft_v,
+                    lead,
+                    vocab_size,
+                    tile,
+                    inverse_t,
+                    TILE,
+                    DRAFT_UNIT_STRIDE,
+                )
+                first = tl.sum(residual_score(z_p, z_q, alpha, inverse_range), 0)
+        tl.store(partial_row_ptr, first)
+        tl.store(partial_row_ptr + 1, second)
+        if tile == 0:
+            tl.store(num_accepted_ptr + b, n.to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_target_b",
+        "stride_target_k",
+        "stride_target_v",
+        "stride_draft_b",
+        "stride_draft_k",
+        "stride_draft_v",
+        "stride_tokens_b",
+        "stride_tokens_k",
+        "stride_s",
+        "stride_t",
+        "num_drafts",
+        "vocab_size",
+        "num_tiles",
+    ]
+)
+def draw_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]
+    draft_tokens_ptr,  # [B, K]
+    sample_uniforms_ptr,  # [B]
+    temperature_ptr,  # [B]
+    partial_ptr,  # [B, K+1, num_tiles, 2]
+    num_accepted_ptr,  # [B]
+    output_tokens_ptr,  # [B, K+1]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    stride_tokens_b,
+    stride_tokens_k,
+    stride_s,
+    stride_t,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    alpha,
+    inverse_range,
+    HAS_TEMPERATURE: tl.constexpr,
+    TARGET_UNIT_STRIDE: tl.constexpr,
+    DRAFT_UNIT_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WALK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
+    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    first_row = b * (num_drafts + 1)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+
+    n = tl.zeros((), tl.int64)
+    next_token = -1
+    if temperature == 0:
+        start = 0
+        walking = num_valid > 0
+        while walking & (start < num_valid):
+            lane = tl.arange(0, WALK)
+            i = (start + lane).to(tl.int64)
+            live = i < num_valid
+            x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
+            first, second = rows.load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+            accepted = live & (rows.combine_argmax(first, second).to(tl.int64) == x)
+            run = tl.min(tl.where(accepted, WALK, lane), 0)
+            n += run
+            walking = run == WALK
+            start += WALK
+        only = first_row + n + tl.zeros((1,), tl.int64)
+        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        next_token = tl.max(rows.combine_argmax(first, second), 0)
+    if temperature > 0:
+        n = tl.load(num_accepted_ptr + b)
+        inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+        only = first_row + tl.zeros((1,), tl.int64)
+        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        row_max, _ = rows.combine_stats(first, second)
+        shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
+        residual = tl.where(first > 0, first, 0.0)
+        has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
+        # The residual after a rejection; p^ after padding and for an empty residual; softmax for the bonus.
+        mass = tl.where(has_residual, residual, tl.where(n == num_drafts, second * tl.exp(first - shift), second))
+        tile, threshold = rows.pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b * stride_s))
+
+        row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
+        lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
+        z_p = rows.load_own_tile(
+            row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+        )
+        weight = score(z_p, alpha, inverse_range)
+        if n == num_drafts:
+            weight = tl.exp(z_p - shift)
+        if has_residual:
+            z_q = rows.load_tile_of(
+                draft_ptr + b * stride_draft_b + n * stride_draft_k,
+                stride_draft_v,
+                lead,
+                vocab_size,
+                tile,
+                inverse_t,
+                TILE,
+                DRAFT_UNIT_STRIDE,
+            )
+            weight = residual_score(z_p, z_q, alpha, inverse_range)
+        next_token = rows.pick_token(weight, rows.tile_tokens(lead, tile, TILE), threshold)
+    tl.store(num_accepted_ptr + b, n)
+    walk.store_output(
+        output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
+    )
+
+
+def verify_sigmoid(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    alpha: float = -1e3,
+    beta: float = 1e3,
+    temperature: Tensor | None = None,
+    *,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch `specops::verify_sigmoid`; arguments as the op's, checked there. `tile` overrides the table (tests,
+    benchmarks)."""
+    batch, num_rows, vocab_size = target_logits.shape
+    num_drafts = num_rows - 1
+    device = target_logits.device
+    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
+    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
+    if batch == 0:
+        return output_tokens, num_accepted
+
+    tile = tile or launch.tile_size(vocab_size, batch)
+    num_tiles = launch.num_tiles(target_logits, tile)
+    partial = torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device)
+    # An absent tensor is passed as a present one that the kernels do not touch.
+    t = sample_uniforms if temperature is None else temperature
+    flags = {
+        "HAS_TEMPERATURE": temperature is not None,
+        "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
+        "DRAFT_UNIT_STRIDE": draft_logits.stride(2) == 1,
+        "TILE": tile,
+        "BLOCK_K": triton.next_power_of_2(num_rows),
+        "WALK": min(triton.next_power_of_2(max(num_drafts, 1)), walk.MAX_WALK),
+        "num_warps": launch.NUM_WARPS,
+    }
+    scale = (alpha, 1.0 / (beta - alpha))
+    wrap_triton(score_kernel)[(batch * num_tiles,)](
+        target_logits,
+        draft_logits,
+        draft_tokens,
+        accept_uniforms,
+        t,
+        partial,
+        num_accepted,
+        *target_logits.stride(),
+        *draft_logits.stride(),
+        *draft_tokens.stride(),
+        *accept_uniforms.stride(),
+        t.stride(0),
+        num_drafts,
+        vocab_size,
+        num_tiles,
+        *scale,
+        **flags,
+    )
+    wrap_triton(draw_kernel)[(batch,)](
+        target_logits,
+        draft_logits,
+        draft_tokens,
+        sample_uniforms,
+        t,
+        partial,
+        num_accepted,
+        output_tokens,
+        *target_logits.stride(),
+        *draft_logits.stride(),
+        *draft_tokens.stride(),
+        sample_uniforms.stride(0),
+        t.stride(0),
+        num_drafts,
+        vocab_size,
+        num_tiles,
+        *scale,
+        BLOCK_T=triton.next_power_of_2(num_tiles),
+        **flags,
+    )
+    return output_tokens, num_accepted

@@ -1,0 +1,47 @@
+"""Device functions of the walk over the drafts, shared by the two verify kernels."""
+
+import triton
+import triton.language as tl
+
+from .. import rows
+
+# Drafts tested side by side; a longer chain takes several turns, so registers stay bounded for any K.
+MAX_WALK = 16
+
+
+@triton.jit
+def count_valid(tokens_ptr, stride_k, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
+    """Drafts before the first padding token; nothing behind it can matter."""
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(tokens_ptr + k.to(tl.int64) * stride_k, mask=k < num_drafts, other=-1)
+    return tl.min(tl.where((x >= 0) & (x < vocab_size), BLOCK_K, k), 0)
+
+
+@triton.jit
+def load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live):
+    """[WALK] single scaled logits, one per row; -inf where not live."""
+    return rows.scale(tl.load(sequence_ptr + row_offset + token_offset, mask=live, other=float("-inf")), inverse_t)
+
+
+@triton.jit
+def probability(sequence_ptr, row_offset, token_offset, inverse_t, z_max, z_sum, live):
+    """[WALK] exp(z - max) / sum of single logits in float64; 0 for a row with no finite entry."""
+    z = load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live)
+    shift = tl.maximum(z_max, -rows.FLOAT32_MAX).to(tl.float64)
+    weight = tl.exp(z.to(tl.float64) - shift)
+    return tl.where(z_sum > 0, weight / tl.where(z_sum > 0, z_sum, 1.0).to(tl.float64), 0.0)
+
+
+@triton.jit
+def stats_from_lse(lse):
+    """The (max, sum) that give exp(z - lse); no probability at all where lse is not finite."""
+    finite = tl.abs(lse) <= rows.FLOAT32_MAX
+    return tl.where(finite, lse, 0.0), tl.where(finite, 1.0, 0.0)
+
+
+@triton.jit
+def store_output(output_ptr, tokens_ptr, stride_k, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
+    """[K+1] the accepted drafts, the next token, then -1."""
+    k = tl.arange(0, BLOCK_K)
+    kept = tl.load(tokens_ptr + k.to(tl.int64) * stride_k, mask=k < n, other=-1).to(tl.int64)
+    tl.store(output_ptr + k, tl.where(k == n, next_token, kept), mask=k <= num_drafts)
