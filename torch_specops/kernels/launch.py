@@ -7,10 +7,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
-__all__ = ["NUM_WARPS", "num_tiles", "tile_size", "wrap_triton"]
+__all__ = ["num_tiles", "num_warps", "tile_size", "wrap_triton"]
 
-NUM_WARPS = 8
-# A tile of 4096 is 16 values a thread; smaller tiles give a small batch enough programs to fill the device.
+# Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
 MIN_TILE = 1024
 FEW_PROGRAMS = 1024
@@ -29,6 +28,11 @@ def tile_size(vocab_size: int, num_rows: int) -> int:
     while tile > MIN_TILE and num_rows * triton.cdiv(vocab_size, tile) < FEW_PROGRAMS:
         tile //= 2
     return tile
+
+
+def num_warps(tile: int) -> int:
+    """At least 8 values a thread, which are 16 bytes of a 16-bit type."""
+    return min(max(tile // 256, 1), 8)
 
 
 def num_tiles(logits: Tensor, tile: int) -> int:

@@ -137,7 +137,7 @@ def combine_argmax(tile_max, tile_token):
 @triton.jit
 def reciprocal(total):
     """1 / total, or 0 for a row without weight."""
-    return tl.where(total > 0, tl.div_rn(1.0, total), 0.0)
+    return tl.where(total > 0, 1.0 / total, 0.0)
 
 
 @triton.jit

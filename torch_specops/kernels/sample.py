@@ -114,7 +114,7 @@ def sample(
         "HAS_TEMPERATURE": temperature is not None,
         "UNIT_STRIDE": logits.stride(1) == 1,
         "TILE": tile,
-        "num_warps": launch.NUM_WARPS,
+        "num_warps": launch.num_warps(tile),
     }
     wrap_triton(stats_kernel)[(num_rows * num_tiles,)](
         logits, t, partial, logits.stride(0), logits.stride(1), t.stride(0), vocab_size, num_tiles, **flags

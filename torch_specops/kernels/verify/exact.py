@@ -113,32 +113,25 @@ def stats_kernel(
 
 @triton.jit
 def residual_weights(
-    target_row_ptr,
+    p,
+    z_p,
+    v,
     draft_row_ptr,
-    stride_target_v,
     stride_draft_v,
+    lead,
     vocab_size,
     tile,
     inverse_t,
-    p_shift,
-    p_weight,
     q_shift,
     q_weight,
     x,
     ONE_HOT: tl.constexpr,
-    TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """[TILE] token ids and max(p - q, 0), by the same arithmetic when the tile is weighed and when it is drawn from;
-    and whether the two rows differ in this tile at all. Equal logits mean p = q, which the difference of two rounded
-    distributions need not show: their sums may have been taken in another order, or come with `draft_lse`."""
-    lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-    v = rows.tile_tokens(lead, tile, TILE)
-    z_p = rows.load_own_tile(
-        target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-    )
-    p = tl.exp(z_p - p_shift) * p_weight
+    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
+    difference of two rounded distributions need not show: their sums may have been taken in another order, or come
+    with `draft_lse`."""
     if ONE_HOT:
         weight = tl.where(v == x, 0.0, p)
         differs = 1.0
@@ -148,7 +141,7 @@ def residual_weights(
         )
         weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
         differs = tl.max((z_p != z_q).to(tl.float32), 0)
-    return v, weight, differs
+    return weight, differs
 
 
 @triton.jit(
@@ -239,11 +232,18 @@ def residual_kernel(
             accepted = live & (rows.combine_argmax(first, second).to(tl.int64) == x)
         else:
             p_max, p_sum = rows.combine_stats(first, second)
-            p_x = walk.probability(
-                target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, p_max, p_sum, live
+            p_x = walk.token_weight(
+                target_ptr + b * stride_target_b,
+                i * stride_target_k,
+                x * stride_target_v,
+                inverse_t,
+                p_max,
+                p_sum,
+                live,
             )
             if ONE_HOT:
                 q_x = tl.full((WALK,), 1.0, tl.float64)
+                q_sum = tl.full((WALK,), 1.0, tl.float32)
             else:
                 if DRAFT_STATS:
                     first, second = rows.load_partials(
@@ -253,11 +253,19 @@ def residual_kernel(
                 else:
                     lse = tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k, mask=live, other=0.0)
                     q_max, q_sum = walk.stats_from_lse(lse)
-                q_x = walk.probability(
-                    draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, q_max, q_sum, live
+                q_x = walk.token_weight(
+                    draft_ptr + b * stride_draft_b,
+                    i * stride_draft_k,
+                    x * stride_draft_v,
+                    inverse_t,
+                    q_max,
+                    q_sum,
+                    live,
                 )
             u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
-            accepted = live & (q_x > 0) & (u.to(tl.float64) * lenience * q_x < p_x)
+            # u * l * q < p with both sides multiplied by the two sums: float64 division would cost a call.
+            threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
+            accepted = live & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
         run = tl.min(tl.where(accepted, WALK, lane), 0)
         n += run
         walking = run == WALK
@@ -275,30 +283,32 @@ def residual_kernel(
         q_weight = 0.0
         if n < num_valid:
             if DRAFT_STATS:
-                first, second = rows.load_partials(
-                    partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T
-                )
+                first, second = rows.load_partials(partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T)
                 row_max, row_sum = rows.combine_stats(first, second)
                 q_shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
                 q_weight = rows.reciprocal(tl.max(row_sum, 0))
             elif not ONE_HOT:
                 lse = tl.load(draft_lse_ptr + b * stride_lse_b + n.to(tl.int64) * stride_lse_k)
                 q_shift, q_weight = walk.stats_from_lse(lse)
-            _, weight, differs = residual_weights(
-                target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k,
+            target_row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
+            lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+            z_p = rows.load_own_tile(
+                target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+            )
+            weight, differs = residual_weights(
+                tl.exp(z_p - p_shift) * p_weight,
+                z_p,
+                rows.tile_tokens(lead, tile, TILE),
                 draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
-                stride_target_v,
                 stride_draft_v,
+                lead,
                 vocab_size,
                 tile,
                 inverse_t,
-                p_shift,
-                p_weight,
                 q_shift,
                 q_weight,
                 tl.load(tokens_ptr + n.to(tl.int64) * stride_tokens_k).to(tl.int32),
                 ONE_HOT,
-                TARGET_UNIT_STRIDE,
                 DRAFT_UNIT_STRIDE,
                 TILE,
             )
@@ -389,37 +399,36 @@ def draw_kernel(
             weighed = (index < num_tiles) & (n < num_valid)
             residual = tl.load(mass_ptr + (b * num_tiles + index) * 2, mask=weighed, other=0.0)
             differs = tl.load(mass_ptr + (b * num_tiles + index) * 2 + 1, mask=weighed, other=0.0)
-            target_row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
             # The residual after a rejection; p for the bonus, after padding and for an empty residual.
-            if (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0):
-                tile, threshold = rows.pick_tile(residual, s)
-                v, weight, _ = residual_weights(
-                    target_row_ptr,
+            has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
+            p_mass = tl.max(second * tl.exp(first - p_shift) * p_weight, 0)
+            tile, threshold = rows.pick_tile(tl.where(has_residual, residual, p_mass), s)
+
+            target_row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
+            lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+            v = rows.tile_tokens(lead, tile, TILE)
+            z_p = rows.load_own_tile(
+                target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+            )
+            weight = tl.exp(z_p - p_shift) * p_weight
+            if has_residual:
+                weight, _ = residual_weights(
+                    weight,
+                    z_p,
+                    v,
                     draft_ptr + b * stride_draft_b + n * stride_draft_k,
-                    stride_target_v,
                     stride_draft_v,
+                    lead,
                     vocab_size,
                     tile,
                     inverse_t,
-                    p_shift,
-                    p_weight,
                     q_shift,
                     q_weight,
                     tl.load(tokens_ptr + n * stride_tokens_k).to(tl.int32),
                     ONE_HOT,
-                    TARGET_UNIT_STRIDE,
                     DRAFT_UNIT_STRIDE,
                     TILE,
                 )
-            else:
-                mass = tl.max(second * tl.exp(first - p_shift) * p_weight, 0)
-                tile, threshold = rows.pick_tile(mass, s)
-                lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-                v = rows.tile_tokens(lead, tile, TILE)
-                z = rows.load_own_tile(
-                    target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-                )
-                weight = tl.exp(z - p_shift) * p_weight
             next_token = rows.pick_token(weight, v, threshold)
     walk.store_output(
         output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
@@ -469,7 +478,7 @@ def verify_exact(
         "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
         "TILE": tile,
         "BLOCK_K": triton.next_power_of_2(num_rows),
-        "num_warps": launch.NUM_WARPS,
+        "num_warps": launch.num_warps(tile),
     }
     block_t = triton.next_power_of_2(num_tiles)
     wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
@@ -509,7 +518,7 @@ def verify_exact(
         num_tiles,
         lenience,
         ONE_HOT=draft_logits is None,
-        WALK=min(triton.next_power_of_2(max(num_drafts, 1)), walk.MAX_WALK),
+        WALK=walk.width(block_t),
         BLOCK_T=block_t,
         **flags,
     )

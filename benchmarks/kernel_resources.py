@@ -1,0 +1,232 @@
+"""Compile every kernel ahead of time, with no GPU, and report registers, spills and the width of its loads.
+
+    python benchmarks/kernel_resources.py [--out FILE.json] [--target sm_90 ...]
+
+What a launch would state is stated here: pointers are multiples of 16 bytes, sizes and strides are 32-bit and of no
+known divisibility (the kernels do not need it for wide loads), warps are the launchers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torch_specops.kernels import launch, sample
+from torch_specops.kernels.verify import exact, sigmoid, walk
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+KERNELS = {
+    "verify_exact.stats": exact.stats_kernel,
+    "verify_exact.residual": exact.residual_kernel,
+    "verify_exact.draw": exact.draw_kernel,
+    "verify_sigmoid.score": sigmoid.score_kernel,
+    "verify_sigmoid.draw": sigmoid.draw_kernel,
+    "sample.stats": sample.stats_kernel,
+    "sample.draw": sample.draw_kernel,
+}
+DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
+TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
+TYPES = {
+    "draft_tokens_ptr": "*i64",
+    "num_accepted_ptr": "*i64",
+    "output_tokens_ptr": "*i64",
+    "tokens_ptr": "*i64",
+    "lenience": "fp32",
+    "alpha": "fp32",
+    "inverse_range": "fp32",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel in one configuration: types of its arguments by name, and its constants."""
+
+    kernel: str
+    config: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler says. `spill_bytes` is memory that spilled registers went to: stack and local memory, plus 1
+    for every local load or store (NVIDIA); the private segment (AMD, where a scalar register that moves to a lane of
+    a vector register touches no memory). Loads are counted in the SASS of NVIDIA builds: 128-bit ones, and all
+    narrower ones."""
+
+    kernel: str
+    config: str
+    target: str
+    registers: int
+    spill_bytes: int
+    wide_loads: int | None = None
+    narrow_loads: int | None = None
+
+
+def builds() -> Iterator[Build]:
+    """Every kernel with every pair of dtypes and kind of draft, and every other option one at a time."""
+    for target_dtype, draft_dtype in DTYPES:
+        yield from _op_builds(target_dtype, draft_dtype)
+    for option in (
+        {"HAS_TEMPERATURE": False},
+        {"TARGET_UNIT_STRIDE": False, "DRAFT_UNIT_STRIDE": False},
+        {"TILE": TILES[1], "BLOCK_T": 128},
+        {"TILE": TILES[2], "BLOCK_T": 256},
+        {"BLOCK_K": 32},
+        {"tokens": "i32", "uniforms": "fp64"},
+    ):
+        yield from (build for build in _op_builds("bf16", "bf16", **option) if "draft_lse" not in build.config)
+
+
+def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[Build]:
+    types = {
+        **TYPES,
+        "target_ptr": f"*{target_dtype}",
+        "logits_ptr": f"*{target_dtype}",
+        "draft_ptr": f"*{draft_dtype}",
+        "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
+    }
+    for name in ("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"):
+        types[name] = f"*{option.get('uniforms', 'fp32')}"
+    constants = {
+        "HAS_TEMPERATURE": True,
+        "TARGET_UNIT_STRIDE": True,
+        "DRAFT_UNIT_STRIDE": True,
+        "TILE": TILES[0],
+        "BLOCK_K": 8,
+        "BLOCK_T": 64,
+        **{key: value for key, value in option.items() if key.isupper()},
+    }
+    constants["UNIT_STRIDE"] = constants["TARGET_UNIT_STRIDE"]
+    label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
+    modes = {
+        "draft rows": {"DRAFT_STATS": True, "ONE_HOT": False},
+        "draft_lse": {"DRAFT_STATS": False, "ONE_HOT": False},
+        "one-hot": {"DRAFT_STATS": False, "ONE_HOT": True},
+    }
+    for kernel in KERNELS:
+        if kernel.startswith("verify_exact"):
+            for mode, flags in modes.items():
+                yield _build(
+                    kernel, f"{label}, {mode}", types, constants | flags | {"WALK": walk.width(constants["BLOCK_T"])}
+                )
+        elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
+            # The walk of score_kernel holds no partials.
+            width = walk.MAX_WALK if kernel == "verify_sigmoid.score" else walk.width(constants["BLOCK_T"])
+            yield _build(kernel, label, types, constants | {"WALK": width})
+
+
+def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
+    names = KERNELS[kernel].arg_names
+    defaults = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
+    return Build(
+        kernel,
+        config,
+        tuple((name, types.get(name, defaults[name])) for name in names if name not in constants),
+        tuple((name, constants[name]) for name in names if name in constants),
+    )
+
+
+def compile_build(build: Build, target: str) -> Resources:
+    kernel = KERNELS[build.kernel]
+    compiled = compile_kernel(kernel, dict(build.types), dict(build.constants), target)
+    if TARGETS[target].backend == "hip":
+        counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
+        return Resources(
+            build.kernel, build.config, target, int(counts["vgpr_count"]), int(counts["private_segment_fixed_size"])
+        )
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump(compiled, "--dump-resource-usage")))
+    sass = cuobjdump(compiled, "--dump-sass")
+    wide, narrow = count_loads(sass)
+    local = int(usage["STACK"]) + int(usage["LOCAL"]) + len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow)
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str) -> Any:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")},
+    )
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": launch.num_warps(constants["TILE"])})
+
+
+def cuobjdump(compiled: Any, flag: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count_loads(sass: str) -> tuple[int, int]:
+    """128-bit global loads, and all narrower ones."""
+    loads = re.findall(r"\bLDG\.[\w.]*", sass)
+    wide = sum(".128" in load for load in loads)
+    return wide, len(loads) - wide
+
+
+def compile_all(target: str, processes: int = 2) -> Iterator[Resources]:
+    with ProcessPoolExecutor(processes) as pool:
+        yield from pool.map(partial(compile_build, target=target), list(builds()), chunksize=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--out", type=Path, help="write every build's resources as JSON")
+    arguments = parser.parse_args()
+    count = len(list(builds()))
+    results = [
+        result
+        for target in arguments.target
+        for result in track(compile_all(target), f"compiling for {target}", total=count)
+    ]
+
+    table = Table("kernel", "target", "builds", "registers", "spill bytes", "128-bit loads", title="Kernel resources")
+    for kernel in KERNELS:
+        for target in arguments.target:
+            group = [result for result in results if (result.kernel, result.target) == (kernel, target)]
+            registers = [result.registers for result in group]
+            wide = [result.wide_loads for result in group if result.wide_loads is not None]
+            table.add_row(
+                kernel,
+                target,
+                str(len(group)),
+                f"{min(registers)} to {max(registers)}",
+                str(max(result.spill_bytes for result in group)),
+                f"{min(wide)} to {max(wide)}" if wide else "not read",
+            )
+    Console().print(table)
+    if arguments.out:
+        record = {"triton": triton.__version__, "builds": [dataclasses.asdict(result) for result in results]}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

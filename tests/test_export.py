@@ -1,0 +1,171 @@
+"""`torch.export` keeps one op per call; an AOTInductor package gives the same tokens, without this package at hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_specops
+
+# torch's own: its exporter and Inductor use what it deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+NUM_DRAFTS, VOCAB_SIZE = 3, 67
+
+
+class VerifyExact(nn.Module):
+    def forward(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_logits: Tensor,
+        accept_uniforms: Tensor,
+        sample_uniforms: Tensor,
+        temperature: Tensor,
+        draft_lse: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_exact(
+            target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature, draft_lse, 0.9
+        )
+
+
+class VerifyOneHot(nn.Module):
+    def forward(
+        self, target_logits: Tensor, draft_tokens: Tensor, accept_uniforms: Tensor, sample_uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_exact(target_logits, draft_tokens, None, accept_uniforms, sample_uniforms)
+
+
+class VerifySigmoid(nn.Module):
+    def forward(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_logits: Tensor,
+        accept_uniforms: Tensor,
+        sample_uniforms: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_sigmoid(
+            target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, -4.0, 3.0
+        )
+
+
+class Sample(nn.Module):
+    def forward(self, logits: Tensor, uniforms: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        return torch_specops.sample(logits, uniforms, temperature)
+
+
+# module -> its op, the names of its inputs
+MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
+    VerifyExact: (
+        "verify_exact",
+        ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature", "draft_lse"),
+    ),
+    VerifyOneHot: ("verify_exact", ("target_logits", "draft_tokens", "accept_uniforms", "sample_uniforms")),
+    VerifySigmoid: (
+        "verify_sigmoid",
+        ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms"),
+    ),
+    Sample: ("sample", ("logits", "uniforms", "temperature")),
+}
+
+
+def inputs(module: type[nn.Module], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    target_logits = 3 * torch.randn(batch, NUM_DRAFTS + 1, VOCAB_SIZE, generator=g)
+    draft_logits = target_logits[:, :-1] + torch.randn(batch, NUM_DRAFTS, VOCAB_SIZE, generator=g)
+    temperature = torch.tensor([0.7, 0.0, 1.3, 2.0]).repeat(batch // 4 + 1)[:batch]
+    scaled = draft_logits / torch.where(temperature > 0, temperature, 1.0).view(-1, 1, 1)
+    values = {
+        "target_logits": target_logits,
+        "draft_tokens": draft_logits.argmax(-1),
+        "draft_logits": draft_logits,
+        "accept_uniforms": torch.rand(batch, NUM_DRAFTS, generator=g),
+        "sample_uniforms": torch.rand(batch, generator=g),
+        "temperature": temperature,
+        "draft_lse": scaled.logsumexp(-1),
+        "logits": target_logits[:, 0].contiguous(),
+        "uniforms": torch.rand(batch, generator=g),
+    }
+    return tuple(values[name] for name in MODULES[module][1])
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert len(got) == len(expected) == 2
+    assert torch.equal(got[0], expected[0])
+    # Only the logsumexp of `sample` is a float; a compiled sum may differ in its last bit.
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=0)
+
+
+def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_export_keeps_one_op(module: type[nn.Module], strict: bool, dynamic: bool) -> None:
+    arguments = inputs(module, batch=4)
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    shapes = tuple({0: batch} for _ in arguments) if dynamic else None
+    program = torch.export.export(module(), arguments, dynamic_shapes=shapes, strict=strict)
+    name = f"specops.{MODULES[module][0]}.default"
+    assert op_nodes(program) == [name]
+    assert op_nodes(program.run_decompositions()) == [name]
+    for size in (1, 2, 4, 9) if dynamic else (4,):
+        fresh = inputs(module, size, seed=size)
+        assert_same(program.module()(*fresh), module()(*fresh))
+
+
+def test_export_refuses_what_eager_refuses() -> None:
+    arguments = list(inputs(Sample, batch=4))
+    arguments[1] = arguments[1][:3]
+    with pytest.raises((ValueError, RuntimeError), match=r"uniforms: expected \[N\] = \[4\], got shape \[3\]"):
+        torch.export.export(Sample(), tuple(arguments), strict=False)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    arguments = inputs(VerifyExact, batch=4)
+    torch.export.save(torch.export.export(VerifyExact(), arguments), tmp_path / "verify.pt2")
+    loaded = torch.export.load(tmp_path / "verify.pt2")
+    assert op_nodes(loaded) == ["specops.verify_exact.default"]
+    assert_same(loaded.module()(*arguments), VerifyExact()(*arguments))
+
+
+FRESH_PROCESS = """
+import sys, torch
+package, data = sys.argv[1:]
+verify = torch._inductor.aoti_load_package(package)
+for arguments, expected in torch.load(data):
+    assert all(torch.equal(a, b) for a, b in zip(verify(*arguments), expected, strict=True))
+assert "torch_specops" not in sys.modules
+print("equal")
+"""
+
+
+def test_aot_inductor(tmp_path: Path) -> None:
+    """Packaged with a free batch; loaded here, and in a process that never imports torch_specops."""
+    arguments = inputs(VerifyExact, batch=4)
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    program = torch.export.export(VerifyExact(), arguments, dynamic_shapes=tuple({0: batch} for _ in arguments))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "verify.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    cases = []
+    for size in (1, 2, 4, 33):
+        fresh = inputs(VerifyExact, size, seed=size)
+        expected = VerifyExact()(*fresh)
+        assert_same(loaded(*fresh), expected)
+        cases.append((fresh, expected))
+    torch.save(cases, tmp_path / "cases.pt")
+    command = [sys.executable, "-c", FRESH_PROCESS, package, str(tmp_path / "cases.pt")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (finished.returncode, finished.stdout.strip()) == (0, "equal"), finished.stderr

@@ -1,0 +1,192 @@
+"""What an import brings in, and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_specops
+
+PACKAGE = Path(torch_specops.__file__).parent
+
+# module or folder of the package -> what else of the package it may import; "__init__" means a public name
+ALLOWED = {
+    "__init__": {"decode", "drafts", "ops", "sampling", "uniforms", "verification"},
+    "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
+    "hf": {"decode", "drafts", "sampling"},
+    "decode": {"drafts", "kv_cache", "sampling", "uniforms", "verification"},
+    "drafts": {"kv_cache", "sampling", "uniforms"},
+    "kv_cache": {"ops"},
+    "sampling": {"checks", "ops"},
+    "verification": {"checks", "ops"},
+    "inductor": {"ops"},
+    "ops": {"checks", "cpu", "kernels"},
+    "testing": {"reference"},
+    "analysis": set(),
+    "checks": set(),
+    "cpu": set(),
+    "kernels": set(),
+    "reference": set(),
+    "uniforms": set(),
+}
+# third-party package -> the modules that may import it
+ALLOWED_THIRD_PARTY = {
+    "torch": set(ALLOWED),
+    "triton": {"kernels"},
+    "transformers": {"hf"},
+    "rich": {"cli"},
+    "typer": {"cli"},
+}
+
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def layer(path: str) -> str:
+    """The first part of a module's path within the package: "kernels/verify.py" -> "kernels"."""
+    return path.removesuffix(".py").split("/")[0]
+
+
+LAYERS = {layer(path) for path in MODULES}
+
+
+def imports(path: str, source: str) -> set[str]:
+    """What a module of the package imports, anywhere in its text: absolute names, ours spelled out."""
+    package = ["torch_specops", *path.split("/")[:-1]]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from . import checks` names a module, `from .checks import f` something in it.
+            names.update([f"{module}.{alias.name}" for alias in node.names] if module == "torch_specops" else [module])
+    return names
+
+
+def forbidden(path: str, source: str) -> set[str]:
+    """The imports of a module that break the rules above."""
+    own = layer(path)
+    bad = set()
+    for name in imports(path, source):
+        parts = name.split(".")
+        if parts[0] == "torch_specops":
+            target = parts[1] if len(parts) > 1 and parts[1] in LAYERS | set(ALLOWED) else "__init__"
+            if target != own and target not in ALLOWED[own]:
+                bad.add(name)
+        elif parts[0] not in sys.stdlib_module_names and own not in ALLOWED_THIRD_PARTY.get(parts[0], set()):
+            bad.add(name)
+    return bad
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_imports_follow_the_layers(path: str) -> None:
+    assert forbidden(path, (PACKAGE / path).read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "broken"),
+    [
+        ("cpu.py", "from . import ops", "torch_specops.ops"),
+        ("reference.py", "from .cpu import sample", "torch_specops.cpu"),
+        ("testing.py", "import torch_specops.ops", "torch_specops.ops"),
+        ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
+        ("ops.py", "def f():\n    from .kernels import verify\n    from .verification import x", None),
+        ("kernels/verify.py", "from .. import cpu", "torch_specops.cpu"),
+        ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
+        ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
+        ("decode.py", "import rich", "rich"),
+        ("hf.py", "import requests", "requests"),
+    ],
+)
+def test_a_forbidden_import_is_caught(path: str, source: str, broken: str | None) -> None:
+    assert forbidden(path, source) == {broken or "torch_specops.verification"}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kernels/verify/launch.py", "import triton\nfrom .. import rows\nfrom . import kernel"),
+        ("ops.py", "import math\nfrom torch.library import triton_op\nfrom . import checks, cpu"),
+        ("cli.py", "from . import __version__, hf\nimport typer"),
+    ],
+)
+def test_an_allowed_import_passes(path: str, source: str) -> None:
+    assert forbidden(path, source) == set()
+
+
+def test_every_module_has_a_place_in_the_layers() -> None:
+    assert LAYERS - set(ALLOWED) == set()
+    assert not [path for path in MODULES if "utils" in Path(path).stem]
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def third_party_after(statement: str) -> set[str]:
+    """Installed packages that a statement imports in a fresh process which has already imported torch."""
+    probe = f"""
+import json, sys
+import torch
+def packages():
+    return {{name.split(".")[0] for name in sys.modules}}
+before = packages()
+{statement}
+assert not torch.cuda.is_initialized()
+print(json.dumps(sorted(packages() - before)))
+"""
+    return set(json.loads(run_python(probe))) & {"torch_specops", *importlib.metadata.packages_distributions()}
+
+
+def test_import_brings_in_torch_alone() -> None:
+    assert third_party_after("import torch_specops") == {"torch_specops"}
+
+
+def test_import_probe_sees_an_import() -> None:
+    assert third_party_after("import torch_specops, pytest") >= {"pytest", "torch_specops"}
+
+
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "transformers", "typer", "rich"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_cpu_ops_need_nothing_but_torch() -> None:
+    use = """
+import torch
+import torch_specops
+
+seeds, positions = torch.tensor([1, 2]), torch.tensor([0, 0])
+target, draft = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
+propose = torch_specops.uniforms(seeds, positions, 2, "propose")
+tokens, lse = torch_specops.sample(draft.flatten(0, 1), propose.flatten())
+uniforms = torch_specops.uniforms(seeds, positions, 2, "accept"), torch.zeros(2)
+for op in torch_specops.verify_exact, torch_specops.verify_sigmoid:
+    output, num_accepted = op(target, tokens.view(2, 2), draft, *uniforms)
+    assert num_accepted.tolist() == [2, 2], num_accepted
+    assert output.tolist() == [[*row, 0] for row in tokens.view(2, 2).tolist()], output
+"""
+    run_python(BLOCK + use)
+
+
+def test_the_block_blocks() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCK + "import rich"], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "No module named 'rich'" in done.stderr

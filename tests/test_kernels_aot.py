@@ -1,0 +1,80 @@
+"""Every kernel compiled ahead of time, with no GPU: no register may spill, and rows are read 16 bytes at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from benchmarks import kernel_resources as aot  # noqa: E402
+from torch_specops.kernels import launch, rows  # noqa: E402
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_no_register_spills(target: str) -> None:
+    results = list(aot.compile_all(target))
+    assert len(results) == len(list(aot.builds()))
+    assert {result.kernel for result in results} == set(aot.KERNELS)
+    spilled = [result for result in results if result.spill_bytes > 0]
+    assert not spilled
+
+
+@triton.jit
+def row_kernel(x_ptr, out_ptr, stride, vocab_size, TILE: tl.constexpr, WIDE: tl.constexpr):
+    row_ptr = x_ptr + tl.program_id(0).to(tl.int64) * stride
+    tile = tl.program_id(1)
+    if WIDE:
+        x = rows.load_aligned(row_ptr, rows.row_lead(row_ptr, True), vocab_size, tile, TILE)
+    else:
+        v = tile * TILE + tl.arange(0, TILE)
+        x = tl.load(row_ptr + v, mask=v < vocab_size, other=float("-inf"))
+    tl.store(out_ptr + tile, tl.max(x.to(tl.float32), 0))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype, size", [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("tile", aot.TILES)
+def test_rows_of_any_vocabulary_and_stride_load_16_bytes_at_a_time(
+    target: str, dtype: str, size: int, tile: int
+) -> None:
+    """The vocabulary and the stride are plain 32-bit arguments here, of no known divisibility."""
+    types = {"x_ptr": f"*{dtype}", "out_ptr": "*fp32", "stride": "i32", "vocab_size": "i32"}
+    threads = launch.num_warps(tile) * 32
+
+    def loads(wide: bool) -> tuple[int, int]:
+        compiled = aot.compile_kernel(row_kernel, types, {"TILE": tile, "WIDE": wide}, target)
+        return aot.count_loads(aot.cuobjdump(compiled, "--dump-sass"))
+
+    # Each thread reads its share in 128-bit loads; the narrow ones are those of the branch for a row's two ends.
+    share = tile * size // (16 * threads)
+    wide, narrow = loads(wide=True)
+    assert wide == share
+    assert narrow <= max(tile // threads, 16 // size)
+    # The plain masked load that the kernels avoid has no wide load at all.
+    assert loads(wide=False)[0] == 0
+
+
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_stats_kernels_load_16_bytes_at_a_time(kernel: str, dtype: str) -> None:
+    size = 4 if dtype == "fp32" else 2
+    config = f"{dtype} / {dtype}" + (", draft_lse" if kernel == "verify_exact.stats" else "")
+    (build,) = [build for build in aot.builds() if (build.kernel, build.config) == (kernel, config)]
+    result = aot.compile_build(build, "sm_90")
+    assert result.wide_loads == aot.TILES[0] * size // (16 * launch.num_warps(aot.TILES[0]) * 32)
+
+
+def test_a_spilling_kernel_is_seen() -> None:
+    """The check itself: 512 values a thread, all alive at once, are more than a thread has registers."""
+    compiled = aot.compile_kernel(spilling_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"TILE": 2**17}, "sm_90")
+    assert "STL" in aot.cuobjdump(compiled, "--dump-sass")
+
+
+@triton.jit
+def spilling_kernel(x_ptr, out_ptr, TILE: tl.constexpr):
+    v = tl.arange(0, TILE)
+    x = tl.load(x_ptr + v)
+    tl.store(out_ptr + v, x / tl.sum(x, 0))

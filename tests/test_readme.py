@@ -1,0 +1,148 @@
+"""The README and the docstrings as their readers use them: examples run, commands exist, links and versions hold."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import torch_specops
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+BLOCKS = [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)]
+COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines() if line]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_python_blocks_run_and_print_what_they_say(tmp_path: Path) -> None:
+    examples = [i for i, block in enumerate(BLOCKS) if block.language == "python"]
+    assert examples
+    for i in examples:
+        script = tmp_path / f"example_{i}.py"
+        script.write_text(BLOCKS[i].text)
+        output = run(sys.executable, str(script))
+        if "print(" in BLOCKS[i].text:
+            assert BLOCKS[i + 1].language == "text"
+            assert output.split() == BLOCKS[i + 1].text.split()
+
+
+def known_make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def known_extras() -> set[str]:
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    return set(re.findall(r"^(\w+) =", section, re.MULTILINE))
+
+
+def check_command(command: str) -> None:
+    """Raise AssertionError for a command that the Makefile, the package or its command line does not know."""
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        target, *settings = arguments
+        assert target in known_make_targets(), target
+        assert {setting.split("=")[0] for setting in settings} <= {"ARGS", "PYTHON", "VENV"}
+        run("make", "-n", *arguments)
+        for setting in settings:
+            if target == "demo" and setting.startswith("ARGS="):
+                check_command(f"torch-specops demo {setting.removeprefix('ARGS=')}")
+    elif program == "torch-specops":
+        pytest.importorskip("typer")
+        call = "import sys; from torch_specops.cli import main; sys.argv[0] = 'torch-specops'; main()"
+        command = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+        shown = run(sys.executable, "-c", call, *command, "--help")
+        options = [argument for argument in arguments[len(command) :] if argument.startswith("-")]
+        assert [option for option in options if option.split("=")[0] not in shown] == []
+    elif program == "pip":
+        assert arguments[0] == "install"
+        assert [name for name in arguments[1:] if not re.fullmatch(r"-e|\.(\[\w+(,\w+)*\])?", name)] == []
+        assert {extra for name in arguments for extra in re.findall(r"\w+", name.partition("[")[2])} <= known_extras()
+    else:
+        raise AssertionError(f"a command this test does not know: {command}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command: str) -> None:
+    check_command(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nothing",
+        "make test ARG=-x",
+        "make demo ARGS=--no-such-option",
+        "torch-specops demo --no-such-option",
+        "torch-specops nothing",
+        "pip install '.[nothing]'",
+        "pip install torch_specops",
+        "curl example.org",
+    ],
+)
+def test_a_command_that_does_not_exist_is_caught(command: str) -> None:
+    with pytest.raises(AssertionError):
+        check_command(command)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/math.md", "docs/vocabulary.md", "docs/design.md"])
+def test_links_and_named_files_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    folder = (ROOT / document).parent
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (folder / link).exists()] == []
+    tests = set(re.findall(r"`(test_\w+\.py)`", text))
+    assert [name for name in sorted(tests) if not (ROOT / "tests" / name).exists()] == []
+    named = set(re.findall(r"`(?:torch_specops/)?([a-z_]+(?:/\w+)*\.py)`", text)) - tests
+    assert [name for name in sorted(named) if not (Path(torch_specops.__file__).parent / name).exists()] == []
+
+
+def test_the_changelog_opens_with_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[?([\w.]+)", changelog, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] in ("Unreleased", torch_specops.__version__)
+
+
+# Kernels need Triton, and `hf` and `cli` the packages of an extra.
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(torch_specops.__path__, "torch_specops.")
+    if not module.name.startswith(("torch_specops.kernels", "torch_specops.hf", "torch_specops.cli"))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for example in doctest.DocTestFinder().find(importlib.import_module(name)):
+        runner.run(example)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in torch_specops.__all__ if name != "ops"])
+def test_public_names_have_an_example(name: str) -> None:
+    assert doctest.DocTestFinder(recurse=False).find(getattr(torch_specops, name))[0].examples

@@ -1,0 +1,234 @@
+"""`torch_specops.uniforms`: Philox 4x32-10 by its published vectors, by plain Python integers and by its statistics."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_specops
+from torch_specops.uniforms import STREAMS, _philox
+
+# Every statistical test below rejects at this level; the numbers are a pure function of the seeds, so none can flake.
+ALPHA = 1e-3
+
+# Random123's kat_vectors for philox4x32, 10 rounds: counter, key, output.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def philox_by_integers(counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 10) -> tuple[int, ...]:
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(rounds):
+        product_0, product_1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (product_1 >> 32) ^ c1 ^ k0,
+            product_1 % 2**32,
+            (product_0 >> 32) ^ c3 ^ k1,
+            product_0 % 2**32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def uniforms_by_integers(seed: int, position: int, n: int, stream: str) -> list[float]:
+    seed, position = seed % 2**64, position % 2**64
+    words: list[int] = []
+    for block in range((n + 3) // 4):
+        counter = (block, STREAMS[stream], position % 2**32, position >> 32)
+        words += philox_by_integers(counter, (seed % 2**32, seed >> 32))
+    return [(word >> 8) / 2**24 for word in words[:n]]
+
+
+def int64(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    words = _philox(tuple(int64(c) for c in counter), (int64(key[0]), int64(key[1])))
+    assert tuple(int(word) for word in words) == expected
+    assert philox_by_integers(counter, key) == expected
+
+
+def test_known_answers_tell_nine_rounds_from_ten() -> None:
+    for counter, key, expected in KNOWN_ANSWERS:
+        assert philox_by_integers(counter, key, rounds=9) != expected
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_equals_plain_integers(stream: str) -> None:
+    generator = random.Random(2)
+    edges = [0, 1, -1, 2**32 - 1, 2**32, 2**63 - 1, -(2**63)]
+    seeds = edges + [generator.randrange(-(2**63), 2**63) for _ in range(40)]
+    positions = edges[::-1] + [generator.randrange(2**31, 2**45) for _ in range(40)]
+    got = torch_specops.uniforms(int64(*seeds), int64(*positions), 7, stream)
+    expected = [
+        uniforms_by_integers(seed, position, 7, stream) for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert got.tolist() == expected
+
+
+def test_range_dtype_and_grid() -> None:
+    u = torch_specops.uniforms(torch.arange(512), torch.arange(512), 257, "sample")
+    assert u.dtype == torch.float32 and u.shape == (512, 257)
+    assert float(u.min()) >= 0 and float(u.max()) < 1
+    assert torch.equal(u * 2**24, (u * 2**24).round())
+    # All 24 bits are used: the lowest one is set about half the time.
+    assert 0.49 < float(((u * 2**24).long() & 1).double().mean()) < 0.51
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_prefix(stream: str) -> None:
+    seeds, positions = int64(3, -9, 2**40), int64(0, 2**33, 5)
+    longest = torch_specops.uniforms(seeds, positions, 21, stream)
+    for n in range(21):
+        assert torch.equal(torch_specops.uniforms(seeds, positions, n, stream), longest[:, :n])
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    seeds, positions = torch.arange(9) * 7919 - 4, torch.arange(9) * 2**31
+    whole = torch_specops.uniforms(seeds, positions, 6, "accept")
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch_specops.uniforms(seeds[order], positions[order], 6, "accept"), whole[order])
+    for row in range(9):
+        alone = torch_specops.uniforms(seeds[row : row + 1], positions[row : row + 1], 6, "accept")
+        assert torch.equal(alone[0], whole[row])
+    # A strided view of the seeds is read by value, not by storage.
+    assert torch.equal(torch_specops.uniforms(seeds[::2], positions[::2], 6, "accept"), whole[::2])
+
+
+def test_every_seed_and_position_counts() -> None:
+    base = torch_specops.uniforms(int64(0), int64(0), 8, "propose")
+    for bit in range(64):
+        flipped = 1 << bit if bit < 63 else -(2**63)
+        assert not torch.equal(torch_specops.uniforms(int64(flipped), int64(0), 8, "propose"), base)
+        assert not torch.equal(torch_specops.uniforms(int64(0), int64(flipped), 8, "propose"), base)
+
+
+def windows(u: Tensor, width: int) -> set[tuple[float, ...]]:
+    return {tuple(row) for row in u.unfold(1, width, 1).reshape(-1, width).tolist()}
+
+
+def test_streams_never_overlap() -> None:
+    """No three consecutive numbers (72 bits) of one stream occur anywhere in another, whatever the position.
+
+    By chance alone: (3 * 64 * 62)^2 / 2^73 < 1e-13.
+    """
+    positions = torch.arange(64)
+    drawn = {stream: windows(torch_specops.uniforms(torch.full_like(positions, 11), positions, 64, stream), 3)
+             for stream in STREAMS}  # fmt: skip
+    for a, b in itertools.combinations(STREAMS, 2):
+        assert len(drawn[a]) == len(drawn[b]) == 64 * 62
+        assert not drawn[a] & drawn[b]
+    # The test sees an overlap: a stream shifted by one position shares 63 of its 64 rows.
+    shifted = windows(torch_specops.uniforms(torch.full_like(positions, 11), positions + 1, 64, "accept"), 3)
+    assert len(shifted & drawn["accept"]) == 63 * 62
+
+
+def uniformity(u: Tensor) -> float:
+    """p-value of the chi-square test of 256 equal bins."""
+    return float(chisquare(torch.bincount((u * 256).long().flatten(), minlength=256).numpy()).pvalue)
+
+
+def independence(a: Tensor, b: Tensor) -> float:
+    """p-value of the chi-square test of a 16 x 16 grid of equal cells."""
+    cells = ((a * 16).long() * 16 + (b * 16).long()).flatten()
+    return float(chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_uniform(stream: str) -> None:
+    """n = 2^19 numbers (seeds 0..4095, position 17, 128 each), 256 bins, alpha = 1e-3."""
+    u = torch_specops.uniforms(torch.arange(4096), torch.full((4096,), 17), 128, stream)
+    assert uniformity(u) > ALPHA
+    # Wrong laws that must fail: a slightly bent one and a coarse lattice.
+    assert uniformity(u**1.02) < ALPHA
+    assert uniformity((u * 1000).floor() / 1000) < ALPHA
+
+
+def test_pairwise_independent() -> None:
+    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 cells, alpha = 1e-3, for each pair of streams, for
+    consecutive numbers, consecutive positions and consecutive seeds: the ways in which a decoding step uses them."""
+    seeds, positions = torch.arange(2048), torch.full((2048,), 5)
+    u = {stream: torch_specops.uniforms(seeds, positions, 64, stream) for stream in STREAMS}
+    for a, b in itertools.combinations(STREAMS, 2):
+        assert independence(u[a], u[b]) > ALPHA, (a, b)
+    accept = u["accept"]
+    assert independence(accept[:, :-1], accept[:, 1:]) > ALPHA
+    assert independence(accept, torch_specops.uniforms(seeds, positions + 1, 64, "accept")) > ALPHA
+    assert independence(accept[:-1], accept[1:]) > ALPHA
+    # Dependence that must be seen: the same numbers used twice, and one in ten of them shared.
+    shared = torch.where(torch.arange(64) % 10 == 0, u["accept"], u["sample"])
+    assert independence(accept, accept) < ALPHA
+    assert independence(accept, shared) < ALPHA
+
+
+def test_compiled_is_bit_identical() -> None:
+    """With free shapes; tests/test_compile.py has all three streams with fixed ones."""
+    torch._dynamo.reset()
+
+    def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+        return torch_specops.uniforms(seeds, positions, like.shape[1], "accept")
+
+    compiled = torch.compile(drawn, fullgraph=True, dynamic=True)
+    for batch, n in [(5, 6), (3, 9)]:
+        seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=torch.Generator().manual_seed(batch))
+        arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)
+        assert torch.equal(compiled(*arguments), drawn(*arguments))
+
+
+def test_fake_and_meta() -> None:
+    with FakeTensorMode():
+        u = torch_specops.uniforms(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 5, "accept")
+        assert u.shape == (3, 5) and u.dtype == torch.float32
+    meta = torch.zeros(3, dtype=torch.int64, device="meta")
+    u = torch_specops.uniforms(meta, meta, 5, "accept")
+    assert u.device.type == "meta" and u.shape == (3, 5) and u.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("batch", "n"), [(0, 4), (3, 0), (0, 0)])
+def test_empty(batch: int, n: int) -> None:
+    zeros = torch.zeros(batch, dtype=torch.int64)
+    assert torch_specops.uniforms(zeros, zeros, n, "accept").shape == (batch, n)
+
+
+SEEDS = torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "said"),
+    [
+        ("seeds", SEEDS.int(), TypeError, "int64"),
+        ("seeds", [1, 2, 3], TypeError, "list"),
+        ("seeds", None, TypeError, "NoneType"),
+        ("positions", SEEDS.float(), TypeError, "float32"),
+        ("positions", SEEDS[:2], ValueError, "[2]"),
+        ("positions", SEEDS.unsqueeze(0), ValueError, "[1, 3]"),
+        ("positions", SEEDS.to("meta"), ValueError, "meta"),
+        ("seeds", SEEDS.view(1, 3), ValueError, "[1, 3]"),
+        ("n", -1, ValueError, "-1"),
+        ("n", 2.0, TypeError, "float"),
+        ("n", True, TypeError, "bool"),
+        ("n", "2", TypeError, "str"),
+        ("stream", "residual", ValueError, "propose, accept, sample"),
+        ("stream", 1, ValueError, "1"),
+    ],
+)
+def test_bad_input(argument: str, value: object, error: type[Exception], said: str) -> None:
+    arguments = {"seeds": SEEDS, "positions": SEEDS, "n": 4, "stream": "accept"} | {argument: value}
+    with pytest.raises(error) as caught:
+        torch_specops.uniforms(**arguments)  # type: ignore[arg-type]
+    assert argument in str(caught.value) and "expected" in str(caught.value) and said in str(caught.value)

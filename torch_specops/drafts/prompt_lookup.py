@@ -1,0 +1,70 @@
+"""Prompt lookup: the text so far is the draft model (no weights, no forward)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import Draft
+
+__all__ = ["PromptLookup"]
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
+
+    The longest match of max_ngram..min_ngram tokens wins, among equals the most recent one. The proposal is
+    deterministic, so `Draft.logits` is None. Everything is tensor code without a host synchronisation.
+
+    Args:
+        max_ngram: longest match looked for, >= min_ngram.
+        min_ngram: shortest match that counts, >= 1. Single tokens match often and are rarely followed by the same text.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.drafts import PromptLookup
+        >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6]])
+        >>> PromptLookup().propose(tokens, torch.tensor([6]), 3).tokens
+        tensor([[7, 8, 5]])
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        if self.min_ngram < 1:
+            raise ValueError(f"min_ngram: expected a number >= 1, got {self.min_ngram}")
+        if self.max_ngram < self.min_ngram:
+            raise ValueError(f"max_ngram: expected a number >= min_ngram = {self.min_ngram}, got {self.max_ngram}")
+
+    def propose(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        num_draft_tokens: int,
+        temperature: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> Draft:
+        """[B, K] tokens that followed the match; -1 where fewer than K follow it, or nothing matches."""
+        batch, width = tokens.shape
+        if width == 0:
+            return Draft(tokens.new_full((batch, num_draft_tokens), -1))
+        position = torch.arange(width, device=tokens.device)
+        last = (lengths - 1).unsqueeze(1)
+
+        # match_length[b, t]: how many tokens, read backwards from t, equal those read backwards from the row's end.
+        alive = position < last
+        match_length = torch.zeros_like(tokens)
+        for back in range(self.max_ngram):
+            suffix_token = tokens.gather(1, (last - back).clamp(min=0))
+            alive = alive & (position >= back) & (tokens.roll(back, 1) == suffix_token)
+            match_length += alive
+        rank = torch.where(match_length >= self.min_ngram, match_length * width + position, -1)
+        best = rank.amax(1, keepdim=True)
+
+        source = best % width + 1 + torch.arange(num_draft_tokens, device=tokens.device)
+        proposed = tokens.gather(1, source.clamp(max=width - 1))
+        return Draft(torch.where((best >= 0) & (source <= last), proposed, -1))

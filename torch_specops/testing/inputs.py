@@ -1,0 +1,398 @@
+"""The cases that every backend is tested on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+
+__all__ = ["Case", "sample_inputs"]
+
+BELOW_ONE = 1.0 - 2.0**-24
+BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
+INF, NAN = math.inf, math.nan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. A name that starts with "tie_" says that the
+    input was built so that rounding may decide.
+
+    Example:
+        >>> from torch_specops.testing import sample_inputs
+        >>> case = next(sample_inputs("sample", vocab_sizes=[17]))
+        >>> case.op, case.args["logits"].shape
+        ('sample', torch.Size([6, 17]))
+    """
+
+    name: str
+    op: str
+    args: dict[str, Any]
+
+
+def sample_inputs(
+    op: str,
+    *,
+    device: torch.device | str = "cpu",
+    vocab_sizes: Sequence[int] = (1, 2, 17, 600),
+    seed: int = 0,
+    names: Collection[str] | None = None,
+) -> Iterator[Case]:
+    """The cases every backend is tested on; the same numbers on every device, whatever the other arguments.
+
+    Args:
+        op: "verify_exact", "verify_sigmoid" or "sample".
+        device: where the tensors go, with their strides.
+        vocab_sizes: every case is built once per size.
+        seed: another seed gives other numbers, not other kinds of cases.
+        names: only these cases (names without the vocabulary's size); all by default.
+
+    Yields:
+        Cases of 0 to 8 rows; drafts are sampled from the draft's distribution where the case does not say otherwise.
+
+    Example:
+        >>> from torch_specops.testing import sample_inputs
+        >>> [case.name for case in sample_inputs("verify_exact", vocab_sizes=[5])][:2]
+        ['k1-V5', 'k3-V5']
+    """
+    builders: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, dict[str, Any]]]] = {
+        "verify_exact": (_verify_args, VERIFY_OPTIONS | EXACT_OPTIONS),
+        "verify_sigmoid": (_sigmoid_args, VERIFY_OPTIONS | SIGMOID_OPTIONS),
+        "sample": (_sample_args, SAMPLE_OPTIONS),
+    }
+    if op not in builders:
+        raise ValueError(f"op: expected one of {', '.join(builders)}, got {op!r}")
+    build, table = builders[op]
+    for vocab_size in vocab_sizes:
+        for name, options in table.items():
+            if names is not None and name not in names:
+                continue
+            # A generator per case: adding a case changes no other.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
+            args = build(generator, vocab_size, name, **options)
+            yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
+
+
+def _verify_args(
+    generator: torch.Generator,
+    vocab_size: int,
+    name: str,
+    *,
+    batch: int = 6,
+    num_drafts: int = 3,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    noise: Sequence[float] = (0.3, 1.0, 2.0),
+    edit: Callable[[Tensor, Tensor], None] | None = None,
+    temperature: Sequence[float] | None = None,
+    layout: Callable[[Tensor], Tensor] | None = None,
+    uniform_dtype: torch.dtype = torch.float32,
+    accept: Sequence[float] | None = None,
+    sample: Sequence[float] | None = None,
+    tokens: Callable[[Tensor, int], None] | None = None,
+    token_dtype: torch.dtype = torch.int64,
+    one_hot: bool = False,
+    lse: bool = False,
+    lenience: float = 1.0,
+) -> dict[str, Any]:
+    # Larger vocabularies get larger logits, as those of models are, so that the likely tokens stay few.
+    spread = 2.0 + math.log10(vocab_size)
+    target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
+    noise_rows = _cycle(noise, batch).view(-1, 1, 1)
+    draft = target[:, :num_drafts] + noise_rows * torch.randn(batch, num_drafts, vocab_size, generator=generator)
+    if edit is not None:
+        edit(target, draft)
+    target, draft = target.to(dtypes[0]), draft.to(dtypes[1])
+    t = None if temperature is None else _cycle(temperature, batch).float()
+
+    flat_t = None if t is None else t.repeat_interleave(num_drafts)
+    uniforms = torch.rand(batch * num_drafts, generator=generator)
+    drafted, draft_lse = reference.sample(
+        (target[:, :num_drafts] if one_hot else draft).reshape(-1, vocab_size), uniforms, flat_t
+    )
+    # A row that cannot be sampled still gets a token of the vocabulary: its row must reject it, not its being padding.
+    anything = torch.randint(vocab_size, drafted.shape, generator=generator)
+    draft_tokens = torch.where(drafted < 0, anything, drafted).view(batch, num_drafts)
+    if tokens is not None:
+        tokens(draft_tokens, vocab_size)
+
+    u = torch.rand(batch, num_drafts, generator=generator, dtype=uniform_dtype)
+    s = torch.rand(batch, generator=generator, dtype=uniform_dtype)
+    if accept is not None:
+        u = _cycle(accept, batch * num_drafts).to(uniform_dtype).view(batch, num_drafts)
+    if sample is not None:
+        s = _cycle(sample, batch).to(uniform_dtype)
+    args: dict[str, Any] = {
+        "target_logits": target,
+        "draft_tokens": draft_tokens.to(token_dtype),
+        "draft_logits": None if one_hot else draft,
+        "accept_uniforms": u,
+        "sample_uniforms": s,
+    }
+    if t is not None:
+        args["temperature"] = t
+    if lse:
+        args["draft_lse"] = draft_lse.view(batch, num_drafts)
+    if lenience != 1.0:
+        args["lenience"] = lenience
+    if layout is not None:
+        args = {key: layout(value) if isinstance(value, Tensor) else value for key, value in args.items()}
+    return args
+
+
+def _sigmoid_args(generator: torch.Generator, vocab_size: int, name: str, **options: Any) -> dict[str, Any]:
+    pairs = ((-5.0, 5.0), (-1e3, 1e3), (-2.0, 7.0), (-1e4, 1e4))
+    alpha, beta = options.pop("scale", pairs[zlib.crc32(name.encode()) % len(pairs)])
+    args = _verify_args(generator, vocab_size, name, **options)
+    if (alpha, beta) != (-1e3, 1e3):
+        args |= {"alpha": alpha, "beta": beta}
+    return args
+
+
+def _sample_args(
+    generator: torch.Generator,
+    vocab_size: int,
+    name: str,
+    *,
+    layout: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Rows of `sample` are the first rows of a verify case."""
+    verify = _verify_args(generator, vocab_size, name, num_drafts=1, **options)
+    args = {"logits": verify["target_logits"][:, 0].contiguous(), "uniforms": verify["sample_uniforms"]}
+    if "temperature" in verify:
+        args["temperature"] = verify["temperature"]
+    return args if layout is None else {key: layout(value) for key, value in args.items()}
+
+
+def _cycle(values: Sequence[float], count: int) -> Tensor:
+    return torch.tensor(list(itertools.islice(itertools.cycle(values), count)), dtype=torch.float64)
+
+
+def _to_device(value: Any, device: torch.device | str) -> Any:
+    """A copy elsewhere keeps its strides, offset and alignment, which `Tensor.to` does not."""
+    if not isinstance(value, Tensor) or torch.device(device) == value.device:
+        return value
+    storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
+    return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _batch_sliced(x: Tensor) -> Tensor:
+    """Every second row of a larger batch."""
+    larger = x.new_zeros(2 * x.shape[0] + 1, *x.shape[1:])
+    larger[1::2] = x
+    return larger[1::2]
+
+
+def _vocab_sliced(x: Tensor) -> Tensor:
+    """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
+    padding = 3 + (x.shape[-1] + 1) % 2 * 1
+    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + padding + (x.shape[-1] + padding + 1) % 2)
+    longer[..., 1 : 1 + x.shape[-1]] = x
+    return longer[..., 1 : 1 + x.shape[-1]]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The last dimension is the one with the largest stride."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """The first row for the whole batch, by a stride of zero."""
+    return x[:1].expand_as(x)
+
+
+def _sequence_sliced(x: Tensor) -> Tensor:
+    """The first positions of a longer sequence."""
+    if x.dim() == 1:
+        return x
+    longer = x.new_zeros(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    longer[:, : x.shape[1]] = x
+    return longer[:, : x.shape[1]]
+
+
+def _pad_head(tokens: Tensor, vocab_size: int) -> None:
+    tokens[::2, 0] = -1
+    tokens[1::2, 0] = vocab_size
+
+
+def _pad_middle(tokens: Tensor, vocab_size: int) -> None:
+    tokens[::2, 1] = vocab_size + 7
+    tokens[1::2, 1] = -(2**31) + 1
+
+
+def _pad_ragged(tokens: Tensor, vocab_size: int) -> None:
+    for b in range(tokens.shape[0]):
+        tokens[b, b % (tokens.shape[1] + 1) :] = -1
+
+
+def _pad_all(tokens: Tensor, vocab_size: int) -> None:
+    tokens[:] = -1
+    tokens[0] = vocab_size
+    tokens[1] = 2**31 - 1
+
+
+def _token_zero(tokens: Tensor, vocab_size: int) -> None:
+    tokens[:] = 0
+
+
+def _fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
+    """Whole target rows: row 0 at every position, row 1 at position 0, row 2 at the bonus position; half of row 3."""
+
+    def edit(target: Tensor, draft: Tensor) -> None:
+        target[0] = value
+        target[1, 0] = value
+        target[2, -1] = value
+        target[3, :, ::2] = value
+
+    return edit
+
+
+def _fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
+    def edit(target: Tensor, draft: Tensor) -> None:
+        draft[0] = value
+        draft[1, 0] = value
+        draft[2, -1] = value
+        draft[3, :, ::2] = value
+
+    return edit
+
+
+def _fill_mixed(target: Tensor, draft: Tensor) -> None:
+    for x in (target, draft):
+        x[0, :, 0::3], x[0, :, 1::3], x[0, :, 2::3] = NAN, INF, -INF
+        x[1, :, 0::2], x[1, :, 1::2] = NAN, -INF
+        x[2, 0, -1], x[3, :, 0] = INF, NAN
+    target[4], draft[4] = -INF, NAN
+    target[5, 0], draft[5, -1:] = INF, -INF
+
+
+def _mask(target: Tensor, draft: Tensor) -> None:
+    """Masks that differ: tokens 1, 4, 7.. excluded by the draft, 2, 5, 8.. by the target, in two rows nearly all."""
+    target[..., 2::3] = -INF
+    draft[..., 1::3] = -INF
+    target[:2, :, 1:-1] = -INF
+    draft[2:3, :, 1:] = -INF
+
+
+def _overflow(target: Tensor, draft: Tensor) -> None:
+    target[:3] = (target[:3] * 1e38).clamp(-3e38, 3e38)
+    draft[2:] = (draft[2:] * 1e38).clamp(-3e38, 3e38)
+
+
+def _same(target: Tensor, draft: Tensor) -> None:
+    """p == q, with token 0 excluded on both sides where another is left: drafted all the same, its residual is zero."""
+    if target.shape[-1] > 1:
+        target[..., 0] = -INF
+    draft[:] = target[:, :-1]
+
+
+def _opposite(target: Tensor, draft: Tensor) -> None:
+    draft[:] = -target[:, :-1]
+
+
+def _plateaus(target: Tensor, draft: Tensor) -> None:
+    """Few distinct values: many maxima tie, and many probabilities."""
+    for x in (target, draft):
+        x.div_(4.0).round_()
+
+
+HALVES = (torch.bfloat16, torch.float16)
+MIXED_TEMPERATURE = (0.0, 1.0, 0.7, 0.0, 1.5, 0.3)
+
+VERIFY_OPTIONS: dict[str, dict[str, Any]] = {
+    "k1": {"num_drafts": 1, "batch": 8},
+    "k3": {},
+    "k8": {"num_drafts": 8, "noise": (0.1, 0.3, 0.6)},
+    "k0": {"num_drafts": 0},
+    "k0_greedy": {"num_drafts": 0, "temperature": MIXED_TEMPERATURE},
+    "b0": {"batch": 0},
+    "bf16": {"dtypes": (torch.bfloat16, torch.bfloat16)},
+    "fp16": {"dtypes": (torch.float16, torch.float16)},
+    "fp32_bf16": {"dtypes": (torch.float32, torch.bfloat16)},
+    "bf16_fp16": {"dtypes": HALVES, "temperature": MIXED_TEMPERATURE},
+    "fp16_fp32": {"dtypes": (torch.float16, torch.float32), "num_drafts": 8, "noise": (0.1, 0.3, 0.6)},
+    "batch_sliced": {"layout": _batch_sliced, "temperature": MIXED_TEMPERATURE},
+    "vocab_sliced": {"layout": _vocab_sliced},
+    "vocab_sliced_bf16": {"layout": _vocab_sliced, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "transposed": {"layout": _transposed, "temperature": (0.7, 1.0)},
+    "transposed_fp16": {"layout": _transposed, "dtypes": (torch.float16, torch.bfloat16)},
+    "expanded": {"layout": _expanded},
+    "sequence_sliced": {"layout": _sequence_sliced},
+    "int32": {"token_dtype": torch.int32},
+    "pad_head": {"tokens": _pad_head, "temperature": MIXED_TEMPERATURE},
+    "pad_middle": {"tokens": _pad_middle, "token_dtype": torch.int32, "noise": (0.1, 0.3)},
+    "pad_ragged": {"tokens": _pad_ragged, "num_drafts": 8, "batch": 8, "noise": (0.1, 0.3)},
+    "pad_all": {"tokens": _pad_all, "temperature": MIXED_TEMPERATURE},
+    "target_nan": {"edit": _fill_target(NAN)},
+    "target_minus_inf": {"edit": _fill_target(-INF), "temperature": MIXED_TEMPERATURE},
+    "target_inf": {"edit": _fill_target(INF), "dtypes": (torch.bfloat16, torch.float32)},
+    "draft_nan": {"edit": _fill_draft(NAN), "dtypes": (torch.float32, torch.bfloat16)},
+    "draft_minus_inf": {"edit": _fill_draft(-INF)},
+    "draft_inf": {"edit": _fill_draft(INF), "temperature": (0.7, 1.3)},
+    "mixed_nonfinite": {"edit": _fill_mixed, "temperature": (0.7, 1.0, 0.3)},
+    "mixed_nonfinite_greedy": {"edit": _fill_mixed, "temperature": (0.0,)},
+    "masked": {"edit": _mask},
+    "masked_token": {"edit": _mask, "tokens": _token_zero, "temperature": (1.0, 0.0, 0.5)},
+    "overflow": {"edit": _overflow, "temperature": (0.25, 1e-3, 1.0)},
+    "overflow_fp16": {"dtypes": (torch.float16, torch.float16), "temperature": (1e-36, 1e-30, 1e-37)},
+    "greedy": {"temperature": (0.0,), "noise": (0.1, 0.3)},
+    "greedy_mixed": {"temperature": MIXED_TEMPERATURE},
+    "greedy_plateaus": {"temperature": (0.0,), "edit": _plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "cold": {"temperature": (1e-3, 0.05)},
+    "hot": {"temperature": (100.0, 7.0)},
+    "bad_temperature": {"temperature": (-1.0, NAN, 1.0, 0.0, -INF, 0.5)},
+    "opposite": {"edit": _opposite},
+    "float64_uniforms": {"uniform_dtype": torch.float64},
+    "plateaus": {"edit": _plateaus},
+    "tie_u_zero": {"accept": (0.0,), "edit": _mask},
+    "tie_s_zero": {"sample": (0.0,), "edit": _opposite},
+    "tie_below_one": {"accept": (BELOW_ONE,), "sample": (BELOW_ONE,)},
+    "tie_below_one_float64": {
+        "accept": (BELOW_ONE_FLOAT64, 0.0),
+        "sample": (BELOW_ONE_FLOAT64, 0.0, 0.5),
+        "uniform_dtype": torch.float64,
+    },
+    "tie_same": {"edit": _same, "accept": (BELOW_ONE, 0.0, 0.5)},
+    "tie_same_excluded_token": {"edit": _same, "tokens": _token_zero, "temperature": (1.0, 0.7)},
+}
+
+EXACT_OPTIONS: dict[str, dict[str, Any]] = {
+    "one_hot": {"one_hot": True},
+    "one_hot_cold": {"one_hot": True, "temperature": (0.3, 0.0), "dtypes": HALVES},
+    "one_hot_padded": {"one_hot": True, "tokens": _pad_ragged, "batch": 8, "temperature": (0.5,)},
+    "one_hot_masked": {"one_hot": True, "edit": _mask, "tokens": _token_zero},
+    "one_hot_nonfinite": {"one_hot": True, "edit": _fill_mixed},
+    "lse": {"lse": True},
+    "lse_k8_bf16": {"lse": True, "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
+    "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": _vocab_sliced},
+    "lse_nonfinite": {"lse": True, "edit": _fill_mixed},
+    "lse_masked": {"lse": True, "edit": _mask, "tokens": _pad_middle},
+    "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
+    "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
+    "lenience_lse": {"lenience": 0.3, "lse": True, "temperature": MIXED_TEMPERATURE},
+}
+
+# Nearly equal scores reject only when the uniforms come close to one.
+LATE = tuple(1.0 - 2.0 ** -(3 + i % 9) for i in range(13))
+SIGMOID_OPTIONS: dict[str, dict[str, Any]] = {
+    "scale_narrow": {"scale": (-5.0, 5.0), "num_drafts": 8},
+    "scale_asymmetric": {"scale": (-0.5, 30.0), "accept": LATE, "temperature": MIXED_TEMPERATURE},
+    "scale_1e3": {"scale": (-1e3, 1e3), "accept": LATE, "num_drafts": 8},
+    "scale_1e4": {"scale": (-1e4, 1e4), "accept": LATE, "dtypes": HALVES},
+    "scale_1e4_far": {"scale": (-1e4, 1e4), "accept": (BELOW_ONE,), "noise": (3.0,), "num_drafts": 1},
+}
+
+SAMPLE_OPTIONS: dict[str, dict[str, Any]] = {
+    name: {key: value for key, value in options.items() if key in ("dtypes", "edit", "temperature", "layout", "sample")}
+    for name, options in VERIFY_OPTIONS.items()
+    if not name.startswith(("pad_", "k", "int32", "b0", "draft_", "masked_token", "tie_u", "tie_same"))
+} | {"k3": {}, "b0": {"batch": 0}, "float64_uniforms": {"uniform_dtype": torch.float64}}
+SAMPLE_OPTIONS = {"k3": SAMPLE_OPTIONS.pop("k3")} | SAMPLE_OPTIONS

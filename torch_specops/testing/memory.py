@@ -1,0 +1,49 @@
+"""Fresh memory that shows when it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+__all__ = ["poison_memory"]
+
+
+@contextmanager
+def poison_memory() -> Iterator[None]:
+    """While active, torch.empty, empty_like, empty_strided and Tensor.new_empty return NaN, or the lowest
+    integer plus 7.
+
+    An op that reads memory it did not write, or leaves part of an output unwritten, then shows it.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.testing import poison_memory
+        >>> with poison_memory():
+        ...     torch.empty(2), torch.empty(1, dtype=torch.int32)
+        (tensor([nan, nan]), tensor([-2147483641], dtype=torch.int32))
+    """
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point():
+                return tensor.fill_(math.nan)
+            return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min + 7)
+
+        return allocate_poisoned
+
+    owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
+    patches = [mock.patch.object(owner, name, poisoned(getattr(owner, name))) for owner, name in owners]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
