@@ -1,6 +1,6 @@
 """Time `torch_specops.verify_exact` against the way it is usually written, side by side in one run.
 
-    python benchmarks/bench_verify.py [--device cuda] [--batch 1 8] [--vocab 50257] [--dtype float32 bfloat16] [--out FILE.json]
+    python benchmarks/bench_verify.py [--device cuda] [--batch 1 8] [--vocab 50257] [--dtype bfloat16] [--out FILE.json]
 
 Providers
     specops           one op call, eager and under torch.compile
@@ -20,8 +20,9 @@ The pair of rows that the residual needs is read again, from cache, and is not c
 the last draft and odd ones accept all, so no row can be left out by stopping early. GB/s is that number over the
 median time, whatever the provider really moves; the roof is the rate of `copy_` on the same device in the same run.
 
-Every answer is checked before it is timed: specops, and softmax with its multinomial replaced by an inverse CDF over the
-same uniforms, against the float64 reference; softmax as it is timed, on inputs whose result does not depend on chance.
+Every answer is checked before it is timed: specops, and softmax with its multinomial replaced by an inverse CDF over
+the same uniforms, against the float64 reference; softmax as it is timed, on inputs whose result does not depend on
+chance (for one-hot drafts that is its only check).
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ def multinomial(weights: Tensor, inputs: Inputs) -> Tensor:
 
 def inverse_cdf(weights: Tensor, inputs: Inputs) -> Tensor:
     cdf = weights.double().cumsum(-1)
-    return torch.searchsorted(cdf, inputs["sample_uniforms"].double().unsqueeze(-1) * cdf[:, -1:], right=True).squeeze(1)
+    return torch.searchsorted(cdf, inputs["sample_uniforms"].double().unsqueeze(-1) * cdf[:, -1:], right=True).squeeze(
+        1
+    )
 
 
 def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multinomial) -> Provider:
@@ -340,7 +343,9 @@ def cpu_name() -> str:
 def show(console: Console, described: dict[str, Any], records: list[dict[str, Any]]) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
     console.print(f"bytes: what must be read (see --help); speedup: against '{BASELINE}' of the same row and mode")
-    table = Table("kind", "V", "B", "K", "dtype", "provider", "mode", "ms", "quartiles", "MB", "GB/s", "% of copy", "speedup")
+    table = Table(
+        "kind", "V", "B", "K", "dtype", "provider", "mode", "ms", "quartiles", "MB", "GB/s", "% of copy", "speedup"
+    )
     last = None
     for r in records:
         problem = tuple(r[name] for name in ("kind", "vocab", "batch", "num_draft_tokens", "dtype"))
@@ -349,8 +354,9 @@ def show(console: Console, described: dict[str, Any], records: list[dict[str, An
         last = problem
         low, high = r["quartiles_ms"]
         table.add_row(
-            *(str(value) for value in problem), r["provider"], r["mode"], f"{r['median_ms']:.3f}", f"{low:.3f}-{high:.3f}",
-            f"{r['bytes'] * 1e-6:.2f}", f"{r['gb_per_s']:.1f}", f"{r['percent_of_copy']:.0f}", f"{r['speedup']:.2f}",
+            *(str(value) for value in problem), r["provider"], r["mode"],
+            f"{r['median_ms']:.3f}", f"{low:.3f}-{high:.3f}", f"{r['bytes'] * 1e-6:.2f}",
+            f"{r['gb_per_s']:.1f}", f"{r['percent_of_copy']:.0f}", f"{r['speedup']:.2f}",
         )  # fmt: skip
     console.print(table)
 
@@ -387,14 +393,20 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
     parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
+    )
     parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--rounds", type=int, default=100, help="timed calls of each provider")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     parser.add_argument("--plot", type=Path, help="write a bar chart to this PNG file (needs matplotlib)")
     options = parser.parse_args(arguments)
     if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 2 or options.rounds < 2:
         parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 2 and rounds >= 2")
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
     console = Console()
     device = torch.device(options.device)

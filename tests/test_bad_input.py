@@ -22,7 +22,11 @@ VERIFY_OPS = ("verify_exact", "verify_sigmoid")
 def good(op: str) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     if op == "sample":
-        return {"logits": torch.randn(B, V, generator=g), "uniforms": torch.rand(B, generator=g), "temperature": torch.ones(B)}
+        return {
+            "logits": torch.randn(B, V, generator=g),
+            "uniforms": torch.rand(B, generator=g),
+            "temperature": torch.ones(B),
+        }
     arguments = {
         "target_logits": torch.randn(B, K + 1, V, generator=g),
         "draft_tokens": torch.randint(0, V, (B, K), generator=g),
@@ -50,7 +54,11 @@ TENSORS: dict[str, dict[str, tuple[str, str]]] = {
     "sample": {"logits": (LOGITS, "[N, V]"), "uniforms": (UNIFORMS, "[N]"), "temperature": ("float32", "[N]")},
 }
 TENSORS["verify_sigmoid"] = {name: wants for name, wants in TENSORS["verify_exact"].items() if name != "draft_lse"}
-OPTIONAL = {"verify_exact": ("draft_logits", "temperature", "draft_lse"), "verify_sigmoid": ("temperature",), "sample": ("temperature",)}
+OPTIONAL = {
+    "verify_exact": ("draft_logits", "temperature", "draft_lse"),
+    "verify_sigmoid": ("temperature",),
+    "sample": ("temperature",),
+}
 NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     # argument -> (what is expected, values out of range)
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, torch.inf, -torch.inf, torch.nan)),
@@ -131,7 +139,9 @@ def test_no_rows(op: str) -> None:
     arguments = good(op)
     arguments["target_logits"] = arguments["target_logits"][:, :0]
     for through in ("function", "op"):
-        with pytest.raises(ValueError, match=r"^target_logits: expected \[B, K\+1, V\] with K >= 0, got .*\[2, 0, 11\]"):
+        with pytest.raises(
+            ValueError, match=r"^target_logits: expected \[B, K\+1, V\] with K >= 0, got .*\[2, 0, 11\]"
+        ):
             function(op, through)(**arguments)
 
 
@@ -191,13 +201,15 @@ def test_an_integer_is_a_number() -> None:
 
 @pytest.mark.parametrize("through", ["function", "op"])
 def test_draft_lse_of_a_one_hot_draft(through: str) -> None:
-    with pytest.raises(ValueError, match="^draft_lse: expected None when draft_logits is None .*got"):
+    with pytest.raises(ValueError, match=r"^draft_lse: expected None when draft_logits is None .*got"):
         function("verify_exact", through)(**good("verify_exact") | {"draft_logits": None})
 
 
 def test_the_schema_is_the_contract() -> None:
     """Names, order and defaults are what callers rely on."""
-    schemas = [str(getattr(torch.ops.specops, op).default._schema) for op in ("verify_exact", "verify_sigmoid", "sample")]
+    schemas = [
+        str(getattr(torch.ops.specops, op).default._schema) for op in ("verify_exact", "verify_sigmoid", "sample")
+    ]
     assert schemas == [
         "specops::verify_exact(Tensor target_logits, Tensor draft_tokens, Tensor? draft_logits, Tensor accept_uniforms, "
         "Tensor sample_uniforms, Tensor? temperature=None, Tensor? draft_lse=None, float lenience=1.) -> (Tensor, Tensor)",

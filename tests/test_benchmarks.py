@@ -82,11 +82,15 @@ def test_check_finds_a_wrong_provider(bench: ModuleType, kind: str, provider: st
             tokens[1, -1] = (tokens[1, -1] + 1) % 40
         return tokens, n
 
-    with pytest.raises(RuntimeError, match=rf"{provider} eager is wrong in rows \[{0 if defect == 'num_accepted' else 1}\]"):
+    with pytest.raises(
+        RuntimeError, match=rf"{provider} eager is wrong in rows \[{0 if defect == 'num_accepted' else 1}\]"
+    ):
         bench.check(problem, right | {f"{provider} eager": wrong}, inputs)
 
 
-@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--num-draft-tokens", "0"], ["--rounds", "1"], ["--vocab", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--batch", "0"], ["--num-draft-tokens", "0"], ["--rounds", "1"], ["--vocab", "1"]]
+)
 def test_bad_options(bench: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(arguments)

@@ -68,7 +68,15 @@ class Sample(nn.Module):
 MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     VerifyExact: (
         "verify_exact",
-        ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature", "draft_lse"),
+        (
+            "target_logits",
+            "draft_tokens",
+            "draft_logits",
+            "accept_uniforms",
+            "sample_uniforms",
+            "temperature",
+            "draft_lse",
+        ),
     ),
     VerifyOneHot: ("verify_exact", ("target_logits", "draft_tokens", "accept_uniforms", "sample_uniforms")),
     VerifySigmoid: (
@@ -107,7 +115,9 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(node.target) for node in program.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+    return [
+        str(node.target) for node in program.graph.nodes if node.op == "call_function" and "getitem" not in node.name
+    ]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -25,7 +25,9 @@ def strided(x: Tensor) -> Tensor:
     return view
 
 
-def verify_inputs(batch: int = 3, num_drafts: int = 4, vocab_size: int = 37, dtype: torch.dtype = torch.float32) -> dict:
+def verify_inputs(
+    batch: int = 3, num_drafts: int = 4, vocab_size: int = 37, dtype: torch.dtype = torch.float32
+) -> dict:
     g = torch.Generator().manual_seed(batch + 8 * num_drafts)
     return {
         "target_logits": torch.randn(batch, num_drafts + 1, vocab_size, generator=g).to(dtype),

@@ -108,6 +108,11 @@ def test_a_command_that_does_not_exist_is_caught(command: str) -> None:
         check_command(command)
 
 
+def test_the_gpu_tests_it_speaks_of_exist() -> None:
+    # pytest's exit status is 5 when nothing was collected.
+    run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu")
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/math.md", "docs/vocabulary.md", "docs/design.md"])
 def test_links_and_named_files_exist(document: str) -> None:
     text = (ROOT / document).read_text()

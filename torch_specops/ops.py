@@ -8,15 +8,46 @@ Triton body on every device.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from . import checks, cpu
 
 __all__ = ["sample", "verify_exact", "verify_sigmoid"]
 
 
-@triton_op("specops::verify_exact", mutates_args={})
+def _source_digest() -> str:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+# torch caches compiled graphs on disk by the names of ops, not by their bodies: without this, a new version of the
+# package would go on running what was compiled from the old one.
+torch.compiler.config.cache_key_tag += f":torch_specops-{_source_digest()}"
+
+
+def _triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """torch.library.triton_op without its search of the body for kernels, which would import Triton and Inductor here
+    (2 s, and a warning for each op where there is no Triton) and cannot see behind the imports in the bodies anyway."""
+
+    def register(fn: Callable[..., Any]) -> Any:
+        library: Any = torch._library.triton
+        search = library.get_inner_triton_kernels
+        library.get_inner_triton_kernels = lambda fn: []
+        try:
+            return torch.library.triton_op(name, fn, mutates_args={})
+        finally:
+            library.get_inner_triton_kernels = search
+
+    return register
+
+
+@_triton_op("specops::verify_exact")
 def verify_exact(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -27,7 +58,8 @@ def verify_exact(
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    args = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature, draft_lse, lenience)
+    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    args = (*data, temperature, draft_lse, lenience)
     checks.check_verify_exact(*args)
     if target_logits.device.type != "cuda":
         return cpu.verify_exact(*args)
@@ -36,7 +68,7 @@ def verify_exact(
     return verify.verify_exact(*args)
 
 
-@triton_op("specops::verify_sigmoid", mutates_args={})
+@_triton_op("specops::verify_sigmoid")
 def verify_sigmoid(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -47,7 +79,8 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    args = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, alpha, beta, temperature)
+    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    args = (*data, alpha, beta, temperature)
     checks.check_verify_sigmoid(*args)
     if target_logits.device.type != "cuda":
         return cpu.verify_sigmoid(*args)
@@ -56,7 +89,7 @@ def verify_sigmoid(
     return verify.verify_sigmoid(*args)
 
 
-@triton_op("specops::sample", mutates_args={})
+@_triton_op("specops::sample")
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
     checks.check_sample(logits, uniforms, temperature)
     if logits.device.type != "cuda":

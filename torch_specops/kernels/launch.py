@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -16,7 +17,7 @@ FEW_PROGRAMS = 1024
 
 if triton.knobs.runtime.interpret:
     # The interpreter runs the kernel itself; wrap_triton would try to trace it.
-    def wrap_triton(kernel: Any) -> Any:
+    def wrap_triton(kernel: Callable[..., Any], /) -> Any:
         return kernel
 else:
     from torch.library import wrap_triton

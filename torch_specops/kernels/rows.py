@@ -6,6 +6,8 @@ vocabulary size, stride and offset. The chunks that the row only partly fills, a
 entry by entry under a branch that the other tiles skip. No byte outside the row is read.
 
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
+
+Kernels import these functions by name: Inductor writes a kernel's source anew and follows plain global names only.
 """
 
 import triton

@@ -11,8 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch, rows
+from . import launch
 from .launch import wrap_triton
+from .rows import (
+    FLOAT32_MAX,
+    combine_argmax,
+    combine_stats,
+    inverse_temperature,
+    load_own_tile,
+    load_partials,
+    pick_tile,
+    pick_token,
+    reciprocal,
+    row_lead,
+    tile_argmax,
+    tile_stats,
+    tile_tokens,
+)
 
 __all__ = ["sample"]
 
@@ -38,13 +53,13 @@ def stats_kernel(
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row * stride_t)
     row_ptr = logits_ptr + row * stride_n
-    lead = rows.row_lead(row_ptr, UNIT_STRIDE)
-    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
-    z = rows.load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+    lead = row_lead(row_ptr, UNIT_STRIDE)
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
+    z = load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
     if temperature == 0:
-        first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+        first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
     else:
-        first, second = rows.tile_stats(z)
+        first, second = tile_stats(z)
     tl.store(partial_ptr + program * 2, first)
     tl.store(partial_ptr + program * 2 + 1, second)
 
@@ -73,23 +88,23 @@ def draw_kernel(
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row * stride_t)
     only = row + tl.zeros((1,), tl.int64)
-    first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+    first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
     if temperature == 0:
-        token = tl.max(rows.combine_argmax(first, second), 0)
+        token = tl.max(combine_argmax(first, second), 0)
         lse = tl.where(token >= 0, 0.0, float("-inf"))
     else:
-        z_max, z_sum = rows.combine_stats(first, second)
+        z_max, z_sum = combine_stats(first, second)
         row_max = tl.max(z_max, 0)
         row_sum = tl.max(z_sum, 0)
-        shift = tl.maximum(row_max, -rows.FLOAT32_MAX)
-        weight = rows.reciprocal(row_sum)
+        shift = tl.maximum(row_max, -FLOAT32_MAX)
+        weight = reciprocal(row_sum)
         mass = tl.max(second * tl.exp(first - shift) * weight, 0)
-        tile, threshold = rows.pick_tile(mass, tl.load(uniforms_ptr + row * stride_u))
+        tile, threshold = pick_tile(mass, tl.load(uniforms_ptr + row * stride_u))
         row_ptr = logits_ptr + row * stride_n
-        lead = rows.row_lead(row_ptr, UNIT_STRIDE)
-        inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
-        z = rows.load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
-        token = rows.pick_token(tl.exp(z - shift) * weight, rows.tile_tokens(lead, tile, TILE), threshold)
+        lead = row_lead(row_ptr, UNIT_STRIDE)
+        inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
+        z = load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+        token = pick_token(tl.exp(z - shift) * weight, tile_tokens(lead, tile, TILE), threshold)
         lse = row_max + tl.log(row_sum)
     lawful = (token >= 0) & (temperature >= 0)
     tl.store(tokens_ptr + row, tl.where(lawful, token, -1).to(tl.int64))
@@ -99,7 +114,8 @@ def draw_kernel(
 def sample(
     logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None, *, tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch `specops::sample`; arguments as the op's, checked there. `tile` overrides the table (tests, benchmarks)."""
+    """Launch `specops::sample`; arguments as the op's, checked there. `tile` overrides the table (tests,
+    benchmarks)."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

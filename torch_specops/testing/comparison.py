@@ -36,7 +36,8 @@ def rounding_rows(case: Case) -> Tensor:
     `draft_lse` a is that number. A probability adds the error of its normaliser, the sum of all weights' errors. With
     scores, the argument (z - alpha) / (beta - alpha) errs by eps 3 (|z| + |alpha|) / (beta - alpha), weighed by
     1 - sigmoid, and the residual sigmoid(a) sigmoid(-b) (1 - exp(b - a)) by the two and by the rounding of the gap,
-    eps 2 (|z_p| + |z_q|) / (beta - alpha). Weights below 1e-37 may be flushed to zero.
+    eps 2 (|z_p| + |z_q|) / (beta - alpha). Weights below 1e-37 may be flushed to zero, and a q(x) that vanishes in
+    float64 though x is not excluded counts as zero or as positive.
 
     An acceptance test is open if u l q and p, each within its bound, overlap. For a token v, with weights w of error e,
     total W and C, E the prefix sums of w and e, the test C_v > s W is open if

@@ -87,6 +87,9 @@ def lawful_results(op: str, args: dict[str, Any], b: int) -> Laws:
         slack = 1 + ENTRY * EPS
         p_low, p_high = float(p.value[x] - p.error[x]), float(p.value[x] + p.error[x])
         q_low, q_high = float(q.value[x] - q.error[x]), float(q.value[x] + q.error[x])
+        if _has_mass(args, b, i, x, t):
+            # A probability that vanishes, of a token that is not excluded, may count as zero or as positive.
+            q_high = max(q_high, TINY)
         may_accept = q_high > 0 and p_high > 0 and ul * max(q_low, 0.0) < p_high * slack
         may_reject = q_low <= 0 or ul * q_high * slack >= p_low
         if may_reject:
@@ -108,6 +111,15 @@ def _single(token: int, nothing: Tensor) -> Tensor:
 
 def _target_weights(logits: Tensor, t: float, scores: tuple[float, float] | None) -> _Weights:
     return _softmax(logits, t)[0] if scores is None else _score(logits, t, *scores)
+
+
+def _has_mass(args: dict[str, Any], b: int, i: int, x: int, t: float) -> bool:
+    """Whether the draft gives token x a probability above zero, however small."""
+    draft, lse = args["draft_logits"], args.get("draft_lse")
+    if draft is None:
+        return True
+    excluded = bool(reference.scaled_logits(draft[b, i, x], t) == -INF)
+    return not excluded and (lse is None or math.isfinite(float(lse[b, i])))
 
 
 def _pair(

@@ -23,9 +23,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch, rows
+from .. import launch
 from ..launch import wrap_triton
+from ..rows import (
+    FLOAT32_MAX,
+    combine_argmax,
+    combine_stats,
+    inverse_temperature,
+    load_own_tile,
+    load_partials,
+    load_tile_of,
+    pick_tile,
+    pick_token,
+    reciprocal,
+    row_lead,
+    tile_argmax,
+    tile_stats,
+    tile_tokens,
+)
 from . import walk
+from .walk import count_valid, stats_from_lse, store_output, token_weight
 
 __all__ = ["verify_exact"]
 
@@ -83,30 +100,26 @@ def stats_kernel(
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
-    num_valid = walk.count_valid(
-        draft_tokens_ptr + b * stride_tokens_b, stride_tokens_k, num_drafts, vocab_size, BLOCK_K
-    )
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
+    num_valid = count_valid(draft_tokens_ptr + b * stride_tokens_b, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     if r <= num_drafts:
         if (r <= num_valid) & (temperature >= 0):
             row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
-            lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-            z = rows.load_own_tile(
-                row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-            )
+            lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
+            z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
             if temperature == 0:
-                first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+                first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
             else:
-                first, second = rows.tile_stats(z)
+                first, second = tile_stats(z)
             tl.store(partial_ptr + program * 2, first)
             tl.store(partial_ptr + program * 2 + 1, second)
     if DRAFT_STATS:
         i = r - num_drafts - 1
         if (i >= 0) & (i < num_valid) & (temperature > 0):
             row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
-            lead = rows.row_lead(row_ptr, DRAFT_UNIT_STRIDE)
-            z = rows.load_own_tile(row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
-            first, second = rows.tile_stats(z)
+            lead = row_lead(row_ptr, DRAFT_UNIT_STRIDE)
+            z = load_own_tile(row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
+            first, second = tile_stats(z)
             tl.store(partial_ptr + program * 2, first)
             tl.store(partial_ptr + program * 2 + 1, second)
 
@@ -136,9 +149,7 @@ def residual_weights(
         weight = tl.where(v == x, 0.0, p)
         differs = 1.0
     else:
-        z_q = rows.load_tile_of(
-            draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE
-        )
+        z_q = load_tile_of(draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
         weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
         differs = tl.max((z_p != z_q).to(tl.float32), 0)
     return weight, differs
@@ -211,12 +222,12 @@ def residual_kernel(
         rows_per_sequence += num_drafts
     first_row = b * rows_per_sequence
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
 
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
 
     # The walk: WALK drafts at a time, until one of them fails.
     n = 0
@@ -227,12 +238,12 @@ def residual_kernel(
         i = (start + lane).to(tl.int64)
         live = i < num_valid
         x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-        first, second = rows.load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+        first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
         if temperature == 0:
-            accepted = live & (rows.combine_argmax(first, second).to(tl.int64) == x)
+            accepted = live & (combine_argmax(first, second).to(tl.int64) == x)
         else:
-            p_max, p_sum = rows.combine_stats(first, second)
-            p_x = walk.token_weight(
+            p_max, p_sum = combine_stats(first, second)
+            p_x = token_weight(
                 target_ptr + b * stride_target_b,
                 i * stride_target_k,
                 x * stride_target_v,
@@ -246,14 +257,12 @@ def residual_kernel(
                 q_sum = tl.full((WALK,), 1.0, tl.float32)
             else:
                 if DRAFT_STATS:
-                    first, second = rows.load_partials(
-                        partial_ptr, first_row + num_drafts + 1 + i, num_tiles, live, BLOCK_T
-                    )
-                    q_max, q_sum = rows.combine_stats(first, second)
+                    first, second = load_partials(partial_ptr, first_row + num_drafts + 1 + i, num_tiles, live, BLOCK_T)
+                    q_max, q_sum = combine_stats(first, second)
                 else:
                     lse = tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k, mask=live, other=0.0)
-                    q_max, q_sum = walk.stats_from_lse(lse)
-                q_x = walk.token_weight(
+                    q_max, q_sum = stats_from_lse(lse)
+                q_x = token_weight(
                     draft_ptr + b * stride_draft_b,
                     i * stride_draft_k,
                     x * stride_draft_v,
@@ -270,35 +279,32 @@ def residual_kernel(
         n += run
         walking = run == WALK
         start += WALK
-    if tile == 0:
-        tl.store(num_accepted_ptr + b, n.to(tl.int64))
-
     if temperature > 0:
         only = first_row + n + tl.zeros((1,), tl.int64)
-        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        row_max, row_sum = rows.combine_stats(first, second)
-        p_shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
-        p_weight = rows.reciprocal(tl.max(row_sum, 0))
+        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        row_max, row_sum = combine_stats(first, second)
+        p_shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
+        p_weight = reciprocal(tl.max(row_sum, 0))
         q_shift = 0.0
         q_weight = 0.0
         if n < num_valid:
             if DRAFT_STATS:
-                first, second = rows.load_partials(partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T)
-                row_max, row_sum = rows.combine_stats(first, second)
-                q_shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
-                q_weight = rows.reciprocal(tl.max(row_sum, 0))
+                first, second = load_partials(partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T)
+                row_max, row_sum = combine_stats(first, second)
+                q_shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
+                q_weight = reciprocal(tl.max(row_sum, 0))
             elif not ONE_HOT:
                 lse = tl.load(draft_lse_ptr + b * stride_lse_b + n.to(tl.int64) * stride_lse_k)
-                q_shift, q_weight = walk.stats_from_lse(lse)
+                q_shift, q_weight = stats_from_lse(lse)
             target_row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
-            lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-            z_p = rows.load_own_tile(
+            lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+            z_p = load_own_tile(
                 target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
             )
             weight, differs = residual_weights(
                 tl.exp(z_p - p_shift) * p_weight,
                 z_p,
-                rows.tile_tokens(lead, tile, TILE),
+                tile_tokens(lead, tile, TILE),
                 draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
                 stride_draft_v,
                 lead,
@@ -319,6 +325,8 @@ def residual_kernel(
             tl.store(state_ptr + b * 4 + 1, p_weight)
             tl.store(state_ptr + b * 4 + 2, q_shift)
             tl.store(state_ptr + b * 4 + 3, q_weight)
+    if tile == 0:
+        tl.store(num_accepted_ptr + b, n.to(tl.int64))
 
 
 @triton.jit(
@@ -376,7 +384,7 @@ def draw_kernel(
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     n = tl.load(num_accepted_ptr + b)
     temperature = 1.0
     if HAS_TEMPERATURE:
@@ -385,11 +393,11 @@ def draw_kernel(
     next_token = -1
     if temperature >= 0:
         only = b * rows_per_sequence + n + tl.zeros((1,), tl.int64)
-        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
         if temperature == 0:
-            next_token = tl.max(rows.combine_argmax(first, second), 0)
+            next_token = tl.max(combine_argmax(first, second), 0)
         else:
-            inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+            inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
             p_shift = tl.load(state_ptr + b * 4)
             p_weight = tl.load(state_ptr + b * 4 + 1)
             q_shift = tl.load(state_ptr + b * 4 + 2)
@@ -402,12 +410,12 @@ def draw_kernel(
             # The residual after a rejection; p for the bonus, after padding and for an empty residual.
             has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
             p_mass = tl.max(second * tl.exp(first - p_shift) * p_weight, 0)
-            tile, threshold = rows.pick_tile(tl.where(has_residual, residual, p_mass), s)
+            tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), s)
 
             target_row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
-            lead = rows.row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-            v = rows.tile_tokens(lead, tile, TILE)
-            z_p = rows.load_own_tile(
+            lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
+            v = tile_tokens(lead, tile, TILE)
+            z_p = load_own_tile(
                 target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
             )
             weight = tl.exp(z_p - p_shift) * p_weight
@@ -429,8 +437,8 @@ def draw_kernel(
                     DRAFT_UNIT_STRIDE,
                     TILE,
                 )
-            next_token = rows.pick_token(weight, v, threshold)
-    walk.store_output(
+            next_token = pick_token(weight, v, threshold)
+    store_output(
         output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
     )
 

@@ -20,9 +20,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import launch, rows
+from .. import launch
 from ..launch import wrap_triton
+from ..rows import (
+    FLOAT32_MAX,
+    combine_argmax,
+    combine_stats,
+    inverse_temperature,
+    load_own_tile,
+    load_partials,
+    load_tile_of,
+    pick_tile,
+    pick_token,
+    row_lead,
+    tile_argmax,
+    tile_stats,
+    tile_tokens,
+)
 from . import walk
+from .walk import count_valid, load_scaled, store_output
 
 __all__ = ["verify_sigmoid"]
 
@@ -109,22 +125,20 @@ def score_kernel(
     tile = (program % num_tiles).to(tl.int32)
     b = program // num_tiles
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
     partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
 
     if temperature == 0:
         r = tl.zeros((), tl.int64)
         while r <= num_valid:
             row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
-            lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-            z = rows.load_own_tile(
-                row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-            )
-            first, second = rows.tile_argmax(z, rows.tile_tokens(lead, tile, TILE))
+            lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
+            z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+            first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
             tl.store(partial_row_ptr + r * num_tiles * 2, first)
             tl.store(partial_row_ptr + r * num_tiles * 2 + 1, second)
             r += 1
@@ -138,12 +152,10 @@ def score_kernel(
             i = (start + lane).to(tl.int64)
             live = i < num_valid
             x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-            z_p = walk.load_scaled(
+            z_p = load_scaled(
                 target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, live
             )
-            z_q = walk.load_scaled(
-                draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live
-            )
+            z_q = load_scaled(draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live)
             u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
             # u * q^ < p^ with both sides multiplied by the two denominators: float64 division would cost a call.
             p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
@@ -156,15 +168,15 @@ def score_kernel(
             start += WALK
 
         row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
-        lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = rows.load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+        lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
+        z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         if n == num_drafts:
-            first, second = rows.tile_stats(z_p)
+            first, second = tile_stats(z_p)
         else:
             second = tl.sum(score(z_p, alpha, inverse_range), 0)
             first = 0.0
             if n < num_valid:
-                z_q = rows.load_tile_of(
+                z_q = load_tile_of(
                     draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
                     stride_draft_v,
                     lead,
@@ -232,7 +244,7 @@ def draw_kernel(
 ):
     b = tl.program_id(0).to(tl.int64)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = walk.count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     first_row = b * (num_drafts + 1)
     temperature = 1.0
     if HAS_TEMPERATURE:
@@ -248,36 +260,36 @@ def draw_kernel(
             i = (start + lane).to(tl.int64)
             live = i < num_valid
             x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-            first, second = rows.load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-            accepted = live & (rows.combine_argmax(first, second).to(tl.int64) == x)
+            first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+            accepted = live & (combine_argmax(first, second).to(tl.int64) == x)
             run = tl.min(tl.where(accepted, WALK, lane), 0)
             n += run
             walking = run == WALK
             start += WALK
         only = first_row + n + tl.zeros((1,), tl.int64)
-        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        next_token = tl.max(rows.combine_argmax(first, second), 0)
+        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        next_token = tl.max(combine_argmax(first, second), 0)
     if temperature > 0:
         n = tl.load(num_accepted_ptr + b)
-        inverse_t = rows.inverse_temperature(temperature, HAS_TEMPERATURE)
+        inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
         only = first_row + tl.zeros((1,), tl.int64)
-        first, second = rows.load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        row_max, _ = rows.combine_stats(first, second)
-        shift = tl.maximum(tl.max(row_max, 0), -rows.FLOAT32_MAX)
+        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        row_max, _ = combine_stats(first, second)
+        shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
         residual = tl.where(first > 0, first, 0.0)
         has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
         # The residual after a rejection; p^ after padding and for an empty residual; softmax for the bonus.
         mass = tl.where(has_residual, residual, tl.where(n == num_drafts, second * tl.exp(first - shift), second))
-        tile, threshold = rows.pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b * stride_s))
+        tile, threshold = pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b * stride_s))
 
         row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
-        lead = rows.row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = rows.load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+        lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
+        z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         weight = score(z_p, alpha, inverse_range)
         if n == num_drafts:
             weight = tl.exp(z_p - shift)
         if has_residual:
-            z_q = rows.load_tile_of(
+            z_q = load_tile_of(
                 draft_ptr + b * stride_draft_b + n * stride_draft_k,
                 stride_draft_v,
                 lead,
@@ -288,9 +300,9 @@ def draw_kernel(
                 DRAFT_UNIT_STRIDE,
             )
             weight = residual_score(z_p, z_q, alpha, inverse_range)
-        next_token = rows.pick_token(weight, rows.tile_tokens(lead, tile, TILE), threshold)
+        next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     tl.store(num_accepted_ptr + b, n)
-    walk.store_output(
+    store_output(
         output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
     )
 
@@ -331,7 +343,7 @@ def verify_sigmoid(
         "BLOCK_K": triton.next_power_of_2(num_rows),
         "num_warps": launch.num_warps(tile),
     }
-    scale = (alpha, 1.0 / (beta - alpha))
+    score_range = (alpha, 1.0 / (beta - alpha))
     wrap_triton(score_kernel)[(batch * num_tiles,)](
         target_logits,
         draft_logits,
@@ -348,7 +360,7 @@ def verify_sigmoid(
         num_drafts,
         vocab_size,
         num_tiles,
-        *scale,
+        *score_range,
         WALK=walk.MAX_WALK,
         **flags,
     )
@@ -369,7 +381,7 @@ def verify_sigmoid(
         num_drafts,
         vocab_size,
         num_tiles,
-        *scale,
+        *score_range,
         WALK=walk.width(block_t),
         BLOCK_T=block_t,
         **flags,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
-from .. import rows
+from ..rows import (
+    FLOAT32_MAX,
+    scale,
+)
 
 # Drafts tested side by side, and partials held for them; a longer chain takes several turns, so that registers stay
 # bounded for any K and V.
@@ -27,21 +30,21 @@ def count_valid(tokens_ptr, stride_k, num_drafts, vocab_size, BLOCK_K: tl.conste
 @triton.jit
 def load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live):
     """[WALK] single scaled logits, one per row; -inf where not live."""
-    return rows.scale(tl.load(sequence_ptr + row_offset + token_offset, mask=live, other=float("-inf")), inverse_t)
+    return scale(tl.load(sequence_ptr + row_offset + token_offset, mask=live, other=float("-inf")), inverse_t)
 
 
 @triton.jit
 def token_weight(sequence_ptr, row_offset, token_offset, inverse_t, z_max, z_sum, live):
     """[WALK] exp(z - max) of single logits in float64, a probability times the row's sum; 0 for a row without one."""
     z = load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live)
-    weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -rows.FLOAT32_MAX).to(tl.float64))
+    weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64))
     return tl.where(z_sum > 0, weight, 0.0)
 
 
 @triton.jit
 def stats_from_lse(lse):
     """The (max, sum) that give exp(z - lse); no probability at all where lse is not finite."""
-    finite = tl.abs(lse) <= rows.FLOAT32_MAX
+    finite = tl.abs(lse) <= FLOAT32_MAX
     return tl.where(finite, lse, 0.0), tl.where(finite, 1.0, 0.0)
 
 
