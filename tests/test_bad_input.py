@@ -207,16 +207,18 @@ def test_draft_lse_of_a_one_hot_draft(through: str) -> None:
 
 def test_the_schema_is_the_contract() -> None:
     """Names, order and defaults are what callers rely on."""
-    schemas = [
-        str(getattr(torch.ops.specops, op).default._schema) for op in ("verify_exact", "verify_sigmoid", "sample")
-    ]
-    assert schemas == [
-        "specops::verify_exact(Tensor target_logits, Tensor draft_tokens, Tensor? draft_logits, Tensor accept_uniforms, "
-        "Tensor sample_uniforms, Tensor? temperature=None, Tensor? draft_lse=None, float lenience=1.) -> (Tensor, Tensor)",
-        "specops::verify_sigmoid(Tensor target_logits, Tensor draft_tokens, Tensor draft_logits, Tensor accept_uniforms, "
-        "Tensor sample_uniforms, float alpha=-1000., float beta=1000., Tensor? temperature=None) -> (Tensor, Tensor)",
-        "specops::sample(Tensor logits, Tensor uniforms, Tensor? temperature=None) -> (Tensor, Tensor)",
-    ]
+    schemas = {op: str(getattr(torch.ops.specops, op).default._schema) for op in TENSORS}
+    drafts = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
+    uniforms = "Tensor accept_uniforms, Tensor sample_uniforms"
+    optional = "Tensor? temperature=None"
+    result = "-> (Tensor, Tensor)"
+    assert schemas == {
+        "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {optional}, "
+        f"Tensor? draft_lse=None, float lenience=1.) {result}",
+        "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
+        f"float alpha=-1000., float beta=1000., {optional}) {result}",
+        "sample": f"specops::sample(Tensor logits, Tensor uniforms, {optional}) {result}",
+    }
 
 
 def causes(error: BaseException) -> list[str]:

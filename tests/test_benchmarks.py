@@ -26,7 +26,6 @@ def bench() -> ModuleType:
     return module
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_runs_and_reports(bench: ModuleType, tmp_path: Path) -> None:
     out, picture = tmp_path / "nested" / "out.json", tmp_path / "out.png"
     size = ["--batch", "2", "--vocab", "300", "--num-draft-tokens", "2", "--dtype", "float32", "--rounds", "2"]

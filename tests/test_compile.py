@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)`: one graph, no recompilation, the same integers as eager, nothing vocabulary-sized."""
+"""`torch.compile(fullgraph=True)`: one graph, no recompilation, eager's integers, nothing vocabulary-sized."""
 
 from __future__ import annotations
 

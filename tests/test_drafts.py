@@ -137,7 +137,14 @@ def test_model_draft_reads_every_token_once_and_never_lags() -> None:
     text = [4, 2, 8]
     # The first forward of each step reads what the cache lacks: the prompt; after three acceptances the last draft
     # token and the bonus token; after fewer the recovered token alone.
-    for num_accepted, first_reading in [(3, (0, 3)), (3, (5, 2)), (1, (9, 2)), (0, (12, 1)), (3, (13, 1)), (2, (16, 2))]:
+    for num_accepted, first_reading in [
+        (3, (0, 3)),
+        (3, (5, 2)),
+        (1, (9, 2)),
+        (0, (12, 1)),
+        (3, (13, 1)),
+        (2, (16, 2)),
+    ]:
         model.readings.clear()
         drafts = propose(source, text, 3).tokens[0].tolist()
         assert len(model.readings) == 3, "more forwards than drafts"

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 import torch_specops
 
-# torch's own: its exporter and Inductor use what it deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+# torch's own: AOTInductor copies what its exporter deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 NUM_DRAFTS, VOCAB_SIZE = 3, 67
 

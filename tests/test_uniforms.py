@@ -160,8 +160,8 @@ def test_uniform(stream: str) -> None:
 
 
 def test_pairwise_independent() -> None:
-    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 cells, alpha = 1e-3, for each pair of streams, for
-    consecutive numbers, consecutive positions and consecutive seeds: the ways in which a decoding step uses them."""
+    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 cells, alpha = 1e-3, for each pair of streams,
+    for consecutive numbers, consecutive positions and consecutive seeds: the ways a decoding step uses them."""
     seeds, positions = torch.arange(2048), torch.full((2048,), 5)
     u = {stream: torch_specops.uniforms(seeds, positions, 64, stream) for stream in STREAMS}
     for a, b in itertools.combinations(STREAMS, 2):
