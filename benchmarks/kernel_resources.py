@@ -56,6 +56,7 @@ TYPES = {
     "lenience": "fp32",
     "alpha": "fp32",
     "inverse_range": "fp32",
+    "lowest": "fp32",
 }
 
 

@@ -137,7 +137,7 @@ def test_the_tiny_models_try_the_loop(family: str) -> None:
 def test_a_target_that_drafts_for_itself_accepts_everything(
     family: str, temperature: float, num_draft_tokens: int
 ) -> None:
-    """p = q up to rounding, so every draft is accepted; a draft cache that lags or keeps rejected tokens breaks this."""
+    """p = q up to rounding, so every draft is accepted; a draft cache that lags breaks this."""
     stats = run(
         family,
         make_draft("itself", family),
@@ -215,6 +215,17 @@ def test_no_draft_found_costs_no_wide_forward() -> None:
     assert {step.num_proposed for step in steps} == {0}
 
 
+def test_the_target_reads_the_newest_token_and_the_drafts_alone() -> None:
+    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+    target, source = TableModel(table), ModelDraft(TableModel(table + 0.5 * table.flip(1)))
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    length, readings = 4, []
+    for step in decode(target, prompt, draft=source, max_new_tokens=30, num_draft_tokens=3, seed=1):
+        readings.append((length - 1, step.num_proposed + 1) if readings else (0, 4 + step.num_proposed))
+        length += len(step.tokens)
+    assert target.readings == readings
+
+
 def test_stats_count_what_was_emitted_and_verified() -> None:
     stats = DecodeStats([Step([1, 2, 3], 2, 4, 0.5), Step([4], 0, 0, 0.25), Step([5, 6], 3, 4, 0.25)])
     assert stats.tokens == [1, 2, 3, 4, 5, 6]
@@ -273,7 +284,7 @@ class WrongTemperature(ModelDraft):
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
-        return Draft(draft.tokens, None if draft.logits is None else 2 * draft.logits)
+        return Draft(draft.tokens, None if draft.logits is None else 3 * draft.logits)
 
 
 def test_a_draft_that_shows_another_law_is_caught(report: Report) -> None:

@@ -123,16 +123,6 @@ def map_tensors(args: dict[str, Any], change: Any) -> dict[str, Any]:
     return {name: change(value) if isinstance(value, Tensor) else value for name, value in args.items()}
 
 
-def without_vanishing_scores(op: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Sigmoids far below alpha vanish in float32, and with all of them the law of their row."""
-    if op != "verify_sigmoid":
-        return args
-    changed = args | {"target_logits": args["target_logits"].float().clamp(min=-50.0)}
-    if "temperature" in args:
-        changed["temperature"] = args["temperature"].masked_fill(args["temperature"] == torch.tensor(1e-3), 1.0)
-    return changed
-
-
 @given(verify_calls())
 def test_output_is_well_formed(call: tuple[str, dict[str, Any]]) -> None:
     """Accepted drafts, a token of the vocabulary or -1, then -1; -1 for the next token only where no law is."""
@@ -168,7 +158,6 @@ def test_masked_tokens_are_never_drawn(call: tuple[str, dict[str, Any]]) -> None
 def test_no_token_only_without_a_law(call: tuple[str, dict[str, Any]]) -> None:
     """The next token is -1 exactly where the row has no entry above -inf, or the temperature is none."""
     op, args = call
-    args = without_vanishing_scores(op, args)
     output, n = run(op, args)
     every = torch.arange(output.shape[0])
     tokens, row = (output, args["logits"]) if op == "sample" else (output[every, n], args["target_logits"][every, n])
@@ -294,7 +283,6 @@ def test_what_comes_after_the_rejection_does_not_matter(call: tuple[str, dict[st
 @given(calls())
 def test_ops_equal_the_oracle(call: tuple[str, dict[str, Any]]) -> None:
     op, args = call
-    args = without_vanishing_scores(op, args)
     case = Case("drawn by hypothesis", op, args)
     assert compare(case, getattr(reference, op)(**args)).wrong == []
     assert compare(case, run(op, args)).wrong == []

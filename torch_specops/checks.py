@@ -35,7 +35,10 @@ def check_verify_exact(
     _check_verify(target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature)
     if draft_lse is not None:
         if draft_logits is None:
-            raise ValueError("draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp)")
+            raise ValueError(
+                "draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp), "
+                f"got shape {_shape(draft_lse)}"
+            )
         batch, num_drafts = draft_tokens.shape
         _check("draft_lse", draft_lse, (batch, num_drafts), "[B, K]", FLOAT32, target_logits.device)
     if not 0.0 < lenience <= 1.0:
@@ -52,6 +55,7 @@ def check_verify_sigmoid(
     beta: float,
     temperature: Tensor | None,
 ) -> None:
+    check_tensors(draft_logits=draft_logits)
     _check_verify(target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature)
     if not (-math.inf < alpha < 0.0):
         raise ValueError(f"alpha: expected a finite number below 0, got {alpha}")
@@ -94,13 +98,12 @@ def _check_verify(
 
 def _check_rank(name: str, tensor: Tensor, axes: str, dtypes: tuple[torch.dtype, ...]) -> None:
     rank = axes.count(",") + 1
+    _check_strided(name, tensor)
     if tensor.dim() != rank:
         raise ValueError(f"{name}: expected {rank} dimensions {axes}, got shape {_shape(tensor)}")
     _check_dtype(name, tensor, dtypes)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got one on {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
 
 
 def _check_vocabulary(name: str, logits: Tensor) -> None:
@@ -117,11 +120,19 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    _check_strided(name, tensor)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {_shape(tensor)}")
     _check_dtype(name, tensor, dtypes)
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, as the logits are, got one on {tensor.device}")
+
+
+def _check_strided(name: str, tensor: Tensor) -> None:
+    # A required tensor of an op may come as None: the dispatcher takes it for an undefined tensor.
+    check_tensors(**{name: tensor})
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
 
 
 def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

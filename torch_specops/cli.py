@@ -54,7 +54,7 @@ class Stack:
         return len(self.items) == 0
 ```
 
-Add the methods `peek` and `size`. Show the whole class."""
+Add the methods `peek` and `size`. Show the whole class, without an explanation."""
 
 # On a CPU a forward over 4 tokens or more costs about two of one token, and grows slowly from there. Looked-up drafts
 # are free, so long ones pay; those of a model cost forwards of their own, so the target's is kept narrow.

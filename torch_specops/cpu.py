@@ -83,8 +83,10 @@ def verify_sigmoid(
     in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
     x = torch.where(in_vocab, draft_tokens, 0).long()
 
-    p_x = _sigmoid_score(_scale(_gather(target_logits[:, :num_drafts], x), inverse).double(), alpha, beta)
-    q_x = _sigmoid_score(_scale(_gather(draft_logits, x), inverse).double(), alpha, beta)
+    z_px = _floor(_scale(_gather(target_logits[:, :num_drafts], x), inverse), alpha, beta)
+    z_qx = _floor(_scale(_gather(draft_logits, x), inverse), alpha, beta)
+    p_x = _sigmoid_score(z_px.double(), alpha, beta)
+    q_x = _sigmoid_score(z_qx.double(), alpha, beta)
     accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * q_x < p_x)
     accepted, greedy_tokens = _apply_greedy(accepted, target_logits, draft_tokens, temperature)
     n = _leading(accepted)
@@ -94,7 +96,8 @@ def verify_sigmoid(
     weights = _softmax_row(z_p, *_softmax_stats(z_p))
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
-        z_q = _scale(draft_logits[rows, rejected], inverse)
+        z_p = _floor(z_p, alpha, beta)
+        z_q = _floor(_scale(draft_logits[rows, rejected], inverse), alpha, beta)
         p = _sigmoid_score(z_p, alpha, beta)
         residual = _sigmoid_residual(p, z_p, z_q, alpha, beta)
         p = _residual_or_target(residual, p, in_vocab[rows, rejected])
@@ -126,8 +129,10 @@ def _inverse_temperature(temperature: Tensor | None) -> Tensor | None:
 def _scale(logits: Tensor, inverse: Tensor | None) -> Tensor:
     """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
     x = logits.float()
-    z = x if inverse is None else x * inverse.view(-1, *([1] * (x.dim() - 1)))
-    return torch.where(x > -math.inf, z.clamp(-FLOAT32_MAX, FLOAT32_MAX), -math.inf)
+    if inverse is None:
+        return x.nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
+    z = x * inverse.view(-1, *([1] * (x.dim() - 1)))
+    return torch.where(x > -math.inf, z.nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-FLOAT32_MAX), -math.inf)
 
 
 def _softmax_stats(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +158,12 @@ def _softmax_row(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
     """[B, V] the same in float32, for whole rows."""
     inverse_sum = torch.where(z_sum > 0, 1.0 / z_sum, 0.0).float().unsqueeze(-1)
     return torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1)) * inverse_sum
+
+
+def _floor(z: Tensor, alpha: float, beta: float) -> Tensor:
+    """Scaled logits not below the one whose score is sigmoid(-80), which float32 still holds: a row never loses all
+    its scores. -inf stays."""
+    return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
 
 
 def _sigmoid_score(z: Tensor, alpha: float, beta: float) -> Tensor:
@@ -204,8 +215,9 @@ def _residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Te
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """[B, V], [B] -> [B] by inverse CDF: find the tile, then the token in it; -1 for a row of zero weight."""
     batch, vocab_size = weights.shape
-    num_tiles = (vocab_size + TILE - 1) // TILE
-    tiles = torch.nn.functional.pad(weights, (0, num_tiles * TILE - vocab_size)).view(batch, num_tiles, TILE)
+    size = min(TILE, vocab_size)
+    num_tiles = (vocab_size + size - 1) // size
+    tiles = torch.nn.functional.pad(weights, (0, num_tiles * size - vocab_size)).view(batch, num_tiles, size)
     mass = tiles.sum(-1, dtype=torch.float64)
     cdf = mass.cumsum(-1)
     threshold = uniforms.double() * cdf[:, -1]
@@ -215,7 +227,7 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     inside = tiles[rows, tile]
     before = cdf[rows, tile] - mass[rows, tile]
     token = _first_above(inside.cumsum(-1, dtype=torch.float64), inside > 0, threshold - before)
-    return torch.where(cdf[:, -1] > 0, tile * TILE + token, -1)
+    return torch.where(cdf[:, -1] > 0, tile * size + token, -1)
 
 
 def _first_above(cdf: Tensor, positive: Tensor, threshold: Tensor) -> Tensor:

@@ -97,3 +97,15 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None) 
     from .kernels import sample as kernel
 
     return kernel.sample(logits, uniforms, temperature)
+
+
+def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError("specops::sample has no gradient")
+
+
+# Without this, lse asks for the gradient of logits that require one, and a compiled model outside no_grad fails.
+sample.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)

@@ -18,6 +18,7 @@ __all__ = [
     "probabilities",
     "sample",
     "scaled_logits",
+    "score_logits",
     "sigmoid_scores",
     "verify_exact",
     "verify_sigmoid",
@@ -28,9 +29,10 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     """[V] logits / T in float64: NaN counts as -inf (excluded); a finite value stays within float32's finite range,
-    and so does +inf. T = 0 leaves the values as they are (a greedy row compares them, nothing else)."""
+    and so does +inf. 1 / T saturates at the largest float32. T = 0 leaves the values as they are (a greedy row
+    compares them, nothing else)."""
     x = logits.double()
-    z = x / temperature if temperature > 0 else x
+    z = x / max(temperature, 1.0 / FLOAT32_MAX) if temperature > 0 else x
     z = torch.where(x == math.inf, FLOAT32_MAX, z.clamp(-FLOAT32_MAX, FLOAT32_MAX))
     return torch.where(x.isnan() | (x == -math.inf), -math.inf, z)
 
@@ -44,9 +46,15 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
     return weights / weights.sum()
 
 
-def sigmoid_scores(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
-    """[V] sigmoid((logits / T - alpha) / (beta - alpha)), Wagner et al. equation 5; 0 where the logit is excluded."""
+def score_logits(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
+    """[V] scaled logits not below the one whose score is sigmoid(-80), which float32 still holds; -inf stays."""
     z = scaled_logits(logits, temperature)
+    return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
+
+
+def sigmoid_scores(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
+    """[V] sigmoid((z - alpha) / (beta - alpha)), z = `score_logits`: Wagner et al. equation 5; 0 where excluded."""
+    z = score_logits(logits, temperature, alpha, beta)
     return torch.where(z > -math.inf, torch.sigmoid((z - alpha) / (beta - alpha)), 0.0)
 
 

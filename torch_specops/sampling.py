@@ -74,8 +74,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         values = {field.name: _as_tensor(field.name, getattr(self, field.name)) for field in fields(self)}
         temperature = values.pop("temperature")
-        if not bool(((temperature >= 0) & (temperature < math.inf)).all()):
-            raise ValueError(f"temperature: expected finite numbers >= 0, got {self.temperature}")
+        used = temperature.float()
+        if not bool(((used >= 0) & (used < math.inf) & ((used > 0) | (temperature == 0))).all()):
+            raise ValueError(f"temperature: expected float32 numbers >= 0, finite, got {self.temperature}")
         defaults = {"top_k": 0, "top_p": 1, "min_p": 0}
         for name, value in values.items():
             if not bool((value == defaults[name]).all()):

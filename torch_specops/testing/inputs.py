@@ -298,6 +298,13 @@ def _opposite(target: Tensor, draft: Tensor) -> None:
     draft[:] = -target[:, :-1]
 
 
+def _far_below(target: Tensor, draft: Tensor) -> None:
+    """Logits so low that their sigmoids would vanish, in float32 and, in half of the rows, in float64."""
+    for x in (target, draft):
+        x[::2] -= 1000.0
+        x[1::2] -= 9000.0
+
+
 def _plateaus(target: Tensor, draft: Tensor) -> None:
     """Few distinct values: many maxima tie, and many probabilities."""
     for x in (target, draft):
@@ -387,6 +394,7 @@ SIGMOID_OPTIONS: dict[str, dict[str, Any]] = {
     "scale_asymmetric": {"scale": (-0.5, 30.0), "accept": LATE, "temperature": MIXED_TEMPERATURE},
     "scale_1e3": {"scale": (-1e3, 1e3), "accept": LATE, "num_drafts": 8},
     "scale_1e4": {"scale": (-1e4, 1e4), "accept": LATE, "dtypes": HALVES},
+    "far_below": {"scale": (-5.0, 5.0), "edit": _far_below},
     "scale_1e4_far": {"scale": (-1e4, 1e4), "accept": (BELOW_ONE,), "noise": (3.0,), "num_drafts": 1},
 }
 

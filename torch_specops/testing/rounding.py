@@ -185,7 +185,7 @@ def _exponential(z: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score(logits: Tensor, t: float, alpha: float, beta: float) -> _Weights:
-    z = reference.scaled_logits(logits, t)
+    z = reference.score_logits(logits, t, alpha, beta)
     finite = torch.where(z > -INF, z, 0.0)
     value = reference.sigmoid_scores(logits, t, alpha, beta)
     argument = 3 * EPS * (finite.abs() + abs(alpha)) / (beta - alpha)
@@ -198,7 +198,7 @@ def _score_residual(target: Tensor, draft: Tensor, t: float, alpha: float, beta:
     """max(p^ - q^, 0) and its error, by the product form of `rounding_rows`."""
     width = beta - alpha
     p = _score(target, t, alpha, beta)
-    z_p, z_q = reference.scaled_logits(target, t), reference.scaled_logits(draft, t)
+    z_p, z_q = (reference.score_logits(logits, t, alpha, beta) for logits in (target, draft))
     both = (z_p > -INF) & (z_q > -INF)
     z_p, z_q = torch.where(both, z_p, 0.0), torch.where(both, z_q, 0.0)
     complement = torch.sigmoid((alpha - z_q) / width)

@@ -55,6 +55,12 @@ def one_minus_exp(gap):
 
 
 @triton.jit
+def floor(z, lowest):
+    """Scaled logits not below `lowest`, whose score is sigmoid(-80) and which float32 still holds; -inf stays."""
+    return tl.where(z > float("-inf"), tl.maximum(z, lowest), z)
+
+
+@triton.jit
 def score(z, alpha, inverse_range):
     """sigmoid((z - alpha) / (beta - alpha)), 0 for an excluded logit."""
     return tl.where(z > float("-inf"), 1.0 / (1.0 + tl.exp((alpha - z) * inverse_range)), 0.0)
@@ -114,6 +120,7 @@ def score_kernel(
     num_tiles,
     alpha,
     inverse_range,
+    lowest,
     HAS_TEMPERATURE: tl.constexpr,
     TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
@@ -156,6 +163,8 @@ def score_kernel(
                 target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, live
             )
             z_q = load_scaled(draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live)
+            z_p = floor(z_p, lowest)
+            z_q = floor(z_q, lowest)
             u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
             # u * q^ < p^ with both sides multiplied by the two denominators: float64 division would cost a call.
             p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
@@ -173,6 +182,7 @@ def score_kernel(
         if n == num_drafts:
             first, second = tile_stats(z_p)
         else:
+            z_p = floor(z_p, lowest)
             second = tl.sum(score(z_p, alpha, inverse_range), 0)
             first = 0.0
             if n < num_valid:
@@ -186,7 +196,7 @@ def score_kernel(
                     TILE,
                     DRAFT_UNIT_STRIDE,
                 )
-                first = tl.sum(residual_score(z_p, z_q, alpha, inverse_range), 0)
+                first = tl.sum(residual_score(z_p, floor(z_q, lowest), alpha, inverse_range), 0)
         tl.store(partial_row_ptr, first)
         tl.store(partial_row_ptr + 1, second)
         if tile == 0:
@@ -234,6 +244,7 @@ def draw_kernel(
     num_tiles,
     alpha,
     inverse_range,
+    lowest,
     HAS_TEMPERATURE: tl.constexpr,
     TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
@@ -285,9 +296,10 @@ def draw_kernel(
         row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
         lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
         z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
-        weight = score(z_p, alpha, inverse_range)
-        if n == num_drafts:
-            weight = tl.exp(z_p - shift)
+        weight = tl.exp(z_p - shift)
+        if n < num_drafts:
+            z_p = floor(z_p, lowest)
+            weight = score(z_p, alpha, inverse_range)
         if has_residual:
             z_q = load_tile_of(
                 draft_ptr + b * stride_draft_b + n * stride_draft_k,
@@ -299,7 +311,7 @@ def draw_kernel(
                 TILE,
                 DRAFT_UNIT_STRIDE,
             )
-            weight = residual_score(z_p, z_q, alpha, inverse_range)
+            weight = residual_score(z_p, floor(z_q, lowest), alpha, inverse_range)
         next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     tl.store(num_accepted_ptr + b, n)
     store_output(
@@ -343,7 +355,7 @@ def verify_sigmoid(
         "BLOCK_K": triton.next_power_of_2(num_rows),
         "num_warps": launch.num_warps(tile),
     }
-    score_range = (alpha, 1.0 / (beta - alpha))
+    score_range = (alpha, 1.0 / (beta - alpha), alpha - 80.0 * (beta - alpha))
     wrap_triton(score_kernel)[(batch * num_tiles,)](
         target_logits,
         draft_logits,
