@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -51,9 +52,13 @@ def test_wrong_number_of_sequences(batch: int) -> None:
         SamplingParams(temperature=[0.0, 0.5, 2.0]).temperatures(batch=batch)
 
 
+# Finite in float64 and infinite in float32, as 1e-50 is positive and then zero.
+DOUBLE = torch.tensor(1e300, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     "temperature",
-    [-0.1, -1, float("nan"), float("inf"), float("-inf"), [0.5, -1.0], torch.tensor([0.5, float("nan")])],
+    [-0.1, -1, math.nan, math.inf, -math.inf, [0.5, -1.0], torch.tensor([0.5, math.nan]), 1e-50, DOUBLE],
 )
 def test_temperature_out_of_range(temperature: object) -> None:
     with pytest.raises(ValueError, match="temperature: expected finite numbers >= 0, got"):

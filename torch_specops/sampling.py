@@ -57,7 +57,7 @@ class SamplingParams:
 
     Raises:
         TypeError: a field that is no number and no sequence of numbers.
-        ValueError: a temperature that is negative or not finite.
+        ValueError: a temperature that is negative, not finite, or either of these in float32.
         NotImplementedError: a filter other than its default, by name.
 
     Example:
@@ -76,7 +76,7 @@ class SamplingParams:
         temperature = values.pop("temperature")
         used = temperature.float()
         if not bool(((used >= 0) & (used < math.inf) & ((used > 0) | (temperature == 0))).all()):
-            raise ValueError(f"temperature: expected float32 numbers >= 0, finite, got {self.temperature}")
+            raise ValueError(f"temperature: expected finite numbers >= 0, got {self.temperature}")
         defaults = {"top_k": 0, "top_p": 1, "min_p": 0}
         for name, value in values.items():
             if not bool((value == defaults[name]).all()):
