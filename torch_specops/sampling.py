@@ -98,6 +98,9 @@ class SamplingParams:
 def _as_tensor(name: str, value: float | list[float] | Tensor) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
+        if not isinstance(value, Tensor) and tensor.is_floating_point():
+            # As float32, the default, a number could overflow or vanish before it is judged.
+            tensor = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}") from error
     if tensor.dtype == torch.bool or tensor.is_complex() or tensor.dim() > 1:
