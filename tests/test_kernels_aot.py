@@ -99,3 +99,12 @@ def test_inductor_can_write_the_kernels_anew(name: str) -> None:
             local = {node.id for node in names if isinstance(node.ctx, ast.Store)}
             local |= {argument.arg for argument in function.args.args}
             assert {node.id for node in names} <= provided | local
+
+
+@pytest.mark.parametrize("vocab_size, num_rows", [(32_000, 6), (128_256, 6), (128_256, 704), (256_000, 2816)])
+def test_a_row_is_split_over_programs(vocab_size: int, num_rows: int) -> None:
+    """A tile is a small part of the vocabulary, and a small batch gets the smallest tiles."""
+    tile = launch.tile_size(vocab_size, num_rows)
+    assert launch.MIN_TILE <= tile <= launch.MAX_TILE
+    programs = num_rows * triton.cdiv(vocab_size, tile)
+    assert programs >= launch.FEW_PROGRAMS or tile == launch.MIN_TILE

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-__all__ = ["num_tiles", "num_warps", "tile_size", "wrap_triton"]
+__all__ = ["next_power_of_2", "num_tiles", "num_warps", "tile_size", "wrap_triton"]
 
 # Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
@@ -39,3 +39,11 @@ def num_warps(tile: int) -> int:
 def num_tiles(logits: Tensor, tile: int) -> int:
     """Tiles that cover a row which may start anywhere behind a 16-byte boundary."""
     return triton.cdiv(logits.shape[-1] + 16 // logits.element_size() - 1, tile)
+
+
+def next_power_of_2(n: int) -> int:
+    """By comparisons alone, which a symbolic size answers with a guard; bit operations it refuses."""
+    power = 1
+    while power < n:
+        power *= 2
+    return power

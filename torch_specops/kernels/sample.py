@@ -148,7 +148,7 @@ def sample(
         t.stride(0),
         vocab_size,
         num_tiles,
-        BLOCK_T=triton.next_power_of_2(num_tiles),
+        BLOCK_T=launch.next_power_of_2(num_tiles),
         **flags,
     )
     return tokens, lse

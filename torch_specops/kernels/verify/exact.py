@@ -485,10 +485,10 @@ def verify_exact(
         "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
         "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
         "TILE": tile,
-        "BLOCK_K": triton.next_power_of_2(num_rows),
+        "BLOCK_K": launch.next_power_of_2(num_rows),
         "num_warps": launch.num_warps(tile),
     }
-    block_t = triton.next_power_of_2(num_tiles)
+    block_t = launch.next_power_of_2(num_tiles)
     wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
         target_logits,
         draft,

@@ -343,7 +343,7 @@ def verify_sigmoid(
 
     tile = tile or launch.tile_size(vocab_size, batch)
     num_tiles = launch.num_tiles(target_logits, tile)
-    block_t = triton.next_power_of_2(num_tiles)
+    block_t = launch.next_power_of_2(num_tiles)
     partial = torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device)
     # An absent tensor is passed as a present one that the kernels do not touch.
     t = sample_uniforms if temperature is None else temperature
@@ -352,7 +352,7 @@ def verify_sigmoid(
         "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
         "DRAFT_UNIT_STRIDE": draft_logits.stride(2) == 1,
         "TILE": tile,
-        "BLOCK_K": triton.next_power_of_2(num_rows),
+        "BLOCK_K": launch.next_power_of_2(num_rows),
         "num_warps": launch.num_warps(tile),
     }
     score_range = (alpha, 1.0 / (beta - alpha), alpha - 80.0 * (beta - alpha))
