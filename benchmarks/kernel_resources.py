@@ -134,8 +134,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
                     kernel, f"{label}, {mode}", types, constants | flags | {"WALK": walk.width(constants["BLOCK_T"])}
                 )
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
-            # The walk of score_kernel holds no partials.
-            width = walk.MAX_WALK if kernel == "verify_sigmoid.score" else walk.width(constants["BLOCK_T"])
+            width = sigmoid.SCORE_WALK if kernel == "verify_sigmoid.score" else walk.width(constants["BLOCK_T"])
             yield _build(kernel, label, types, constants | {"WALK": width})
 
 

@@ -229,14 +229,14 @@ def residual_kernel(
         temperature = tl.load(temperature_ptr + b * stride_t)
     inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
 
-    # The walk: WALK drafts at a time, until one of them fails.
+    # The walk, WALK drafts at a time; nothing is live behind a failure. A loop whose end depends on the data would make
+    # every reduction in it a call.
     n = 0
-    start = 0
     walking = (num_valid > 0) & (temperature >= 0)
-    while walking & (start < num_valid):
+    for start in range(0, num_drafts, WALK):
         lane = tl.arange(0, WALK)
         i = (start + lane).to(tl.int64)
-        live = i < num_valid
+        live = walking & (i < num_valid)
         x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
         first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
         if temperature == 0:
@@ -277,8 +277,7 @@ def residual_kernel(
             accepted = live & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
         run = tl.min(tl.where(accepted, WALK, lane), 0)
         n += run
-        walking = run == WALK
-        start += WALK
+        walking = walking & (run == WALK)
     if temperature > 0:
         only = first_row + n + tl.zeros((1,), tl.int64)
         first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)

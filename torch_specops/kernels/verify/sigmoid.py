@@ -42,6 +42,9 @@ from .walk import count_valid, load_scaled, store_output
 
 __all__ = ["verify_sigmoid"]
 
+# Drafts per turn of the walk over single logits, which holds no partials.
+SCORE_WALK = 16
+
 
 @triton.jit
 def one_minus_exp(gap):
@@ -140,24 +143,23 @@ def score_kernel(
     partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
 
     if temperature == 0:
-        r = tl.zeros((), tl.int64)
-        while r <= num_valid:
-            row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
-            lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-            z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
-            first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
-            tl.store(partial_row_ptr + r * num_tiles * 2, first)
-            tl.store(partial_row_ptr + r * num_tiles * 2 + 1, second)
-            r += 1
+        for k in range(num_drafts + 1):
+            r = k + tl.zeros((), tl.int64)
+            if r <= num_valid:
+                row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
+                lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
+                z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+                first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
+                tl.store(partial_row_ptr + r * num_tiles * 2, first)
+                tl.store(partial_row_ptr + r * num_tiles * 2 + 1, second)
 
     if temperature > 0:
         n = 0
-        start = 0
         walking = num_valid > 0
-        while walking & (start < num_valid):
+        for start in range(0, num_drafts, WALK):
             lane = tl.arange(0, WALK)
             i = (start + lane).to(tl.int64)
-            live = i < num_valid
+            live = walking & (i < num_valid)
             x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
             z_p = load_scaled(
                 target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, live
@@ -173,8 +175,7 @@ def score_kernel(
             accepted = live & scored & (u.to(tl.float64) * p_denominator < q_denominator)
             run = tl.min(tl.where(accepted, WALK, lane), 0)
             n += run
-            walking = run == WALK
-            start += WALK
+            walking = walking & (run == WALK)
 
         row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
         lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
@@ -264,19 +265,17 @@ def draw_kernel(
     n = tl.zeros((), tl.int64)
     next_token = -1
     if temperature == 0:
-        start = 0
         walking = num_valid > 0
-        while walking & (start < num_valid):
+        for start in range(0, num_drafts, WALK):
             lane = tl.arange(0, WALK)
             i = (start + lane).to(tl.int64)
-            live = i < num_valid
+            live = walking & (i < num_valid)
             x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
             first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
             accepted = live & (combine_argmax(first, second).to(tl.int64) == x)
             run = tl.min(tl.where(accepted, WALK, lane), 0)
             n += run
-            walking = run == WALK
-            start += WALK
+            walking = walking & (run == WALK)
         only = first_row + n + tl.zeros((1,), tl.int64)
         first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
         next_token = tl.max(combine_argmax(first, second), 0)
@@ -373,7 +372,7 @@ def verify_sigmoid(
         vocab_size,
         num_tiles,
         *score_range,
-        WALK=walk.MAX_WALK,
+        WALK=SCORE_WALK,
         **flags,
     )
     wrap_triton(draw_kernel)[(batch,)](
