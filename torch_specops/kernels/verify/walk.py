@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..rows import (
-    FLOAT32_MAX,
-    scale,
-)
+from ..rows import FLOAT32_MAX, scale
 
 # Drafts tested side by side, and partials held for them; a longer chain takes several turns, so that registers stay
 # bounded for any K and V.
