@@ -22,8 +22,8 @@ help: ## list the targets
 demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
 	@$(BIN)torch-specops demo $(ARGS)
 
-test: $(DEV) ## run every test; those that need a GPU are skipped where there is none
-	@$(RUN) -m pytest $(ARGS)
+test: $(DEV) ## run every test, a process per core; those that need a GPU are skipped where there is none
+	@$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from torch_specops.testing import Case, Comparison
 
-# The tensors of the tests are small: more threads cost more than they bring.
+# The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
 if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 @dataclass
@@ -30,6 +31,13 @@ class Report:
         counts.update(
             rows=comparison.rows, rounding=comparison.rounding, disagreements=comparison.disagreements, cases=1
         )
+
+    def merge(self, other: dict[str, dict[str, Any]]) -> None:
+        """Add what another process measured: the fields of its report."""
+        for kind, counts in other["rows"].items():
+            self.rows.setdefault(kind, Counter()).update(counts)
+        self.p_values.update(other["p_values"])
+        self.wrong_p_values.update(other["wrong_p_values"])
 
 
 REPORT = pytest.StashKey[Report]()
@@ -50,6 +58,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
     return request.config.stash[REPORT]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        report = session.config.stash[REPORT]
+        # A worker's output may hold plain types only.
+        rows = {kind: dict(counts) for kind, counts in report.rows.items()}
+        session.config.workeroutput["report"] = vars(report) | {"rows": rows}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # A worker that crashed has no output.
+    if "report" in getattr(node, "workeroutput", {}):
+        node.config.stash[REPORT].merge(node.workeroutput["report"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

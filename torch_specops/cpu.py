@@ -129,10 +129,9 @@ def _inverse_temperature(temperature: Tensor | None) -> Tensor | None:
 def _scale(logits: Tensor, inverse: Tensor | None) -> Tensor:
     """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
     x = logits.float()
-    if inverse is None:
-        return x.nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
-    z = x * inverse.view(-1, *([1] * (x.dim() - 1)))
-    return torch.where(x > -math.inf, z.nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-FLOAT32_MAX), -math.inf)
+    z = x if inverse is None else x * inverse.view(-1, *([1] * (x.dim() - 1)))
+    # False for NaN too. Inductor turns this form into vector code, and nan_to_num not.
+    return torch.where(x > -math.inf, z.clamp(-FLOAT32_MAX, FLOAT32_MAX), -math.inf)
 
 
 def _softmax_stats(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +190,11 @@ def _leading(accepted: Tensor) -> Tensor:
 def _argmax(logits: Tensor) -> Tensor:
     """[..., V] -> lowest index of the maximum, -1 without a finite entry."""
     z = _scale(logits, None)
-    return torch.where(z.amax(-1) > -math.inf, z.argmax(-1), -1)
+    z_max = z.amax(-1, keepdim=True)
+    # Inductor vectorises a minimum, but not argmax.
+    index = torch.arange(z.shape[-1], device=z.device, dtype=torch.int32)
+    lowest = torch.where(z == z_max, index, z.shape[-1]).amin(-1).long()
+    return torch.where(z_max.squeeze(-1) > -math.inf, lowest, -1)
 
 
 def _apply_greedy(
