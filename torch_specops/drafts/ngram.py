@@ -1,0 +1,253 @@
+"""N-gram tables: counts of a text, looked up on the device (no weights, no forward)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..sampling import sample
+from ..uniforms import uniforms
+from .base import Draft, DraftSource
+
+__all__ = ["NGram"]
+
+
+class NGram(DraftSource):
+    """Proposes what followed the last tokens of a sequence in a given text: a draft of negligible cost (Leviathan et
+    al. 2023, section 3.6). `NGram.from_tokens` builds the tables.
+
+    An order-n table knows contexts of n - 1 tokens down to none (the unigram). A proposal comes from the longest
+    context that the text has a continuation of, so there always is one; a sequence shorter than a context, and a token
+    outside the vocabulary, leave the shorter ones. Each draft is looked up behind the drafts before it.
+
+    Without probabilities the proposal is the most frequent continuation (among equals the lowest token), and
+    `Draft.logits` is None. With them, it is drawn from the continuations' counts: the logits are log counts, -inf for
+    every other token, and `Draft` holds these logits and their logsumexp, so that `verify_exact` stays lossless.
+
+    Memory: a text of N tokens has at most N contexts of each length, 12 bytes each without probabilities; with them 16
+    bytes each, and 8 for each of their continuations, at most `max_candidates` a context. `propose` with probabilities
+    writes [B, K, V] float32 logits. Building takes about 100 bytes per token and length while it lasts.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.drafts.ngram import NGram
+        >>> source = NGram.from_tokens(torch.tensor([1, 2, 3, 1, 2, 4, 1, 2, 3]), vocab_size=5)
+        >>> tokens, lengths, seeds = torch.tensor([[0, 1, 2], [4, 0, 0]]), torch.tensor([3, 1]), torch.tensor([7, 8])
+        >>> source.propose(tokens, lengths, 2, torch.ones(2), seeds).tokens
+        tensor([[3, 1],
+                [1, 2]])
+    """
+
+    vocab_size: int
+    device: torch.device
+
+    def __init__(
+        self,
+        contexts: Tensor,
+        starts: Tensor | None,
+        continuations: Tensor,
+        log_counts: Tensor | None,
+        *,
+        vocab_size: int,
+        order: int,
+        max_candidates: int,
+    ) -> None:
+        # [C] int64, ascending. A context is a number in base V + 1: its newest token + 1 is the lowest digit, and zero,
+        # no token, stands only in front. So the unigram is context 0, longer contexts have larger numbers, and a
+        # sequence whose digits hold a zero further back matches no context that spans it.
+        self._contexts = contexts
+        # [C + 1] where each context's continuations begin; None = each has one.
+        self._starts = starts
+        # [T] int32 and [T] float32, the most frequent first within a context.
+        self._continuations = continuations
+        self._log_counts = log_counts
+        self._powers = torch.tensor([(vocab_size + 1) ** i for i in range(order - 1)], dtype=torch.int64).to(
+            contexts.device
+        )
+        self.vocab_size = vocab_size
+        self.order = order
+        self.max_candidates = max_candidates
+        self.deterministic = log_counts is None
+        self.device = contexts.device
+
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: Tensor | Sequence[Tensor],
+        *,
+        vocab_size: int,
+        order: int = 3,
+        probabilities: bool = False,
+        max_candidates: int = 64,
+        device: torch.device | str | None = None,
+    ) -> NGram:
+        """Count the n-grams of a text.
+
+        Args:
+            tokens: [N] int64 in [0, vocab_size), or several such texts; no n-gram reaches from one into the next.
+            vocab_size: the target's V. (V + 1) ** (order - 1) must be below 2**63, so that a context is one int64.
+            order: the longest n-gram counted, >= 1: 1 unigram, 2 bigram, 3 trigram.
+            probabilities: False = propose the most frequent continuation; True = sample from the counts.
+            max_candidates: with probabilities, how many continuations of a context are kept, the most frequent first
+                and among equals the lowest token first; >= 1.
+            device: where the tables live and `propose` runs; None = where the (first) text is.
+
+        Raises:
+            TypeError: tokens that are no int64 tensors, a number that is no int.
+            ValueError: a text that is not one-dimensional, no tokens at all, a token outside the vocabulary, a number
+                out of range.
+        """
+        _check_at_least_one(vocab_size=vocab_size, order=order, max_candidates=max_candidates)
+        base = vocab_size + 1
+        if base ** (order - 1) >= 2**63:
+            raise ValueError(
+                f"order: expected (vocab_size + 1) ** (order - 1) below 2**63, got order {order} "
+                f"for a vocabulary of {vocab_size}"
+            )
+        if vocab_size >= 2**31:
+            raise ValueError(f"vocab_size: expected a number below 2**31, got {vocab_size}")
+        texts = _texts(tokens)
+        text = torch.cat([piece.to(texts[0].device if device is None else device) for piece in texts])
+        _check_text(text, vocab_size)
+
+        sizes = torch.tensor([len(piece) for piece in texts], device=text.device)
+        position = torch.arange(len(text), device=text.device) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        context = torch.zeros_like(text)
+        contexts, continuations = [], []
+        for length in range(order):
+            if length > 0:
+                context = context + (text.roll(length) + 1) * base ** (length - 1)
+            inside = position >= length
+            contexts.append(context[inside])
+            continuations.append(text[inside])
+        kept = max_candidates if probabilities else 1
+        table = _most_frequent(torch.cat(contexts), torch.cat(continuations), vocab_size, kept)
+        unique_contexts, starts, kept_continuations, counts = table
+        return cls(
+            unique_contexts,
+            starts if probabilities else None,
+            kept_continuations.int(),
+            counts.double().log().float() if probabilities else None,
+            vocab_size=vocab_size,
+            order=order,
+            max_candidates=kept,
+        )
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+    ) -> Draft:
+        """[B, K] tokens, never -1; with probabilities their logits [B, K, V] and lse [B, K] too.
+
+        Raises:
+            TypeError: tokens or lengths that are not int64.
+            ValueError: a shape that does not fit, another device than the tables', a `num_draft_tokens` below 1.
+        """
+        self._check(tokens, lengths, num_draft_tokens)
+        recent = self._recent(tokens, lengths)
+        draws = None if self.deterministic else uniforms(seeds, lengths, num_draft_tokens, "propose")
+
+        drafts, logits, lse = [], [], []
+        for index in range(num_draft_tokens):
+            context = self._longest_context(recent)
+            if draws is None:
+                token = self._continuations[context].long()
+            else:
+                row = self._logits(context)
+                token, row_lse = sample(row, draws[:, index], temperature)
+                logits.append(row)
+                lse.append(row_lse)
+            drafts.append(token)
+            recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
+        if draws is None:
+            return Draft(torch.stack(drafts, 1))
+        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+
+    def _recent(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """[B, order - 1] digits of the last tokens, newest first: token + 1, 0 for none."""
+        back = torch.arange(self.order - 1, device=tokens.device)
+        position = lengths.unsqueeze(1) - 1 - back
+        recent = tokens.gather(1, position.clamp(min=0))
+        known = (position >= 0) & (recent >= 0) & (recent < self.vocab_size)
+        return torch.where(known, recent + 1, 0)
+
+    def _longest_context(self, recent: Tensor) -> Tensor:
+        """[B] index of the longest context that ends the row. Longer contexts have larger indices, and the unigram,
+        index 0, always matches."""
+        contexts = pad((recent * self._powers).cumsum(1), (1, 0))
+        found = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
+        return torch.where(self._contexts[found] == contexts, found, 0).amax(1)
+
+    def _logits(self, context: Tensor) -> Tensor:
+        """[B, V] the contexts' log counts, -inf for what did not follow them."""
+        assert self._starts is not None and self._log_counts is not None
+        start, end = self._starts[context], self._starts[context + 1]
+        candidate = start.unsqueeze(1) + torch.arange(self.max_candidates, device=context.device)
+        # A context with fewer candidates repeats its last one: that writes the same number in the same place.
+        candidate = torch.minimum(candidate, end.unsqueeze(1) - 1)
+        row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
+        return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])
+
+    def _check(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> None:
+        for name, tensor in (("tokens", tokens), ("lengths", lengths)):
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+                raise TypeError(f"{name}: expected an int64 tensor, got {getattr(tensor, 'dtype', type(tensor))}")
+            if tensor.device != self.device:
+                raise ValueError(
+                    f"{name}: expected a tensor on {self.device}, as the tables are, got one on {tensor.device}"
+                )
+        if tokens.dim() != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens: expected [B, W] with W >= 1, got shape {list(tokens.shape)}")
+        if lengths.shape != tokens.shape[:1]:
+            raise ValueError(f"lengths: expected [B] = [{tokens.shape[0]}], got shape {list(lengths.shape)}")
+        if num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens: expected a number >= 1, got {num_draft_tokens}")
+
+
+def _most_frequent(
+    contexts: Tensor, continuations: Tensor, vocab_size: int, max_candidates: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts of pairs: the distinct contexts [C], ascending; where each one's continuations start [C + 1]; these
+    [T], the most frequent first and among equals the lowest token; how often each came [T]."""
+    unique_contexts, context = torch.unique(contexts, return_inverse=True)
+    pairs, counts = torch.unique(context * vocab_size + continuations, return_counts=True)
+    # Pairs ascend by context, then by token; stable sorts keep that order among equals.
+    by_count = counts.argsort(descending=True, stable=True)
+    ranked = by_count[(pairs[by_count] // vocab_size).argsort(stable=True)]
+    pairs, counts = pairs[ranked], counts[ranked]
+
+    context = pairs // vocab_size
+    first = torch.searchsorted(context, torch.arange(len(unique_contexts), device=context.device))
+    kept = torch.arange(len(pairs), device=context.device) - first[context] < max_candidates
+    starts = pad(torch.bincount(context[kept], minlength=len(unique_contexts)).cumsum(0), (1, 0))
+    return unique_contexts, starts, (pairs % vocab_size)[kept], counts[kept]
+
+
+def _texts(tokens: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    texts = [tokens] if isinstance(tokens, Tensor) else tokens
+    if not isinstance(texts, Sequence) or not all(isinstance(piece, Tensor) for piece in texts):
+        raise TypeError(f"tokens: expected an int64 tensor [N] or a list of them, got {type(tokens)}")
+    for piece in texts:
+        if piece.dtype != torch.int64:
+            raise TypeError(f"tokens: expected int64, got {str(piece.dtype).removeprefix('torch.')}")
+        if piece.dim() != 1:
+            raise ValueError(f"tokens: expected texts of shape [N], got {list(piece.shape)}")
+    if sum(len(piece) for piece in texts) == 0:
+        raise ValueError("tokens: expected at least one token, got none")
+    return list(texts)
+
+
+def _check_text(text: Tensor, vocab_size: int) -> None:
+    low, high = (int(bound) for bound in text.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"tokens: expected tokens in [0, {vocab_size}), got {low if low < 0 else high}")
+
+
+def _check_at_least_one(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {type(number)}")
+        if number < 1:
+            raise ValueError(f"{name}: expected a number >= 1, got {number}")

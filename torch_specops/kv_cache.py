@@ -1,0 +1,50 @@
+"""A static key-value cache for ragged rows.
+
+Every sequence has its own length; its token at position j has its keys and values in slot j. A forward writes the
+slots of the tokens it reads and attends to the slots up to each token's own position, so what stands in later slots is
+never seen: undoing a rejected draft is reading at an earlier position again, nothing is cropped or cleared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["RaggedKeyValues", "visible_slots"]
+
+
+class RaggedKeyValues:
+    """Keys and values of one attention layer, in buffers whose address and shape never change.
+
+    Args:
+        keys, values: the shape, dtype and device of what will be written: [B, heads, n, head_dim].
+        capacity: slots per sequence.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        self.keys = keys.new_zeros(keys.shape[0], keys.shape[1], capacity, keys.shape[3])
+        self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
+
+    def clear(self) -> None:
+        """Forget everything. A slot that is not visible must hold finite numbers: 0 times NaN is NaN."""
+        self.keys.zero_()
+        self.values.zero_()
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write [B, heads, n, head_dim] at slots [B, n]."""
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            buffer.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
+
+
+def visible_slots(positions: Tensor, capacity: int, window: int | None = None) -> Tensor:
+    """[B, 1, n, capacity] bool: which slots a token at a position may attend to.
+
+    Args:
+        positions: [B, n] int64.
+        capacity: slots per sequence.
+        window: a token sees itself and the window - 1 tokens before it; None = all before it.
+    """
+    slot = torch.arange(capacity, device=positions.device)
+    position = positions[:, None, :, None]
+    visible = slot <= position
+    return visible if window is None else visible & (slot > position - window)
