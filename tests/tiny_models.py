@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Mapping, Sequence
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
 
 VOCAB = 60
 POSITIONS = 96
@@ -74,6 +77,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
             "num_heads": 4,
             "relative_attention_num_buckets": 8,
             "relative_attention_max_distance": 12,
+            "feed_forward_proj": "gated-gelu",
             "decoder_start_token_id": 1,
         },
     ),
@@ -93,7 +97,10 @@ def tiny(family: str, seed: int = 0, attention: str = "sdpa", vocab: int = VOCAB
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms stay as they are: their weights are scales around one.
-            if parameter.dim() > 1:
+            if "relative_attention_bias" in name:
+                # Otherwise T5 would repeat itself: it has no other notion of place.
+                parameter.normal_(0.0, 1.2)
+            elif parameter.dim() > 1:
                 parameter.normal_(0.0, 0.35)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
@@ -110,3 +117,109 @@ def perturbed(model: PreTrainedModel, scale: float = 0.02, seed: int = 1) -> Pre
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.add_(noise * scale)
     return clone
+
+
+# Encoder-decoder texts begin with 1, the decoder's start token.
+PROMPTS = ([1, 17, 5, 33, 17, 5, 48], [1], [1, 29, 40, 8])
+
+
+def encoder_inputs(family: str) -> dict[str, Tensor] | None:
+    """What the encoder reads for three rows, the second one of T5 padded; None for a decoder-only family."""
+    generator = torch.Generator().manual_seed(5)
+    if family == "whisper":
+        return {"input_features": torch.randn(3, 8, 40, generator=generator, dtype=torch.float64)}
+    if family == "t5":
+        mask = torch.ones(3, 9, dtype=torch.int64)
+        mask[1, 6:] = 0
+        return {"input_ids": torch.randint(3, VOCAB, (3, 9), generator=generator), "attention_mask": mask}
+    return None
+
+
+def padded(rows: Sequence[Sequence[int]], side: str) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask [B, P] of rows of different lengths. The padding is a token like any other."""
+    width = max(len(row) for row in rows)
+    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        at = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[index, at] = torch.tensor(row)
+        mask[index, at] = 1
+    return ids, mask
+
+
+def greedy_alone(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    eos: Sequence[int] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> list[int]:
+    """The new tokens of transformers' greedy decoding of one prompt without padding; `inputs` of one row."""
+    ids = torch.tensor([prompt])
+    options: dict[str, object] = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": None if eos is None else list(eos),
+        "pad_token_id": 0,
+    }
+    if inputs is None:
+        options |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    else:
+        # T5's own cache has as many layers as its encoder. Whisper's own `generate` forces tokens; the general one
+        # decodes like that of every other model.
+        options |= {**inputs, "decoder_input_ids": ids, "use_cache": False}
+    output = GenerationMixin.generate(model, **options)
+    return output[0, len(prompt) :].tolist()
+
+
+@functools.cache
+def shared_tiny(family: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
+    """`tiny`, made once; not to be changed."""
+    return tiny(family, seed, attention)
+
+
+@functools.cache
+def greedy_rows(family: str, max_new_tokens: int, attention: str = "sdpa") -> tuple[tuple[int, ...], ...]:
+    """The new tokens of PROMPTS, each decoded alone."""
+    inputs = encoder_inputs(family)
+    rows = []
+    for index, prompt in enumerate(PROMPTS):
+        own = None if inputs is None else {name: value[index : index + 1] for name, value in inputs.items()}
+        model = shared_tiny(family, attention=attention)
+        rows.append(tuple(greedy_alone(model, prompt, max_new_tokens, inputs=own)))
+    return tuple(rows)
+
+
+class PairModel:
+    """A `LanguageModel` of order two, from a table [V + 1, V, V] of logits: by the token before the last one (V: there
+    is none), the last token, the next one. It reads its own memory of the text, so a stale memory shows."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        self.vocab_size = table.shape[-1]
+        self.device = table.device
+        self.max_length: int | None = None
+        self.memory = torch.zeros(0, 0, dtype=torch.int64)
+        # Of every forward: positions [B, n].
+        self.readings: list[Tensor] = []
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.memory = torch.zeros(batch, capacity, dtype=torch.int64)
+        self.readings = []
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.readings.append(positions.clone())
+        self.remember(tokens, positions)
+        before = self.memory.gather(1, (positions - 1).clamp(min=0))
+        logits = self.table[torch.where(positions > 0, before, self.vocab_size), tokens]
+        return logits if num_logits is None else logits[:, -num_logits:]
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        self.memory.scatter_(1, positions, tokens)
+
+    def first_layers(self, num_layers: int) -> PairModel:
+        raise NotImplementedError
+
+
+def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(vocab + 1, vocab, vocab, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,5 @@
-"""The ops on CPU, vectorised in torch: no loop, no data-dependent branch or shape, so Inductor fuses them into C++.
+"""The ops on CPU, vectorised in torch: no loop, no data-dependent shape, so Inductor fuses them into C++. The one branch
+on data, `_unless_greedy`, is a `cond`, which every way of tracing keeps.
 
 Logits are scaled and exponentiated in float32; sums, distribution functions and the few probabilities that decide
 an acceptance are float64. The law is that of `reference.py`.
@@ -7,6 +8,8 @@ an acceptance are float64. The law is that of `reference.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +32,51 @@ def verify_exact(
     draft_lse: Tensor | None,
     lenience: float,
 ) -> tuple[Tensor, Tensor]:
+    def sampled(
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        accept_uniforms: Tensor,
+        sample_uniforms: Tensor,
+        temperature: Tensor | None,
+        *draft: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        draft_logits, draft_lse = (*draft, None, None)[:2]
+        return _verify_exact(
+            target_logits,
+            draft_tokens,
+            draft_logits,
+            accept_uniforms,
+            sample_uniforms,
+            temperature,
+            draft_lse,
+            lenience,
+        )
+
+    draft = [tensor for tensor in (draft_logits, draft_lse) if tensor is not None]
+    if draft_logits is None:
+        # Without logits their sum says nothing.
+        draft = []
+    operands = (target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, *draft)
+    return _unless_greedy(sampled, operands)
+
+
+def _verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None,
+    draft_lse: Tensor | None,
+    lenience: float,
+) -> tuple[Tensor, Tensor]:
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse = _inverse_temperature(temperature)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
     x = torch.where(in_vocab, draft_tokens, 0).long()
 
-    p_max, p_sum = _softmax_stats(_scale(target_logits, inverse))
+    scaled_target = _scale(target_logits, inverse)
+    p_max, p_sum = _softmax_stats(scaled_target)
     p_x = _probability(_scale(_gather(target_logits[:, :num_drafts], x), inverse), p_max[:, :-1], p_sum[:, :-1])
     if draft_logits is None:
         q_max = q_sum = None
@@ -47,11 +89,12 @@ def verify_exact(
         q_x = _probability(_scale(_gather(draft_logits, x), inverse), q_max, q_sum)
 
     accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * lenience * q_x < p_x)
-    accepted, greedy_tokens = _apply_greedy(accepted, target_logits, draft_tokens, temperature)
+    greedy_tokens = None if temperature is None else _lowest_argmax(scaled_target, p_max)
+    accepted = _apply_greedy(accepted, greedy_tokens, draft_tokens, temperature)
     n = _leading(accepted)
 
     rows = torch.arange(n.shape[0], device=n.device)
-    z_p = _scale(target_logits[rows, n], inverse)
+    z_p = scaled_target[rows, n]
     p = _softmax_row(z_p, p_max[rows, n], p_sum[rows, n])
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
@@ -78,6 +121,32 @@ def verify_sigmoid(
     beta: float,
     temperature: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    def sampled(
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        accept_uniforms: Tensor,
+        sample_uniforms: Tensor,
+        temperature: Tensor | None,
+        draft_logits: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return _verify_sigmoid(
+            target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, alpha, beta, temperature
+        )
+
+    operands = (target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, draft_logits)
+    return _unless_greedy(sampled, operands)
+
+
+def _verify_sigmoid(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    alpha: float,
+    beta: float,
+    temperature: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse = _inverse_temperature(temperature)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
@@ -88,7 +157,8 @@ def verify_sigmoid(
     p_x = _sigmoid_score(z_px.double(), alpha, beta)
     q_x = _sigmoid_score(z_qx.double(), alpha, beta)
     accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * q_x < p_x)
-    accepted, greedy_tokens = _apply_greedy(accepted, target_logits, draft_tokens, temperature)
+    greedy_tokens = None if temperature is None else _argmax(target_logits)
+    accepted = _apply_greedy(accepted, greedy_tokens, draft_tokens, temperature)
     n = _leading(accepted)
 
     rows = torch.arange(n.shape[0], device=n.device)
@@ -107,6 +177,14 @@ def verify_sigmoid(
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    if temperature is None:
+        return _sample(logits, uniforms, None)
+    operands = (logits, uniforms, temperature)
+    tokens, lse = torch.ops.higher_order.cond((temperature > 0).any(), _sample, _sample_greedy, operands)
+    return tokens, lse
+
+
+def _sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     z = _scale(logits, _inverse_temperature(temperature))
     z_max, z_sum = _softmax_stats(z)
     tokens = _draw(_softmax_row(z, z_max, z_sum), uniforms)
@@ -115,8 +193,13 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tupl
         return tokens, lse
     has_law = (z_max > -math.inf) & (temperature >= 0)
     greedy = temperature == 0
-    tokens = torch.where(has_law, torch.where(greedy, _argmax(logits), tokens), -1)
+    tokens = torch.where(has_law, torch.where(greedy, _lowest_argmax(z, z_max), tokens), -1)
     return tokens, torch.where(has_law, torch.where(greedy, 0.0, lse), -math.inf)
+
+
+def _sample_greedy(logits: Tensor, uniforms: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = torch.where(temperature == 0, _argmax(logits), -1)
+    return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
 
 
 def _inverse_temperature(temperature: Tensor | None) -> Tensor | None:
@@ -190,23 +273,53 @@ def _leading(accepted: Tensor) -> Tensor:
 def _argmax(logits: Tensor) -> Tensor:
     """[..., V] -> lowest index of the maximum, -1 without a finite entry."""
     z = _scale(logits, None)
-    z_max = z.amax(-1, keepdim=True)
+    return _lowest_argmax(z, z.amax(-1))
+
+
+def _lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:
     # Inductor vectorises a minimum, but not argmax.
     index = torch.arange(z.shape[-1], device=z.device, dtype=torch.int32)
-    lowest = torch.where(z == z_max, index, z.shape[-1]).amin(-1).long()
-    return torch.where(z_max.squeeze(-1) > -math.inf, lowest, -1)
+    lowest = torch.where(z == z_max.unsqueeze(-1), index, z.shape[-1]).amin(-1).long()
+    return torch.where(z_max > -math.inf, lowest, -1)
 
 
 def _apply_greedy(
-    accepted: Tensor, target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    accepted: Tensor, greedy_tokens: Tensor | None, draft_tokens: Tensor, temperature: Tensor | None
+) -> Tensor:
     """Acceptance with greedy rows decided by the argmax, rows without a lawful temperature by nothing."""
-    if temperature is None:
-        return accepted, None
-    tokens = _argmax(target_logits)
+    if temperature is None or greedy_tokens is None:
+        return accepted
     t = temperature.unsqueeze(-1)
-    is_argmax = (draft_tokens == tokens[:, :-1]) & (draft_tokens >= 0)
-    return torch.where(t == 0, is_argmax, accepted & (t > 0)), tokens
+    is_argmax = (draft_tokens == greedy_tokens[:, :-1]) & (draft_tokens >= 0)
+    return torch.where(t == 0, is_argmax, accepted & (t > 0))
+
+
+def _unless_greedy(sampled: Callable[..., tuple[Tensor, Tensor]], operands: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """`sampled(*operands)`, or the little that a batch needs whose rows are all greedy.
+
+    operands: target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, and what else `sampled` takes.
+    """
+    temperature = operands[4]
+    if temperature is None:
+        return sampled(*operands)
+    # The operator itself: the function torch.cond compiles its branches when called eagerly.
+    output_tokens, num_accepted = torch.ops.higher_order.cond((temperature > 0).any(), sampled, _greedy, operands)
+    return output_tokens, num_accepted
+
+
+def _greedy(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor,
+    *draft: Tensor,
+) -> tuple[Tensor, Tensor]:
+    tokens = _argmax(target_logits)
+    nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
+    n = _leading(_apply_greedy(nothing, tokens, draft_tokens, temperature))
+    # No row has a temperature above 0, so what would have been drawn is not looked at.
+    return _output(draft_tokens, n, n, tokens, temperature), n
 
 
 def _residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Tensor:

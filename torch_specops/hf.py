@@ -177,7 +177,7 @@ class TransformersModel:
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
-        return TransformersModel(_first_layers(self.model, num_layers))
+        return type(self)(_first_layers(self.model, num_layers))
 
     def _require_cache(self) -> RaggedCache:
         if self._cache is None:
@@ -218,9 +218,7 @@ class EncoderDecoderModel(TransformersModel):
 
     @property
     def _num_layers(self) -> int:
-        return getattr(self._config, "decoder_layers", None) or getattr(
-            self._config, "num_decoder_layers", self._config.num_hidden_layers
-        )
+        return len(_layers(self.model)[1])
 
     @property
     def max_length(self) -> int | None:
@@ -314,8 +312,10 @@ class _RaggedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._buffer is None:
             self.lazy_initialization(key_states, value_states)
-        self._buffer.write(key_states, value_states, self._cache.slots)
-        return self._buffer.keys, self._buffer.values
+        buffer, slots = self._buffer, self._cache.slots
+        assert buffer is not None and slots is not None
+        buffer.write(key_states, value_states, slots)
+        return buffer.keys, buffer.values
 
     def clear(self) -> None:
         if self._buffer is not None:
@@ -407,36 +407,54 @@ def _relative_bias(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor] | 
     return correction
 
 
-def _first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder's layers, and the name they have in it."""
     decoder = model.get_decoder()
-    name = next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
-    if name is None:
-        raise ValueError(f"model: the layers of {type(model).__name__} are not where they are known to be")
-    layers = getattr(decoder, name)
+    for name in ("layers", "h", "block"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return name, layers
+    raise ValueError(f"model: the layers of {type(model).__name__} are not where they are known to be")
+
+
+def _first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    name, layers = _layers(model)
     if not 1 <= num_layers <= len(layers):
         raise ValueError(f"num_layers: expected 1 to {len(layers)}, got {num_layers}")
-    config = copy.deepcopy(model.config)
-    text_config = config.get_text_config(decoder=True)
-    text_config.num_hidden_layers = num_layers
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = text_config.layer_types[:num_layers]
+    decoder = model.get_decoder()
+    # One memory for all copies: configs that were one object, or one inside the other, still are.
+    copies: dict[int, Any] = {}
 
     def shallow(module: nn.Module) -> nn.Module:
         """The module with the same parameters, in a container whose children can be exchanged."""
         clone = copy.copy(module)
         clone._modules = dict(module._modules)
-        if hasattr(clone, "config"):
-            clone.config = config if clone.config is model.config else text_config
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            clone.config = copy.deepcopy(module.config, copies)
         return clone
 
     path = next(path for path, module in model.named_modules() if module is decoder)
     top = parent = shallow(model)
+    configs = [top.config]
     for part in path.split("."):
-        child = shallow(parent._modules[part])
+        child = shallow(getattr(parent, part))
         parent._modules[part] = child
         parent = child
+        configs.append(parent.config)
     parent._modules[name] = nn.ModuleList(layers[:num_layers])
+    for config in configs:
+        _set_num_layers(config, num_layers)
     return top
+
+
+def _set_num_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    """The decoder's number: in a config of encoder and decoder, `num_hidden_layers` is the encoder's."""
+    names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+    name = next((name for name in names if hasattr(config, name)), None)
+    if name is not None:
+        setattr(config, name, num_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
 
 
 def load_model(name_or_path: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:

@@ -199,7 +199,7 @@ class Optimal(Schedule):
         >>> schedule.first()
         5
         >>> [schedule.next([5, 5], [5, 5]) for _ in range(5)]
-        [8, 12, 12, 12, 20]
+        [8, 8, 12, 12, 12]
     """
 
     def __init__(

@@ -61,11 +61,32 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     if stream not in STREAMS:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
 
+    index = torch.arange(n, device=seeds.device)
+    return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
+
+
+def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """What a verification needs, by one chain of rounds: `uniforms(.., K, "accept")` [B, K] and the first number of the
+    stream "sample" [B]."""
+    index = torch.arange(num_draft_tokens + 1, device=seeds.device)
+    is_sample = index == num_draft_tokens
+    streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])
+    numbers = _numbers(seeds, positions, torch.where(is_sample, 0, index), streams)
+    return numbers[:, :-1], numbers[:, -1]
+
+
+def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
+    """[B, n] the numbers of given index [n] in given streams [n].
+
+    Every number computes its whole block and keeps one of its four words: a compiler then sees one chain of rounds,
+    where putting the words side by side would give it four.
+    """
     seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
-    block = torch.arange((n + 3) // 4, device=seeds.device).expand(seeds.shape[0], -1)
-    counter = (block, torch.full_like(block, STREAMS[stream]), position & MASK, (position >> 32) & MASK)
-    words = torch.stack(_philox(counter, (seed & MASK, (seed >> 32) & MASK)), -1).flatten(1)[:, :n]
-    return (words >> 8).float() * 2.0**-24
+    counter = (index // 4, streams, position & MASK, (position >> 32) & MASK)
+    words = _philox(counter, (seed & MASK, (seed >> 32) & MASK))
+    lane = index % 4
+    word = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
+    return (word >> 8).float() * 2.0**-24
 
 
 def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -81,6 +102,6 @@ def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Te
 
 def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product, by halves so that no int64 product overflows."""
-    low = (a & 0xFFFF) * multiplier
-    high = (a >> 16) * multiplier + (low >> 16)
+    low = a * (multiplier & 0xFFFF)
+    high = a * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

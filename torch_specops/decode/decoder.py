@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -79,6 +80,8 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = as_language_model("target", target)
         self.draft = as_draft_source(draft)
+        if self.draft is not None:
+            self.draft.bind(self.target)
         check_int("num_draft_tokens", num_draft_tokens, 1)
         self.schedule = as_schedule(schedule, num_draft_tokens) if draft is not None else schedules.Constant(0)
         self.sampling = sampling or SamplingParams()
@@ -151,7 +154,10 @@ class SpeculativeDecoder:
                 raise
             interrupted = True
         end()
-        return self.output(interrupted)
+        output = self.output(interrupted)
+        for row, error in output.errors.items():
+            warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=2)
+        return output
 
     def stream(
         self,

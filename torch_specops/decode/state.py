@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..uniforms import uniforms
+from ..uniforms import verification_uniforms
 
 __all__ = ["DecodeState", "Verify", "record_of", "speculative_step", "verify_and_commit"]
 
@@ -74,13 +74,13 @@ def verify_and_commit(
     newest = (state.lengths - 1).unsqueeze(1)
     unread = torch.cat([state.tokens.gather(1, newest), draft_tokens.clamp(min=0)], 1)
     positions = newest + torch.arange(num_draft_tokens + 1, device=newest.device)
-    target_logits = target.forward(unread, positions)
+    accept_uniforms, sample_uniforms = verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
     output_tokens, num_accepted = verify(
-        target_logits,
+        target.forward(unread, positions),
         draft_tokens,
         draft_logits,
-        uniforms(state.seeds, state.lengths, num_draft_tokens, "accept"),
-        uniforms(state.seeds, state.lengths, 1, "sample")[:, 0],
+        accept_uniforms,
+        sample_uniforms,
         state.temperature,
         draft_lse,
     )

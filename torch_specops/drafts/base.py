@@ -44,6 +44,9 @@ class DraftSource(ABC):
     device: torch.device | None = None
     max_length: int | None = None
 
+    def bind(self, target: LanguageModel) -> None:
+        """Called once, when the source becomes the draft of a target."""
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
 

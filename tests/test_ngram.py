@@ -1,0 +1,402 @@
+"""N-gram tables: against counts by plain loops, as one graph, and the law of a target verified against them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torch_specops
+from torch_specops.drafts import Draft, DraftSource
+from torch_specops.drafts.ngram import NGram
+from torch_specops.testing import chi_square
+
+Table = dict[tuple[int, ...], list[tuple[int, int]]]
+
+
+def count_by_loops(texts: list[list[int]], order: int, max_candidates: int) -> Table:
+    """Context -> its most frequent continuations with their counts; among equals the lowest token first."""
+    counters: dict[tuple[int, ...], Counter[int]] = {}
+    for text in texts:
+        for end, token in enumerate(text):
+            for length in range(min(order - 1, end) + 1):
+                counters.setdefault(tuple(text[end - length : end]), Counter())[token] += 1
+    ranked = {
+        context: sorted(counter.items(), key=lambda item: (-item[1], item[0])) for context, counter in counters.items()
+    }
+    return {context: items[:max_candidates] for context, items in ranked.items()}
+
+
+def candidates_by_loops(table: Table, text: list[int], order: int) -> list[tuple[int, int]]:
+    for length in range(min(order - 1, len(text)), -1, -1):
+        context = tuple(text[len(text) - length :])
+        if context in table:
+            return table[context]
+    raise AssertionError("the unigram is in every table")
+
+
+def batch_of(rows: list[list[int]], spare: int = 0) -> tuple[Tensor, Tensor]:
+    """What stands behind a row's length must not be read: it is a token that the texts are full of."""
+    width = max(len(row) for row in rows) + spare
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
+
+
+def propose(source: NGram, rows: list[list[int]], num_draft_tokens: int, **options: Any) -> Draft:
+    tokens, lengths = batch_of(rows, options.get("spare", 0))
+    temperature = options.get("temperature", torch.ones(len(rows)))
+    return source.propose(tokens, lengths, num_draft_tokens, temperature, torch.arange(len(rows)) + 11)
+
+
+def random_text(vocab_size: int, length: int, seed: int) -> Tensor:
+    """Skewed tokens, so that contexts repeat and counts differ."""
+    u = torch.rand(length, generator=torch.Generator().manual_seed(seed))
+    return (u**2 * vocab_size).long()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    vocab_size = draw(st.sampled_from([1, 2, 3, 7]))
+    token = st.integers(0, vocab_size - 1)
+    # A row may hold a token that the tables do not know.
+    any_token = st.integers(-1, vocab_size + 1)
+    return {
+        "texts": draw(st.lists(st.lists(token, max_size=20), min_size=1, max_size=3).filter(any)),
+        "rows": draw(st.lists(st.lists(st.one_of(token, any_token), min_size=1, max_size=6), min_size=1, max_size=4)),
+        "vocab_size": vocab_size,
+        "order": draw(st.integers(1, 5)),
+        "max_candidates": draw(st.integers(1, 4)),
+        "num_draft_tokens": draw(st.integers(1, 8)),
+        "spare": draw(st.integers(0, 3)),
+    }
+
+
+def build(case: dict[str, Any], probabilities: bool) -> NGram:
+    options = {name: case[name] for name in ("vocab_size", "order", "max_candidates")}
+    texts = [torch.tensor(text, dtype=torch.int64) for text in case["texts"]]
+    return NGram.from_tokens(texts, probabilities=probabilities, **options)
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases())
+def test_most_frequent_continuation_is_the_plain_loop(case: dict[str, Any]) -> None:
+    draft = propose(build(case, False), case["rows"], case["num_draft_tokens"], spare=case["spare"])
+    table = count_by_loops(case["texts"], case["order"], 1)
+    expected = []
+    for row in case["rows"]:
+        text = list(row)
+        for _ in range(case["num_draft_tokens"]):
+            text.append(candidates_by_loops(table, text, case["order"])[0][0])
+        expected.append(text[len(row) :])
+    assert draft.tokens.tolist() == expected
+    assert draft.tokens.dtype == torch.int64
+    assert draft.logits is None and draft.lse is None
+
+
+def expected_logits(table: Table, text: list[int], order: int, vocab_size: int) -> Tensor:
+    logits = torch.full((vocab_size,), -math.inf)
+    for token, count in candidates_by_loops(table, text, order):
+        logits[token] = math.log(count)
+    return logits
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=cases(), temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]))
+def test_drawn_from_the_counts_of_the_plain_loop(case: dict[str, Any], temperature: float) -> None:
+    rows, num_draft_tokens = case["rows"], case["num_draft_tokens"]
+    # Greedy and sampled rows share a batch.
+    temperatures = torch.tensor([temperature, 1.0, 0.0, 0.3])[: len(rows)]
+    source = build(case, True)
+    draft = propose(source, rows, num_draft_tokens, temperature=temperatures, spare=case["spare"])
+    assert draft.logits is not None and draft.lse is not None
+    assert draft.logits.dtype == draft.lse.dtype == torch.float32
+    table = count_by_loops(case["texts"], case["order"], case["max_candidates"])
+    # The logits are those behind the drafts before them.
+    for row, drafted, logits in zip(rows, draft.tokens.tolist(), draft.logits, strict=True):
+        for i in range(num_draft_tokens):
+            expected = expected_logits(table, row + drafted[:i], case["order"], case["vocab_size"])
+            torch.testing.assert_close(logits[i], expected, rtol=1e-6, atol=0)
+
+    # And the drafts those that these logits and the row's own numbers give.
+    _, lengths = batch_of(rows)
+    draws = torch_specops.uniforms(torch.arange(len(rows)) + 11, lengths, num_draft_tokens, "propose")
+    for i in range(num_draft_tokens):
+        tokens, lse = torch_specops.sample(draft.logits[:, i], draws[:, i], temperatures)
+        assert torch.equal(tokens, draft.tokens[:, i])
+        assert torch.equal(lse, draft.lse[:, i])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # Trigram 1 2 -> 5 (twice) over bigram 2 -> 6 (three times); then 2 5 -> 3 and so on.
+        ([1, 2], [5, 3]),
+        # 4 2 never came: the bigram, 2 -> 6; then 2 6 -> 2.
+        ([4, 2], [6, 2]),
+        # The bigram alone, for a row too short for a trigram.
+        ([2], [6, 2]),
+        # 7 never came: the unigram, 2; then 7 2 never came either, and 2 -> 6.
+        ([1, 7], [2, 6]),
+        # A token of no vocabulary ends the contexts that span it, and only those.
+        ([1, 99], [2, 6]),
+        ([99, 2], [6, 2]),
+        ([-1, 2], [6, 2]),
+    ],
+)
+def test_back_off(row: list[int], expected: list[int]) -> None:
+    text = torch.tensor([1, 2, 5, 3, 1, 2, 5, 3, 2, 6, 2, 6, 2, 6, 2])
+    assert propose(NGram.from_tokens(text, vocab_size=8), [row], 2).tokens.tolist() == [expected]
+
+
+def test_ties_go_to_the_lowest_token() -> None:
+    text = torch.tensor([0, 4, 0, 3, 0, 5, 0])
+    for probabilities in (False, True):
+        source = NGram.from_tokens(text, vocab_size=6, order=2, probabilities=probabilities)
+        assert propose(source, [[0]], 1, temperature=torch.zeros(1)).tokens.tolist() == [[3]]
+    kept = NGram.from_tokens(text, vocab_size=6, order=2, probabilities=True, max_candidates=2)
+    logits = propose(kept, [[0]], 1).logits
+    assert logits is not None
+    assert logits[0, 0].isfinite().nonzero().flatten().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("apart", "expected"), [(True, [1.0, 1.0, 3.0, 0.0]), (False, [0.0, 0.0, 1.0, 0.0])])
+def test_no_ngram_reaches_from_one_text_into_the_next(apart: bool, expected: list[float]) -> None:
+    """Apart, nothing follows 1, and the unigram answers; joined, 2 does."""
+    pieces = [torch.tensor([0, 1]), torch.tensor([], dtype=torch.int64), torch.tensor([2, 2, 2])]
+    text = pieces if apart else torch.cat(pieces)
+    logits = propose(NGram.from_tokens(text, vocab_size=4, order=2, probabilities=True), [[1]], 1).logits
+    assert logits is not None
+    torch.testing.assert_close(logits[0, 0].exp(), torch.tensor(expected))
+
+
+def test_a_greedy_row_gets_the_most_frequent_continuation() -> None:
+    text = random_text(20, 2000, seed=0)
+    rows = text[:400].reshape(40, 10).tolist()
+    deterministic = propose(NGram.from_tokens(text, vocab_size=20), rows, 8)
+    source = NGram.from_tokens(text, vocab_size=20, probabilities=True)
+    greedy = propose(source, rows, 8, temperature=torch.zeros(40))
+    assert torch.equal(deterministic.tokens, greedy.tokens)
+    sampled = propose(source, rows, 8)
+    assert not torch.equal(sampled.tokens, greedy.tokens)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_a_row_does_not_depend_on_its_batch(probabilities: bool) -> None:
+    source = NGram.from_tokens(random_text(9, 500, seed=1), vocab_size=9, probabilities=probabilities)
+    rows = [[3, 1, 4], [1], [5, 8, 2, 6, 5], [0, 0]]
+    tokens, lengths = batch_of(rows)
+    temperature, seeds = torch.tensor([0.0, 0.4, 1.0, 2.0]), torch.tensor([5, 6, 7, 8])
+    together = source.propose(tokens, lengths, 8, temperature, seeds)
+    for i, row in enumerate(rows):
+        alone = source.propose(torch.tensor([row]), lengths[i : i + 1], 8, temperature[i : i + 1], seeds[i : i + 1])
+        assert torch.equal(alone.tokens[0], together.tokens[i])
+
+
+def test_the_largest_keys() -> None:
+    """A vocabulary and order just below 2**63 lose no digit."""
+    vocab_size = 2**21 - 2
+    text = torch.tensor([vocab_size - 1, vocab_size - 1, vocab_size - 1, 7, vocab_size - 1, vocab_size - 1, 8, 9])
+    source = NGram.from_tokens(text, vocab_size=vocab_size, order=4)
+    v = vocab_size - 1
+    assert propose(source, [[v, v, v], [7, v, v], [v, v, 8]], 2).tokens.tolist() == [[7, v], [8, 9], [9, v]]
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_attributes(probabilities: bool) -> None:
+    source = NGram.from_tokens(torch.tensor([0, 1]), vocab_size=3, probabilities=probabilities, device="cpu")
+    assert isinstance(source, DraftSource)
+    assert source.deterministic is not probabilities
+    assert (source.vocab_size, source.device, source.order) == (3, torch.device("cpu"), 3)
+
+
+def test_inputs_are_not_changed() -> None:
+    text = random_text(6, 80, seed=2)
+    tokens, lengths = batch_of([[1, 2, 3], [4]])
+    before = text.clone(), tokens.clone(), lengths.clone()
+    for probabilities in (False, True):
+        source = NGram.from_tokens(text, vocab_size=6, probabilities=probabilities)
+        source.propose(tokens, lengths, 4, torch.ones(2), torch.tensor([1, 2]))
+    assert all(torch.equal(a, b) for a, b in zip(before, (text, tokens, lengths), strict=True))
+
+
+def compiled_propose(source: NGram, backend: str) -> Any:
+    @torch.compile(fullgraph=True, dynamic=False, backend=backend)
+    def run(tokens: Tensor, lengths: Tensor, temperature: Tensor, seeds: Tensor) -> tuple[Tensor | None, ...]:
+        draft = source.propose(tokens, lengths, 2, temperature, seeds)
+        return draft.tokens, draft.logits, draft.lse
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_compiled_gives_the_same(probabilities: bool, backend: str) -> None:
+    """One graph, so no host synchronisation, and none anew as the rows grow."""
+    torch._dynamo.reset()
+    source = NGram.from_tokens(random_text(30, 400, seed=3), vocab_size=30, probabilities=probabilities)
+    compiled = compiled_propose(source, backend)
+    tokens = random_text(30, 4 * 12, seed=4).reshape(4, 12)
+    temperature = torch.tensor([0.0, 0.6, 1.0, 1.5])
+    for step in range(6):
+        arguments = (tokens, torch.tensor([1, 2, 5, 7]) + step % 5, temperature, torch.arange(4) + 100 * step)
+        expected = source.propose(arguments[0], arguments[1], 2, *arguments[2:])
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            got_tokens, got_logits, got_lse = compiled(*arguments)
+        assert torch.equal(got_tokens, expected.tokens)
+        if expected.logits is None or expected.lse is None:
+            assert got_logits is None and got_lse is None
+        else:
+            assert torch.equal(got_logits, expected.logits)
+            torch.testing.assert_close(got_lse, expected.lse, rtol=1e-6, atol=0)
+
+
+V = 16
+TRIALS = 100_000
+LENGTH = 3
+# Three laws, two numbers of drafts, with and without probabilities: 1e-4 for the whole module.
+LAWS = ("token 1", "token 2", "tokens 2, 3")
+ALPHA = 1e-4 / (len(LAWS) * 4)
+
+
+def target_table() -> Tensor:
+    """[V, V] logits of the target by the last token."""
+    return 1.5 * torch.randn(V, V, generator=torch.Generator().manual_seed(5))
+
+
+def emit(source: DraftSource, num_draft_tokens: int, temperature: float, draft_temperature: float) -> Tensor:
+    """[TRIALS, LENGTH] tokens after token 0, as a loop would emit them."""
+    target = target_table()
+    tokens = torch.zeros(TRIALS, 1 + LENGTH * (num_draft_tokens + 1), dtype=torch.int64)
+    lengths, seeds = torch.ones(TRIALS, dtype=torch.int64), torch.arange(TRIALS)
+    t, draft_t = torch.full((TRIALS,), temperature), torch.full((TRIALS,), draft_temperature)
+    for _ in range(LENGTH):
+        draft = source.propose(tokens, lengths, num_draft_tokens, draft_t, seeds)
+        last = tokens.gather(1, lengths.unsqueeze(1) - 1)
+        output, n = torch_specops.verify_exact(
+            target[torch.cat([last, draft.tokens], 1)],
+            draft.tokens,
+            draft.logits,
+            torch_specops.uniforms(seeds, lengths, num_draft_tokens, "accept"),
+            torch_specops.uniforms(seeds, lengths, 1, "sample")[:, 0],
+            t,
+            # The wrong loop verifies the logits at the target's temperature, without the drafts' own logsumexp.
+            draft.lse if draft_temperature == temperature else None,
+        )
+        tokens.scatter_(1, lengths.unsqueeze(1) + torch.arange(num_draft_tokens + 1), output)
+        lengths = lengths + n + 1
+    return tokens[:, 1 : 1 + LENGTH]
+
+
+def p_values(tokens: Tensor, temperature: float) -> dict[str, float]:
+    p = torch.softmax(target_table().double() / temperature, -1)
+    second = p[0] @ p
+    a, b, c = tokens.unbind(1)
+    laws = (p[0], second, (second.unsqueeze(1) * p).flatten())
+    outcomes = (a, b, V * b + c)
+    return {
+        name: chi_square(torch.bincount(outcome, minlength=len(law)), law)
+        for name, outcome, law in zip(LAWS, outcomes, laws, strict=True)
+    }
+
+
+def draft_of_a_text(probabilities: bool) -> NGram:
+    """Some contexts have been seen often, some once, some never; six continuations of each are kept."""
+    text = random_text(V, 600, seed=6)
+    return NGram.from_tokens(text, vocab_size=V, probabilities=probabilities, max_candidates=6)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_verified_drafts_follow_the_target(num_draft_tokens: int, probabilities: bool) -> None:
+    values = p_values(emit(draft_of_a_text(probabilities), num_draft_tokens, 0.8, 0.8), 0.8)
+    assert min(values.values()) > ALPHA, values
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_drafts_of_another_temperature_are_caught(num_draft_tokens: int) -> None:
+    """Verified at T = 0.8, drafted at T = 0.5."""
+    values = p_values(emit(draft_of_a_text(True), num_draft_tokens, 0.8, 0.5), 0.8)
+    assert min(values.values()) < ALPHA, values
+
+
+def test_logits_of_all_continuations_are_caught() -> None:
+    """Drawn from the kept continuations, verified against the counts of all."""
+    kept = draft_of_a_text(True)
+    full = NGram.from_tokens(random_text(V, 600, seed=6), vocab_size=V, probabilities=True)
+
+    class Wrong(DraftSource):
+        def propose(self, tokens: Tensor, lengths: Tensor, k: int, temperature: Tensor, seeds: Tensor) -> Draft:
+            drawn = kept.propose(tokens, lengths, k, temperature, seeds)
+            return Draft(drawn.tokens, full.propose(tokens, lengths, k, temperature, seeds).logits)
+
+    values = p_values(emit(Wrong(), 1, 0.8, 0.8), 0.8)
+    assert min(values.values()) < ALPHA, values
+
+
+TEXT = torch.tensor([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tokens": [1, 2]}, TypeError, "tokens: expected an int64 tensor [N] or a list of them, got <class 'list'>"),
+        ({"tokens": 5}, TypeError, "tokens: expected an int64 tensor [N] or a list of them, got <class 'int'>"),
+        ({"tokens": TEXT.int()}, TypeError, "tokens: expected int64, got int32"),
+        ({"tokens": TEXT.unsqueeze(0)}, ValueError, "tokens: expected texts of shape [N], got [1, 3]"),
+        ({"tokens": []}, ValueError, "tokens: expected at least one token, got none"),
+        ({"tokens": [TEXT[:0], TEXT[:0]]}, ValueError, "tokens: expected at least one token, got none"),
+        ({"tokens": TEXT + 3}, ValueError, "tokens: expected tokens in [0, 4), got 5"),
+        ({"tokens": TEXT - 1}, ValueError, "tokens: expected tokens in [0, 4), got -1"),
+        ({"vocab_size": 0}, ValueError, "vocab_size: expected a number >= 1, got 0"),
+        ({"vocab_size": 4.0}, TypeError, "vocab_size: expected an int, got <class 'float'>"),
+        ({"vocab_size": 2**31, "order": 1}, ValueError, "vocab_size: expected a number below 2**31, got 2147483648"),
+        ({"order": 0}, ValueError, "order: expected a number >= 1, got 0"),
+        ({"order": True}, TypeError, "order: expected an int, got <class 'bool'>"),
+        ({"max_candidates": 0}, ValueError, "max_candidates: expected a number >= 1, got 0"),
+        (
+            {"vocab_size": 2**21 - 1, "order": 4},
+            ValueError,
+            "order: expected (vocab_size + 1) ** (order - 1) below 2**63, got order 4 for a vocabulary of 2097151",
+        ),
+    ],
+)
+def test_bad_text(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        NGram.from_tokens(**{"tokens": TEXT, "vocab_size": 4} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens: expected an int64 tensor, got torch.float32"),
+        ({"tokens": [[1]]}, TypeError, "tokens: expected an int64 tensor, got <class 'list'>"),
+        ({"tokens": torch.tensor([1])}, ValueError, "tokens: expected [B, W] with W >= 1, got shape [1]"),
+        ({"tokens": torch.zeros(2, 0).long()}, ValueError, "tokens: expected [B, W] with W >= 1, got shape [2, 0]"),
+        ({"lengths": torch.ones(2).int()}, TypeError, "lengths: expected an int64 tensor, got torch.int32"),
+        ({"lengths": torch.tensor([1])}, ValueError, "lengths: expected [B] = [2], got shape [1]"),
+        (
+            {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")},
+            ValueError,
+            "tokens: expected a tensor on cpu, as the tables are, got one on meta",
+        ),
+        ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
+    ],
+)
+def test_bad_proposal(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    good = {
+        "tokens": torch.zeros(2, 3, dtype=torch.int64),
+        "lengths": torch.tensor([3, 1]),
+        "num_draft_tokens": 2,
+        "temperature": torch.ones(2),
+        "seeds": torch.tensor([1, 2]),
+    }
+    source = NGram.from_tokens(TEXT, vocab_size=4)
+    source.propose(**good)
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        source.propose(**good | arguments)

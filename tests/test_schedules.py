@@ -1,0 +1,337 @@
+"""Schedules: closed forms, Hugging Face's rule step by step, and simulated acceptances that the optimum must find."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from torch_specops.schedules import (
+    Constant,
+    Heuristic,
+    Optimal,
+    Schedule,
+    expected_tokens_per_step,
+    walltime_factor,
+)
+
+SCHEDULES = [lambda: Constant(4), Heuristic, lambda: Optimal(0.1)]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 20])
+@pytest.mark.parametrize("alpha", [Fraction(0), Fraction(1, 5), Fraction(4, 5), 1 - Fraction(1, 2**40)])
+def test_closed_forms(alpha: Fraction, num_draft_tokens: int) -> None:
+    tokens = (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
+    assert expected_tokens_per_step(float(alpha), num_draft_tokens) == pytest.approx(float(tokens), rel=1e-14)
+    factor = tokens / (num_draft_tokens * Fraction(1, 8) + 1)
+    assert walltime_factor(float(alpha), 0.125, num_draft_tokens) == pytest.approx(float(factor), rel=1e-14)
+
+
+def test_limit_of_certain_acceptance() -> None:
+    assert expected_tokens_per_step(1, 7) == 8
+    assert walltime_factor(1.0, 0.25, 4) == 2.5
+
+
+# Table 4 of the paper: gamma, alpha, c and "EXP", with the decimals printed there.
+PAPER = [
+    (7, 0.75, 0.02, 3.2),
+    (7, 0.8, 0.04, 3.3),
+    (7, 0.82, 0.11, 2.5),
+    (7, 0.62, 0.02, 2.3),
+    (5, 0.68, 0.04, 2.4),
+    (3, 0.71, 0.11, 2.0),
+    (5, 0.65, 0.02, 2.4),
+    (5, 0.73, 0.04, 2.6),
+    (3, 0.74, 0.11, 2.0),
+    (5, 0.53, 0.02, 1.9),
+    (3, 0.55, 0.04, 1.8),
+    (3, 0.56, 0.11, 1.6),
+]
+
+
+def explains(factor: Callable[[float, float, int], float], row: tuple[int, float, float, float]) -> bool:
+    """Within what the rounding of alpha and c to two decimals, and of the factor to one, leaves open."""
+    gamma, alpha, cost_ratio, expected = row
+    lowest = factor(alpha - 0.005, cost_ratio + 0.005, gamma)
+    highest = factor(alpha + 0.005, cost_ratio - 0.005, gamma)
+    return lowest - 0.05 <= expected <= highest + 0.05
+
+
+def test_walltime_factor_is_the_papers() -> None:
+    assert [row for row in PAPER if not explains(walltime_factor, row)] == []
+    # The table is precise enough to tell: not without the bonus token, not with K + 1 draft forwards.
+    assert not all(explains(lambda a, c, k: expected_tokens_per_step(a, k - 1) / (k * c + 1), row) for row in PAPER)
+    assert not all(explains(lambda a, c, k: expected_tokens_per_step(a, k) / ((k + 1) * c + 1), row) for row in PAPER)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 0.3001, 0.9])
+def test_drafting_pays_where_alpha_exceeds_the_cost_ratio(alpha: float) -> None:
+    """Corollary 3.9."""
+    assert (walltime_factor(alpha, 0.3, 1) > 1) == (alpha > 0.3)
+    assert (max(walltime_factor(alpha, 0.3, k) for k in range(1, 30)) > 1) == (alpha > 0.3)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_constant(num_draft_tokens: int) -> None:
+    schedule = Constant(num_draft_tokens)
+    assert schedule.buckets == (num_draft_tokens,)
+    outcomes = ([], [num_draft_tokens], [num_draft_tokens, 0])
+    steps = [schedule.next([num_draft_tokens] * len(accepted), accepted) for accepted in outcomes]
+    assert [schedule.first(), *steps] == [num_draft_tokens] * 4
+
+
+EVERY = tuple(range(1, 21))
+ALL, SOME = ([6, 6], [6, 6]), ([6, 6], [6, 5])
+
+
+@pytest.mark.parametrize(
+    ("options", "reports", "expected"),
+    [
+        ({"buckets": EVERY}, [ALL, ALL, SOME, SOME, SOME, SOME], [5, 7, 9, 8, 7, 6, 5]),
+        # At least 1.
+        ({"num_draft_tokens": 3, "buckets": EVERY}, [SOME, SOME, SOME, SOME, ALL], [3, 2, 1, 1, 1, 3]),
+        # At most `maximum`, and one step down from there.
+        ({"maximum": 8, "buckets": EVERY[:8]}, [ALL, ALL, ALL, SOME], [5, 7, 8, 8, 7]),
+        # The value moves between buckets: 5, 7, 9, 8, 7, 6, 5, 4.
+        ({}, [ALL, ALL, SOME, SOME, SOME, SOME, SOME], [5, 5, 8, 8, 5, 5, 5, 3]),
+        # Fewer buckets: the value does not fall below the smallest.
+        ({"buckets": (4, 8)}, [SOME, SOME, SOME, ALL, ALL], [4, 4, 4, 4, 4, 8]),
+        # A row without drafts has no say, nor has a step without rows.
+        ({"buckets": EVERY}, [([0, 3], [0, 3]), ([0, 3], [0, 2]), ([0, 0], [0, 0]), ([], [])], [5, 7, 6, 6, 6]),
+    ],
+)
+def test_heuristic(options: dict[str, Any], reports: list[tuple[list[int], list[int]]], expected: list[int]) -> None:
+    schedule = Heuristic(**options)
+    assert [schedule.first(), *(schedule.next(*report) for report in reports)] == expected
+    assert set(expected) <= set(schedule.buckets)
+
+
+def test_heuristic_is_hugging_faces_rule() -> None:
+    """Batch 1, no bound in reach: `num_assistant_tokens += 2`, else `max(1, num_assistant_tokens - 1)`."""
+    rng = random.Random(0)
+    schedule = Heuristic(5, maximum=400, buckets=range(1, 401))
+    reference = k = schedule.first()
+    for _ in range(300):
+        accepted = rng.choice([k, rng.randrange(k)])
+        reference = reference + 2 if accepted == reference else max(1, reference - 1)
+        k = schedule.next([k], [accepted])
+        assert k == reference
+
+
+@pytest.mark.parametrize(
+    ("maximum", "expected"),
+    [(20, (1, 2, 3, 5, 8, 12, 20)), (10, (1, 2, 3, 5, 8, 10)), (30, (1, 2, 3, 5, 8, 12, 20, 30)), (1, (1,))],
+)
+def test_heuristic_buckets_reach_the_maximum(maximum: int, expected: tuple[int, ...]) -> None:
+    schedule = Heuristic(1, maximum)
+    assert schedule.buckets == expected
+    for _ in range(30):
+        k = schedule.next([1], [1])
+    assert k == maximum
+
+
+def simulate(
+    schedule: Schedule, alpha: float, num_steps: int, *, rows: int = 1, late: bool = False, seed: int = 0
+) -> tuple[list[int], int, int]:
+    """K of every step, and all drafts proposed and accepted, where each draft reached is accepted with probability
+    alpha."""
+    rng = random.Random(seed)
+    used, pending = [], []
+    proposed = accepted = 0
+    k = schedule.first()
+    for _ in range(num_steps):
+        used.append(k)
+        counts = []
+        for _ in range(rows):
+            n = 0
+            while n < k and rng.random() < alpha:
+                n += 1
+            counts.append(n)
+        proposed, accepted = proposed + k * rows, accepted + sum(counts)
+        pending.append(([k] * rows, counts))
+        if not late or len(pending) > 1:
+            k = schedule.next(*pending.pop(0))
+    return used, proposed, accepted
+
+
+def best(schedule: Optimal, alpha: float) -> int:
+    return max(schedule.buckets, key=lambda k: walltime_factor(alpha, schedule.cost_ratio, k))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("alpha", "cost_ratio", "expected"),
+    # No two buckets are within 1 % of the best here.
+    [(0.2, 0.1, 1), (0.5, 0.02, 5), (0.5, 0.3, 1), (0.7, 0.3, 2), (0.8, 0.02, 12), (0.8, 0.1, 5), (0.97, 0.02, 20)],
+)
+def test_optimal_finds_the_best_bucket(alpha: float, cost_ratio: float, expected: int, rows: int, late: bool) -> None:
+    schedule = Optimal(cost_ratio)
+    assert best(schedule, alpha) == expected
+    used, _, _ = simulate(schedule, alpha, 2000, rows=rows, late=late)
+    settled = used[200:]
+    # The standard error of alpha moves K to a neighbour now and then; that costs little.
+    assert Counter(settled)[expected] > 0.75 * len(settled)
+    tokens = sum(expected_tokens_per_step(alpha, k) for k in settled)
+    time = sum(k * cost_ratio + 1 for k in settled)
+    assert tokens / time > 0.99 * walltime_factor(alpha, cost_ratio, expected)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.8, 0.95])
+def test_alpha_counts_one_rejection_per_step(alpha: float) -> None:
+    """Without forgetting, the estimate is unbiased; accepted / proposed is not."""
+    schedule = Optimal(0.05, half_life=1e9, prior_weight=1e-6)
+    _, proposed, accepted = simulate(schedule, alpha, 4000)
+    # At least one draft is tried per step.
+    tolerance = 4 * (alpha * (1 - alpha) / 4000) ** 0.5
+    assert abs(schedule.alpha - alpha) < tolerance
+    assert abs(accepted / proposed - alpha) > tolerance
+
+
+def test_alpha_by_hand() -> None:
+    schedule = Optimal(0.1, half_life=1, prior=0.5, prior_weight=4)
+    assert schedule.alpha == 0.5
+    # Prior 2 + 2 halved; rows: 3 of 3, 1 of 3 (one rejection), 0 of 0.
+    schedule.next([3, 3, 0], [3, 1, 0])
+    assert schedule.alpha == pytest.approx((1 + 4) / (2 + 5))
+    # A step without drafts lets the memory fade, not change.
+    schedule.next([0, 0, 0], [0, 0, 0])
+    assert schedule.alpha == pytest.approx((1 + 4) / (2 + 5))
+    schedule.next([2], [0])
+    assert schedule.alpha == pytest.approx((1 + 4) / 4 / ((2 + 5) / 4 + 1))
+
+
+def test_alpha_survives_a_memory_that_vanished() -> None:
+    schedule = Optimal(0.1, half_life=0.01)
+    schedule.next([4], [1])
+    for _ in range(200):
+        schedule.next([0], [0])
+    assert schedule.alpha == 0.5
+    schedule.next([2], [2])
+    assert schedule.alpha == 1.0
+
+
+@pytest.mark.parametrize("explore_every", [1, 4, 16])
+def test_drafts_that_never_pay_are_tried_now_and_then(explore_every: int) -> None:
+    schedule = Optimal(0.6, buckets=(0, 2, 5), explore_every=explore_every)
+    used, _, _ = simulate(schedule, 0.05, 400)
+    settled = used[80:]
+    assert Counter(settled) == {2: 320} if explore_every == 1 else Counter(settled)[0] > Counter(settled)[2] > 0
+    if explore_every > 1:
+        tried = [step for step, k in enumerate(settled) if k == 2]
+        assert {later - earlier for earlier, later in pairwise(tried)} == {explore_every}
+
+
+def test_optimal_drafts_again_when_it_pays_again() -> None:
+    schedule = Optimal(0.3)
+    assert simulate(schedule, 0.02, 300)[0][-1] == 0
+    used, _, _ = simulate(schedule, 0.9, 200, seed=1)
+    assert used[0] == 0
+    assert min(used[100:]) >= 3
+    # Without the steps that explore it would never draft again.
+    blind = Optimal(0.3, explore_every=10**6)
+    simulate(blind, 0.02, 300)
+    assert set(simulate(blind, 0.9, 200, seed=1)[0]) == {0}
+
+
+def test_optimal_without_zero_always_drafts() -> None:
+    used, _, _ = simulate(Optimal(0.9, buckets=(2, 6)), 0.05, 100)
+    assert set(used[20:]) == {2}
+
+
+def test_free_drafts_take_the_largest_bucket() -> None:
+    assert set(simulate(Optimal(0.0), 0.7, 300)[0]) == {20}
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_reset_forgets_and_first_remembers(make: Any) -> None:
+    schedule, fresh = make(), make()
+    steps = [simulate(schedule, 0.95, 50)[0][-1], schedule.first()]
+    assert steps[0] == steps[1]
+    schedule.reset()
+    assert simulate(schedule, 0.6, 100)[0] == simulate(fresh, 0.6, 100)[0]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_only_buckets_come(make: Any) -> None:
+    schedule = make()
+    assert isinstance(schedule, Schedule)
+    assert list(schedule.buckets) == sorted(set(schedule.buckets))
+    for alpha in (0.02, 0.5, 0.97):
+        assert set(simulate(schedule, alpha, 200, rows=2)[0]) <= set(schedule.buckets)
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        (([2, 2], [1]), ValueError, "num_accepted: expected one count per row, 2 as num_proposed has, got 1"),
+        (([2], [3]), ValueError, "num_accepted: expected at most num_proposed = 2, got 3"),
+        (([2], [-1]), ValueError, "num_accepted: expected a number >= 0, got -1"),
+        (([-2], [-3]), ValueError, "num_proposed: expected a number >= 0, got -2"),
+        (([2], [1.0]), TypeError, "num_accepted: expected an int, got 1.0"),
+        (([True], [1]), TypeError, "num_proposed: expected an int, got True"),
+    ],
+)
+def test_bad_counts(make: Any, counts: tuple[Any, Any], error: type[Exception], message: str) -> None:
+    schedule = make()
+    with pytest.raises(error, match=message):
+        schedule.next(*counts)
+    # What was refused has taught nothing.
+    assert simulate(schedule, 0.5, 40)[0] == simulate(make(), 0.5, 40)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: expected_tokens_per_step(1.1, 3), ValueError, r"alpha: expected a number in \[0, 1\], got 1.1"),
+        (lambda: expected_tokens_per_step(float("nan"), 3), ValueError, "alpha: expected a number in .*, got nan"),
+        (lambda: expected_tokens_per_step("a", 3), TypeError, "alpha: expected a number, got 'a'"),
+        (lambda: expected_tokens_per_step(0.5, -1), ValueError, "num_draft_tokens: expected a number >= 0, got -1"),
+        (lambda: expected_tokens_per_step(0.5, 1.5), TypeError, "num_draft_tokens: expected an int, got 1.5"),
+        (lambda: walltime_factor(0.5, -0.1, 3), ValueError, "cost_ratio: expected a finite number >= 0, got -0.1"),
+        (lambda: walltime_factor(0.5, float("inf"), 3), ValueError, "cost_ratio: expected a finite number >= 0"),
+        (lambda: Constant(-1), ValueError, "num_draft_tokens: expected a number >= 0, got -1"),
+        (lambda: Constant(True), TypeError, "num_draft_tokens: expected an int, got True"),
+        (lambda: Heuristic(0), ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
+        (lambda: Heuristic(21), ValueError, "num_draft_tokens: expected a number up to maximum = 20, got 21"),
+        (lambda: Heuristic(maximum=0), ValueError, "maximum: expected a number >= 1, got 0"),
+        (lambda: Heuristic(buckets=(0, 5)), ValueError, "buckets: expected a number >= 1, got 0"),
+        (lambda: Heuristic(buckets=(5, 25)), ValueError, "buckets: expected numbers up to maximum = 20, got 25"),
+        (lambda: Heuristic(buckets=(6, 8)), ValueError, "num_draft_tokens: expected a number >= 6, got 5"),
+        (lambda: Heuristic(buckets=()), ValueError, r"buckets: expected ascending numbers, at least one, got \(\)"),
+        (lambda: Optimal(-1), ValueError, "cost_ratio: expected a finite number >= 0, got -1"),
+        (lambda: Optimal("0.1"), TypeError, "cost_ratio: expected a number, got '0.1'"),
+        (lambda: Optimal(0.1, buckets=(0,)), ValueError, "buckets: expected at least one number above 0"),
+        (lambda: Optimal(0.1, buckets=(1, 3, 3)), ValueError, "buckets: expected ascending numbers"),
+        (lambda: Optimal(0.1, buckets=(-1, 3)), ValueError, "buckets: expected a number >= 0, got -1"),
+        (lambda: Optimal(0.1, half_life=0), ValueError, "half_life: expected a finite number above 0, got 0"),
+        (lambda: Optimal(0.1, explore_every=0), ValueError, "explore_every: expected a number >= 1, got 0"),
+        (lambda: Optimal(0.1, prior=1.5), ValueError, r"prior: expected a number in \[0, 1\], got 1.5"),
+        (lambda: Optimal(0.1, prior_weight=-1), ValueError, "prior_weight: expected a finite number above 0, got -1"),
+    ],
+)
+def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_schedules_need_no_torch() -> None:
+    """Loaded by its path, since its package imports torch."""
+    from torch_specops import schedules
+
+    source = f"""
+import runpy, sys
+names = runpy.run_path({schedules.__file__!r})
+assert names["Optimal"](0.1).first() == 5
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,469 @@
+"""Ways to decode the same prompts, timed in turns: this package's loop without and with a draft, and transformers' own.
+
+Every provider decodes the same number of tokens, without an eos. Before anything is timed, greedy outputs are compared
+token for token; where they differ, plain greedy decoding says by how much the logits do.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .decode import GenerationStats, GreedyCheck, SpeculativeDecoder, check_greedy
+from .drafts import DraftSource
+from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .hf import TransformersModel
+
+__all__ = ["ASSISTED", "GENERATE", "Benchmark", "Difference", "Measurement", "Pair", "Workload"]
+
+GENERATE = "transformers generate"
+ASSISTED = "transformers assisted"
+PLAIN = "specops, no draft"
+SPECULATIVE = "specops"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, a draft, and what gives transformers the same draft.
+
+    Args:
+        target: the adapter of a transformers model.
+        make_draft: builds the draft with a cache of its own.
+        assistant: the transformers model that drafts; None = the draft is no model, or the target itself.
+        assistance: from K to the fields of transformers' generation config that ask for this draft; None = transformers
+            has no such draft.
+    """
+
+    target: TransformersModel
+    make_draft: Callable[[], DraftSource]
+    assistant: nn.Module | None = None
+    assistance: Callable[[int], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded.
+
+    Args:
+        prompts: tokens [P] int64 each; row b of a batch is prompt b, from the first again when there are fewer.
+        max_new_tokens: tokens that every row gets, >= 1.
+        num_draft_tokens: K >= 1.
+        temperature: 0 = greedy.
+        seed: of the first round; each round has the next one.
+    """
+
+    prompts: Sequence[Tensor]
+    max_new_tokens: int = 64
+    num_draft_tokens: int = 5
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token of a greedy output that plain greedy decoding would not have given there (`GreedyDifference`)."""
+
+    row: int
+    index: int
+    token: int
+    expected_token: int
+    logit_gap: float
+    rounding_bound: float
+
+
+@dataclass
+class Measurement:
+    """One provider at one batch size.
+
+    Args:
+        provider, batch_size: what was measured.
+        compiled: whether the provider's steps ran compiled.
+        new_tokens: decoded per run, all rows together.
+        seconds: of each round, reading the prompts included.
+        num_steps: forwards of the target after the prompts were read; for transformers, all of its forwards.
+        mean_acceptance_length: tokens per row and step, the next token included.
+        acceptance_rate: accepted / verified drafts; transformers does not say.
+        outside_seconds_per_step: time outside the forwards of both models, per step; None where it was not measured: a
+            compiled step is one piece.
+        compile_seconds: what compiling took in the warm-up.
+        peak_memory_bytes: of the first run. On a CPU what the process held; on CUDA the device's tensors, without those
+            that were there before, the models among them.
+        greedy: "identical" to all others or to plain greedy decoding, "near ties" within float32 rounding, "different"
+            beyond it, "rounding" = different in 16 bits, where nothing follows; None = sampled, not compared.
+        differences: from plain greedy decoding, in order.
+        note: why there is nothing.
+    """
+
+    provider: str
+    batch_size: int
+    compiled: bool
+    new_tokens: int
+    seconds: list[float] = field(default_factory=list)
+    num_steps: int | None = None
+    mean_acceptance_length: float | None = None
+    acceptance_rate: float | None = None
+    outside_seconds_per_step: float | None = None
+    compile_seconds: float = 0.0
+    peak_memory_bytes: int | None = None
+    greedy: str | None = None
+    differences: list[Difference] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens of all rows / the median of the rounds; None before the first one."""
+        return self.new_tokens / statistics.median(self.seconds) if self.seconds else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[list[int]]
+    stats: GenerationStats | None = None
+
+
+@dataclass(frozen=True)
+class _Provider:
+    name: str
+    # (input_ids [B, P], attention_mask [B, P], seed), padded on the left
+    decode: Callable[[Tensor, Tensor, int], _Answer]
+    # The target first.
+    modules: tuple[nn.Module, ...]
+    compiled: bool = False
+    batches: bool = True
+    # Why it cannot run at all.
+    note: str = ""
+
+    def refusal(self, batch_size: int) -> str:
+        return self.note or ("" if self.batches or batch_size == 1 else "transformers refuses batches here")
+
+
+class Benchmark:
+    """Providers that take turns, round by round.
+
+    Args:
+        pair: target and draft.
+        work: prompts and settings.
+        batch_sizes: each is measured with all providers.
+        rounds: timed runs per provider, after a warm-up and a run that is observed.
+        compile: whether this package's steps run compiled; None = as it would choose itself, True = eager and compiled.
+
+    Attributes:
+        measurements: what there is so far, also after an interrupt.
+    """
+
+    def __init__(
+        self, pair: Pair, work: Workload, batch_sizes: Sequence[int], rounds: int, compile: bool | None = None
+    ) -> None:
+        for name, values in (("batch_sizes", batch_sizes), ("rounds", [rounds])):
+            if not values or min(values) < 1:
+                raise ValueError(f"{name}: expected numbers >= 1, got {', '.join(map(str, values)) or 'none'}")
+        if work.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected a number >= 1, got {work.max_new_tokens}")
+        self.pair = pair
+        self.work = work
+        self.batch_sizes = list(batch_sizes)
+        self.rounds = rounds
+        self.measurements: list[Measurement] = []
+        self._device = pair.target.device
+        self._providers = self._transformers()
+        for choice in ("auto",) if compile is None else (False, True) if compile else (False,):
+            self._providers += [self._own(PLAIN, None, choice), self._own(SPECULATIVE, pair.make_draft(), choice)]
+
+    @property
+    def num_runs(self) -> int:
+        """How many times `run` yields."""
+        total = 0
+        for batch_size in self.batch_sizes:
+            active = sum(not provider.refusal(batch_size) for provider in self._providers)
+            total += active * (self.rounds + 1) + (self.work.temperature == 0)
+        return total
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[str]:
+        """Measure; yields what comes next, before each run."""
+        for batch_size in self.batch_sizes:
+            batch = self._batch(batch_size)
+            rows = [
+                Measurement(
+                    provider.name,
+                    batch_size,
+                    provider.compiled,
+                    batch_size * self.work.max_new_tokens,
+                    note=provider.refusal(batch_size),
+                )
+                for provider in self._providers
+            ]
+            self.measurements += rows
+            active = [(provider, row) for provider, row in zip(self._providers, rows, strict=True) if not row.note]
+            answers = []
+            for provider, row in active:
+                yield f"batch {batch_size}, warming up: {provider.name}"
+                answers.append(self._warm_up(provider, row, batch))
+            if self.work.temperature == 0:
+                yield f"batch {batch_size}, comparing greedy outputs"
+                self._compare([row for _, row in active], answers)
+            for index in range(self.rounds):
+                # A provider that always came first would always find the same caches.
+                turn = index % len(active)
+                for provider, row in active[turn:] + active[:turn]:
+                    yield f"batch {batch_size}, round {index + 1} of {self.rounds}: {provider.name}"
+                    seconds, _ = self._timed(provider, batch, self.work.seed + index)
+                    row.seconds.append(seconds)
+            if any(provider.compiled for provider in self._providers):
+                # The compiler gives up on a function after a few batch sizes.
+                torch.compiler.reset()
+
+    def _batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        prompts = self._prompts(batch_size)
+        width = max(len(prompt) for prompt in prompts)
+        pad = self.pair.target.pad_token_id or 0
+        input_ids = torch.full((batch_size, width), pad, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = prompt
+            attention_mask[row, width - len(prompt) :] = 1
+        return input_ids.to(self._device), attention_mask.to(self._device)
+
+    def _prompts(self, batch_size: int) -> list[Tensor]:
+        return [self.work.prompts[row % len(self.work.prompts)] for row in range(batch_size)]
+
+    def _transformers(self) -> list[_Provider]:
+        pair, num_draft_tokens = self.pair, self.work.num_draft_tokens
+        target = pair.target.model
+        generate = _Provider(GENERATE, self._generate_call({}, None, {}), (target,))
+        if pair.assistance is None:
+            return [generate, _Provider(ASSISTED, _nothing, (), note="transformers has no such draft")]
+        fields = pair.assistance(num_draft_tokens)
+        modules = (target,) if pair.assistant is None else (target, pair.assistant)
+        same_number = {
+            "num_assistant_tokens": num_draft_tokens,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        settings = {f"K = {num_draft_tokens}": same_number}
+        if "prompt_lookup_num_tokens" not in fields:
+            settings["its defaults"] = {}
+        return [
+            generate,
+            *(
+                _Provider(
+                    f"{ASSISTED}, {name}", self._generate_call(fields, pair.assistant, each), modules, batches=False
+                )
+                for name, each in settings.items()
+            ),
+        ]
+
+    def _own(self, name: str, draft: DraftSource | None, compile: bool | str) -> _Provider:
+        # From the model, not its adapter: each decoder needs a cache of its own.
+        decoder = SpeculativeDecoder(
+            self.pair.target.model,
+            draft,
+            num_draft_tokens=self.work.num_draft_tokens,
+            sampling=SamplingParams(temperature=self.work.temperature),
+            compile=compile,
+        )
+
+        def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
+            output = decoder.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=self.work.max_new_tokens,
+                seed=seed,
+                eos_token_id=None,
+            )
+            if output.errors:
+                raise RuntimeError("; ".join(f"row {row}: {error}" for row, error in output.errors.items()))
+            return _Answer([output.new_tokens(row) for row in range(input_ids.shape[0])], output.stats)
+
+        drafting = getattr(getattr(draft, "model", None), "model", None)
+        modules = (self.pair.target.model, *([drafting] if isinstance(drafting, nn.Module) else []))
+        return _Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
+
+    def _generate_call(
+        self, fields: dict[str, Any], assistant: nn.Module | None, assistant_fields: dict[str, Any]
+    ) -> Callable[[Tensor, Tensor, int], _Answer]:
+        """`model.generate` with a generation config of nothing but these fields: the model's own may hold an eos, a
+        top-k, penalties."""
+        work, target = self.work, self.pair.target.model
+        fields = fields | {"max_new_tokens": work.max_new_tokens, "do_sample": work.temperature > 0}
+        if work.temperature > 0:
+            fields |= {"temperature": work.temperature, "top_k": 0, "top_p": 1.0}
+
+        def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
+            torch.manual_seed(seed)
+            # Without an assistant the fields of one belong to the target: it drafts for itself.
+            own_fields = fields if assistant is not None else fields | assistant_fields
+            with _generation_config(target, own_fields), _generation_config(assistant, assistant_fields):
+                helper = {} if assistant is None else {"assistant_model": assistant}
+                output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **helper)
+            return _Answer(output[:, input_ids.shape[1] :].tolist())
+
+        return decode
+
+    def _warm_up(self, provider: _Provider, row: Measurement, batch: tuple[Tensor, Tensor]) -> _Answer:
+        """Run once to compile and allocate, and once more to look at the time."""
+        before = _reset_peak_memory(self._device)
+        first = provider.decode(*batch, self.work.seed)
+        row.peak_memory_bytes = _peak_memory(self._device, before)
+        if first.stats is not None:
+            row.compile_seconds = first.stats.compile_seconds
+        timer = _ForwardTimer(self._device)
+        # A compiled function would see another forward, and compile anew.
+        with timer.watching(() if provider.compiled else provider.modules):
+            seconds, answer = self._timed(provider, batch, self.work.seed)
+        if answer.stats is not None:
+            row.num_steps = answer.stats.num_steps
+            row.mean_acceptance_length = answer.stats.mean_acceptance_length
+            row.acceptance_rate = answer.stats.acceptance_rate
+        elif not self._drafts_for_itself(provider):
+            row.num_steps = timer.calls(provider.modules[0])
+            row.mean_acceptance_length = self.work.max_new_tokens / row.num_steps
+        if not provider.compiled and row.num_steps is not None:
+            row.outside_seconds_per_step = (seconds - timer.seconds) / row.num_steps
+        if any(len(tokens) != self.work.max_new_tokens for tokens in answer.tokens):
+            counts = [len(tokens) for tokens in answer.tokens]
+            raise RuntimeError(f"{provider.name}: expected {self.work.max_new_tokens} tokens per row, got {counts}")
+        return answer
+
+    def _drafts_for_itself(self, provider: _Provider) -> bool:
+        """Early exit in transformers: the target's forwards are those of the draft, too."""
+        fields = {} if self.pair.assistance is None else self.pair.assistance(1)
+        return provider.name.startswith(ASSISTED) and "assistant_early_exit" in fields
+
+    def _timed(self, provider: _Provider, batch: tuple[Tensor, Tensor], seed: int) -> tuple[float, _Answer]:
+        _synchronize(self._device)
+        started = time.perf_counter()
+        answer = provider.decode(*batch, seed)
+        _synchronize(self._device)
+        return time.perf_counter() - started, answer
+
+    def _compare(self, measurements: Sequence[Measurement], answers: Sequence[_Answer]) -> None:
+        """Where two providers differ, ask plain greedy decoding about every output of that row."""
+        single = self.pair.target.model.dtype in (torch.float32, torch.float64)
+        checks: dict[tuple[int, tuple[int, ...]], GreedyCheck] = {}
+        for row, prompt in enumerate(self._prompts(measurements[0].batch_size)):
+            outputs = {tuple(answer.tokens[row]) for answer in answers}
+            if len(outputs) > 1:
+                for tokens in outputs:
+                    checks[row, tokens] = check_greedy(self.pair.target, prompt.unsqueeze(0), tokens)
+        for measurement, answer in zip(measurements, answers, strict=True):
+            found = {row: checks.get((row, tuple(tokens))) for row, tokens in enumerate(answer.tokens)}
+            measurement.differences = [
+                Difference(row, each.index, each.token, each.expected_token, each.logit_gap, each.rounding_bound)
+                for row, check in found.items()
+                if check is not None
+                for each in check.differences
+            ]
+            measurement.greedy = _verdict(measurement.differences, single)
+
+
+def _verdict(differences: Sequence[Difference], single: bool) -> str:
+    if not differences:
+        return "identical"
+    if not single:
+        return "rounding"
+    small = all(difference.logit_gap <= difference.rounding_bound for difference in differences)
+    return "near ties" if small else "different"
+
+
+def _nothing(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
+    raise NotImplementedError
+
+
+@contextmanager
+def _generation_config(model: Any, fields: dict[str, Any]) -> Iterator[None]:
+    """While active, a fresh generation config with these fields; `generate` fills what it is not told from there."""
+    if model is None:
+        yield
+        return
+    kept = model.generation_config
+    pad = 0 if kept.pad_token_id is None else kept.pad_token_id
+    model.generation_config = type(kept)(pad_token_id=pad, **fields)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+class _ForwardTimer:
+    """Time in the forwards of some modules, and how often each was called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._device = device
+        self._calls: dict[int, int] = {}
+
+    def calls(self, module: nn.Module) -> int:
+        return self._calls.get(id(module), 0)
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        # An attribute of the instance stands before the method of its class.
+        kept = [(module, vars(module).get("forward")) for module in modules]
+        for module in modules:
+            vars(module)["forward"] = self._wrapped(module)
+        try:
+            yield
+        finally:
+            for module, forward in kept:
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
+
+    def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        # transformers reads the signature.
+        @wraps(forward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            _synchronize(self._device)
+            started = time.perf_counter()
+            output = forward(*args, **kwargs)
+            _synchronize(self._device)
+            self.seconds += time.perf_counter() - started
+            self._calls[id(module)] = self.calls(module) + 1
+            return output
+
+        return timed
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak_memory(device: torch.device) -> int:
+    """Begin a new peak; return what is not to be counted."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    # Linux: 5 resets the process's high-water mark. Where that is not allowed, the mark is the one since its start.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return 0
+
+
+def _peak_memory(device: torch.device, before: int) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,117 @@
+"""A draft model with another vocabulary, read through a map of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .base import LanguageModel
+
+__all__ = ["TokenMap", "twin_tokens"]
+
+
+class TokenMap:
+    """A language model in another vocabulary (`LanguageModel`): as a draft, it proposes the target's tokens.
+
+    A token is read as its twin, the draft's token with the same text. Its logits are the twin's, so that the draft's
+    law is that of its model given that a token with a twin comes; a target token without a twin has the logit -inf and
+    is never proposed. The law q that is verified is the one that was sampled, so nothing is lost but acceptance.
+
+    Args:
+        model: the draft model.
+        draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `twin_tokens`.
+        unknown: what the model reads for a target token without a twin, in [0, V_draft).
+
+    Raises:
+        TypeError: a map that is no int64 tensor.
+        ValueError: a map that is not one-dimensional, names a token outside the draft's vocabulary or no token at all;
+            an `unknown` out of range.
+
+    Example:
+        >>> import torch, transformers
+        >>> from torch_specops.drafts import ModelDraft
+        >>> from torch_specops.drafts.token_map import TokenMap, twin_tokens
+        >>> from torch_specops.hf import language_model
+        >>> twins = twin_tokens({"a": 0, "b": 1, "c": 2}, {"b": 0, "a": 1})
+        >>> twins
+        tensor([ 1,  0, -1])
+        >>> config = transformers.LlamaConfig(vocab_size=2, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, num_key_value_heads=2)
+        >>> model = language_model(transformers.LlamaForCausalLM(config))
+        >>> ModelDraft(TokenMap(model, twins)).vocab_size
+        3
+    """
+
+    def __init__(self, model: LanguageModel, draft_of_target: Tensor, unknown: int = 0) -> None:
+        if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
+            found = getattr(draft_of_target, "dtype", type(draft_of_target))
+            raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")
+        if draft_of_target.dim() != 1:
+            raise ValueError(f"draft_of_target: expected [V], got shape {list(draft_of_target.shape)}")
+        if not bool((draft_of_target >= 0).any()):
+            raise ValueError("draft_of_target: expected a twin for at least one token, got none")
+        low, high = (int(bound) for bound in draft_of_target.aminmax())
+        if low < -1 or high >= model.vocab_size:
+            raise ValueError(
+                f"draft_of_target: expected tokens in [0, {model.vocab_size}) or -1, got {low if low < -1 else high}"
+            )
+        if not 0 <= unknown < model.vocab_size:
+            raise ValueError(f"unknown: expected a token in [0, {model.vocab_size}), got {unknown}")
+        self.model = model
+        self.unknown = unknown
+        self._draft_of_target = draft_of_target.to(model.device)
+        self._has_twin = self._draft_of_target >= 0
+        self._read_as = torch.where(self._has_twin, self._draft_of_target, unknown)
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the target."""
+        return self._draft_of_target.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self.model.max_length
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.model.start(batch, capacity, inputs)
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        logits = self.model.forward(self._read_as[tokens], positions, num_logits)
+        return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
+
+    def first_layers(self, num_layers: int) -> TokenMap:
+        return TokenMap(self.model.first_layers(num_layers), self._draft_of_target, self.unknown)
+
+
+def twin_tokens(
+    target_vocab: Mapping[str, int], draft_vocab: Mapping[str, int], vocab_size: int | None = None
+) -> Tensor:
+    """For each target token, the draft's token with the same text.
+
+    Texts are compared as the tokenizers write them: two byte-level vocabularies share theirs, but one that marks a
+    leading space in another way has no twins there.
+
+    Args:
+        target_vocab, draft_vocab: text -> token, what a tokenizer's `get_vocab()` gives.
+        vocab_size: the target model's, which may exceed its tokenizer's; None = the largest token + 1.
+
+    Returns:
+        [vocab_size] int64, -1 for a token without a twin.
+
+    Raises:
+        ValueError: a token of `target_vocab` outside [0, vocab_size).
+    """
+    if vocab_size is None:
+        vocab_size = max(target_vocab.values()) + 1
+    twins = torch.full((vocab_size,), -1, dtype=torch.int64)
+    for text, token in target_vocab.items():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"target_vocab: expected tokens in [0, {vocab_size}), got {token}")
+        twins[token] = draft_vocab.get(text, -1)
+    return twins
