@@ -1,6 +1,6 @@
 """Train the byte-level pair of `torch_specops/data/austen_bytes`: a target, and a draft that is cheaper and worse.
 
-    python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 8] [--max-minutes 40]
+    python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 6] [--max-minutes 40]
                                          [--out DIR] [--checkpoints DIR] [--heldout-sample FILE.txt]
 
 TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr (six novels of Jane Austen, in the
@@ -327,8 +327,9 @@ Sensibility, are held out.
 **Licence.** The text is in the public domain; the weights come from it alone and have the licence of this package.
 
 **Training.** `python benchmarks/train_byte_pair.py Rdata.rdb` with one CPU thread. Llama architecture, tied embeddings,
-no end token, contexts of 256, then 512, then {MAX_LENGTH} bytes; Muon for matrices, AdamW for embeddings and norms,
-cosine schedule. The weights are stored as float16 and load as float32, as the config says.
+no end token, contexts of 256, then 512, then {MAX_LENGTH} bytes; Muon for matrices, AdamW for embeddings and norms; a
+cosine schedule that the bytes or the minutes allowed end, here on cores that other work shared. The weights are stored
+as float16 and load as float32, as the config says.
 
 | model | parameters | layers x width | bytes seen | time | held-out nats/byte |
 |---|---|---|---|---|---|
@@ -350,7 +351,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
     parser.add_argument("--megabytes", type=float, default=10.0, help="text that the target sees")
-    parser.add_argument("--draft-megabytes", type=float, default=8.0, help="text that the draft sees")
+    parser.add_argument("--draft-megabytes", type=float, default=6.0, help="text that the draft sees")
     parser.add_argument(
         "--max-minutes", type=float, default=40.0, help="time for each model; the schedule ends by then"
     )

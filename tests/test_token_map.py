@@ -140,11 +140,7 @@ def joint_p_value(draft_class: type[ModelDraft], trials: int) -> float:
     first, second, third = output.sequences[:, 2:].T
     counts = torch.bincount((first * V + second) * V + third, minlength=V**3)
     law = table.double().softmax(-1)
-    joint = (
-        law[PROMPT[0], PROMPT[1]][:, None, None]
-        * law[PROMPT[1]][:, :, None]
-        * law[:V]
-    )
+    joint = law[PROMPT[0], PROMPT[1]][:, None, None] * law[PROMPT[1]][:, :, None] * law[:V]
     return chi_square(counts, joint)
 
 

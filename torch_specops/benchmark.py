@@ -169,13 +169,20 @@ class Benchmark:
     def __init__(
         self, pair: Pair, work: Workload, batch_sizes: Sequence[int], rounds: int, compile: bool | None = None
     ) -> None:
+        self.pair = pair
+        self.work = work
         for name, values in (("batch_sizes", batch_sizes), ("rounds", [rounds])):
             if not values or min(values) < 1:
                 raise ValueError(f"{name}: expected numbers >= 1, got {', '.join(map(str, values)) or 'none'}")
         if work.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected a number >= 1, got {work.max_new_tokens}")
-        self.pair = pair
-        self.work = work
+        longest = max(len(prompt) for prompt in self._prompts(max(batch_sizes))) + work.max_new_tokens
+        if pair.target.max_length is not None and longest > pair.target.max_length:
+            # transformers would go on, with positions that the model does not know.
+            raise ValueError(
+                f"max_new_tokens: expected prompt and new tokens within the {pair.target.max_length} that the target "
+                f"reads, got {longest}"
+            )
         self.batch_sizes = list(batch_sizes)
         self.rounds = rounds
         self.measurements: list[Measurement] = []

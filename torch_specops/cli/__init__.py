@@ -7,9 +7,7 @@ import sys
 try:
     import typer
 
-    from .bench import bench
-    from .demo import demo
-    from .env import env
+    from . import bench, demo, env
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "rich"):
         raise
@@ -37,7 +35,7 @@ app.command(
 
     torch-specops demo --target ./my-model --draft ./my-small-model --num-draft-tokens 4 --schedule heuristic
     """
-)(demo)
+)(demo.demo)
 app.command(
     epilog="""[bold]Examples[/bold]
 
@@ -49,8 +47,8 @@ app.command(
 
     torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32
     """
-)(bench)
-app.command()(env)
+)(bench.bench)
+app.command()(env.env)
 
 
 def main() -> None:

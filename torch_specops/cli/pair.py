@@ -185,8 +185,10 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"torch-specops: error: {reason[0]}", file=sys.stderr)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # A heading alone says nothing: "backend='inductor' raised:".
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        print(f"torch-specops: error: {reason}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 

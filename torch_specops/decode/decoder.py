@@ -5,25 +5,22 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from .. import schedules
-from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..drafts import Draft, DraftSource, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
-from ..verification import verify_exact, verify_sigmoid
+from .choices import as_draft_source, as_language_model, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
 from .prompts import EosTokenIds, align_prompts, check_int, eos_tensor, per_row, row_seeds
-from .state import DecodeState, Verify, propose, record_of, speculative_step, verify_and_commit
+from .records import RecordReader, Streamer, step_of, streamer_calls
+from .state import DecodeState, propose, speculative_step, verify_and_commit
 
-__all__ = ["SpeculativeDecoder", "Streamer", "generate"]
-
-# Called with every step; or an object with `put(tokens)` and `end()`, as transformers' streamers are.
-Streamer = Callable[[Step], object] | Any
+__all__ = ["SpeculativeDecoder", "generate"]
 
 # A step's slots and the buffer of tokens are rounded up to this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
@@ -41,8 +38,9 @@ class SpeculativeDecoder:
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, through the same loop.
         num_draft_tokens: K, drafts per step, >= 1. What a `Schedule` object says takes its place.
-        schedule: "constant"; "heuristic" (start at K, +2 after a step whose drafts were all accepted, otherwise -1); or
-            a `Schedule`.
+        schedule: "constant"; "heuristic" (begin with K, +2 after a step whose drafts were all accepted, otherwise -1);
+            "optimal" (Leviathan et al. 2023, theorem 3.8, K at most num_draft_tokens: the acceptance rate is tracked,
+            the cost of a draft is measured once, before the first step); or a `Schedule`.
         sampling: temperature 0 = greedy; None = temperature 1.
         verify: "exact", or "sigmoid", which is lossy (`verify_sigmoid`) and needs a draft with probabilities.
         compile: True, False, or "auto": True on CUDA; on a CPU False, because compilation takes longer there than
@@ -83,7 +81,8 @@ class SpeculativeDecoder:
         if self.draft is not None:
             self.draft.bind(self.target)
         check_int("num_draft_tokens", num_draft_tokens, 1)
-        self.schedule = as_schedule(schedule, num_draft_tokens) if draft is not None else schedules.Constant(0)
+        self.schedule = schedules.Constant(0) if draft is None else as_schedule(schedule, num_draft_tokens)
+        self._cost_is_measured = schedule != "optimal" or draft is None
         self.sampling = sampling or SamplingParams()
         self.max_length = max_length
         if max_length is not None:
@@ -93,12 +92,16 @@ class SpeculativeDecoder:
         self.compiled, self.compile_reason = resolve_compile(compile, self.target.device)
         self._one_graph = one_graph
         self._step_function: Callable[..., Tensor] = speculative_step
+        self._propose_function: Callable[..., Draft] = propose
         self._verify_function: Callable[..., Tensor] = verify_and_commit
         if self.compiled:
             self._step_function = torch.compile(speculative_step, fullgraph=True, dynamic=False)
             self._verify_function = torch.compile(verify_and_commit, fullgraph=True, dynamic=False)
             if self.draft is not None and not one_graph:
-                self.draft.compile()
+                if self.draft.compiles_itself:
+                    self.draft.compile()
+                else:
+                    self._propose_function = torch.compile(propose, fullgraph=True, dynamic=False)
         self._state: DecodeState | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ready: set[int] = set()
@@ -144,7 +147,7 @@ class SpeculativeDecoder:
             pad_token_id=pad_token_id,
             inputs=inputs,
         )
-        put, end = _streamer_calls(streamer, input_ids)
+        put, end = streamer_calls(streamer, input_ids)
         interrupted = False
         try:
             for step in steps:
@@ -243,8 +246,7 @@ class SpeculativeDecoder:
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
         self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
         self.schedule.reset()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        self._synchronize()
         self._stats.prefill_seconds = time.perf_counter() - started
 
     def _capacity(self, longest: int) -> int:
@@ -282,10 +284,13 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def _steps(self) -> Iterator[Step]:
         state = self._require_state()
-        reader = _RecordReader(state.tokens.device)
-        num_draft_tokens = self.schedule.first()
+        reader = RecordReader(state.tokens.device)
         if bool(state.finished.all()):
             return
+        if not self._cost_is_measured:
+            self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
+            self._cost_is_measured = True
+        num_draft_tokens = self.schedule.first()
         self._prepare(num_draft_tokens)
         before = time.perf_counter()
         while True:
@@ -294,7 +299,7 @@ class SpeculativeDecoder:
             if record is None:
                 continue
             now = time.perf_counter()
-            step = _step_of(record, now - before)
+            step = step_of(record, now - before)
             before = now
             self._stats.add(step)
             active = [bool(row) for row in record[:, -2]]
@@ -322,25 +327,51 @@ class SpeculativeDecoder:
         state = self._require_state()
         if self._one_graph:
             return self._step_function(self.target, self.draft, state, num_draft_tokens, self._verify)
-        proposal = propose(self.draft, state, num_draft_tokens)
+        proposal = self._propose_function(self.draft, state, num_draft_tokens)
         return self._verify_function(self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify)
 
-    def _prepare(self, num_draft_tokens: int) -> float:
-        """Compile and capture the step for this K, unless that was done; return the seconds it took.
+    def _measured_cost_ratio(self) -> float:
+        """What one more draft costs, in steps without drafts: its own forward, and one more token for the target."""
+        most = self.schedule.buckets[-1]
 
-        The rows are marked as finished meanwhile: a step then changes nothing but cache slots that are not visible.
-        """
-        if not self.compiled or num_draft_tokens in self._ready:
-            return 0.0
-        started = time.perf_counter()
+        def seconds(num_draft_tokens: int) -> float:
+            self._prepare(num_draft_tokens)
+            times = []
+            with self._nothing_emitted():
+                for _ in range(5):
+                    self._synchronize()
+                    started = time.perf_counter()
+                    self._run(num_draft_tokens)
+                    self._synchronize()
+                    times.append(time.perf_counter() - started)
+            return sorted(times)[2]
+
+        plain = seconds(0)
+        return max(seconds(most) - plain, 0.0) / (most * plain)
+
+    def _synchronize(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+    @contextmanager
+    def _nothing_emitted(self) -> Iterator[None]:
+        """Rows are marked as finished: a step then changes nothing but cache slots that are not visible."""
         state = self._require_state()
         finished = state.finished.clone()
         state.finished.fill_(True)
-        if state.tokens.device.type == "cuda":
-            self._capture(num_draft_tokens)
-        else:
-            self._step(num_draft_tokens)
+        yield
         state.finished.copy_(finished)
+
+    def _prepare(self, num_draft_tokens: int) -> float:
+        """Compile and capture the step for this K, unless that was done; return the seconds it took."""
+        if not self.compiled or num_draft_tokens in self._ready:
+            return 0.0
+        started = time.perf_counter()
+        with self._nothing_emitted():
+            if self.target.device.type == "cuda":
+                self._capture(num_draft_tokens)
+            else:
+                self._step(num_draft_tokens)
         self._ready.add(num_draft_tokens)
         seconds = time.perf_counter() - started
         self._stats.compile_seconds += seconds
@@ -415,126 +446,3 @@ def generate(
         inputs=inputs,
         streamer=streamer,
     )
-
-
-def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
-    if isinstance(model, nn.Module):
-        # The one import against the layers: a transformers model needs its adapter, and nothing else does.
-        from ..hf import language_model
-
-        return language_model(model)
-    if isinstance(model, LanguageModel):
-        return model
-    raise TypeError(f"{name}: expected a transformers model or a LanguageModel, got {type(model)}")
-
-
-def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> DraftSource | None:
-    if draft is None or isinstance(draft, DraftSource):
-        return draft
-    if isinstance(draft, (nn.Module, LanguageModel)):
-        return ModelDraft(as_language_model("draft", draft))
-    raise TypeError(f"draft: expected a model, a DraftSource or None, got {type(draft)}")
-
-
-def as_schedule(schedule: str | Schedule, num_draft_tokens: int) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    if schedule == "constant":
-        return schedules.Constant(num_draft_tokens)
-    if schedule == "heuristic":
-        return schedules.Heuristic(num_draft_tokens)
-    raise ValueError(f"schedule: expected 'constant', 'heuristic' or a Schedule, got {schedule!r}")
-
-
-def as_verify(verify: str, draft: DraftSource | None) -> Verify:
-    if verify == "exact":
-        return verify_exact
-    if verify != "sigmoid":
-        raise ValueError(f"verify: expected 'exact' or 'sigmoid', got {verify!r}")
-    if draft is None or draft.deterministic:
-        raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
-    return _verify_sigmoid
-
-
-def resolve_compile(compile: bool | str, device: torch.device) -> tuple[bool, str]:
-    if isinstance(compile, bool):
-        return compile, f"compile={compile} was asked for"
-    if compile != "auto":
-        raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
-    if device.type == "cuda":
-        return True, "compiled: on CUDA the host would be the slowest part of a step"
-    return False, f"eager: on {device.type} compiling takes longer than most outputs take to decode"
-
-
-def _verify_sigmoid(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    temperature: Tensor,
-    draft_lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if draft_logits is None:
-        # No drafts in this step: one token from the target.
-        return verify_exact(target_logits, draft_tokens, None, accept_uniforms, sample_uniforms, temperature)
-    return verify_sigmoid(
-        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature=temperature
-    )
-
-
-class _RecordReader:
-    """Brings records to the host: at once on a CPU; on CUDA through pinned memory, one step late, so that the next
-    step is already queued while the host looks at this one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._queue: list[tuple[Tensor, torch.cuda.Event | None]] = []
-
-    def push(self, record: Tensor) -> None:
-        if not self._is_cuda:
-            self._queue.append((record, None))
-            return
-        pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
-        pinned.copy_(record, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._queue.append((pinned, event))
-
-    def pop(self) -> Tensor | None:
-        if self._is_cuda and len(self._queue) < 2:
-            return None
-        record, event = self._queue.pop(0)
-        if event is not None:
-            event.synchronize()
-        return record
-
-
-def _step_of(record: Tensor, seconds: float) -> Step:
-    emitted, num_accepted, num_proposed, _, finished = record_of(record)
-    return Step(
-        tokens=[[token for token in row if token >= 0] for row in emitted.tolist()],
-        num_accepted=num_accepted.tolist(),
-        num_proposed=num_proposed.tolist(),
-        finished=[bool(row) for row in finished.tolist()],
-        seconds=seconds,
-    )
-
-
-def _streamer_calls(
-    streamer: Streamer | None, input_ids: Tensor
-) -> tuple[Callable[[Step], object], Callable[[], object]]:
-    if streamer is None:
-        return lambda step: None, lambda: None
-    if hasattr(streamer, "put") and hasattr(streamer, "end"):
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"streamer: one with put and end takes a batch of one, got {input_ids.shape[0]} rows")
-        streamer.put(input_ids.cpu())
-        return partial(_put, streamer), streamer.end
-    if callable(streamer):
-        return streamer, lambda: None
-    raise TypeError(f"streamer: expected a callable, or an object with put and end, got {type(streamer)}")
-
-
-def _put(streamer: Any, step: Step) -> None:
-    streamer.put(torch.tensor(step.tokens[0]))

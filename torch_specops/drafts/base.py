@@ -37,12 +37,15 @@ class DraftSource(ABC):
         vocab_size: the number of tokens the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known.
+        compiles_itself: True = `compile` prepares pieces of `propose` that are compiled each once; False = a compiled
+            loop compiles `propose` as a whole.
     """
 
     deterministic: bool = True
     vocab_size: int | None = None
     device: torch.device | None = None
     max_length: int | None = None
+    compiles_itself: bool = False
 
     def bind(self, target: LanguageModel) -> None:
         """Called once, when the source becomes the draft of a target."""
@@ -58,7 +61,7 @@ class DraftSource(ABC):
         """
 
     def compile(self) -> None:
-        """Compile what runs in every step."""
+        """Called once before a loop that compiles, where `compiles_itself` is True."""
 
     @abstractmethod
     def propose(

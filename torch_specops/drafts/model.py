@@ -25,6 +25,7 @@ class ModelDraft(DraftSource):
     """
 
     deterministic = False
+    compiles_itself = True
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -32,6 +33,7 @@ class ModelDraft(DraftSource):
         self.device = model.device
         self.max_length = model.max_length
         self._draw = self._read_and_draw
+        self._uniforms = uniforms
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
@@ -41,13 +43,15 @@ class ModelDraft(DraftSource):
         self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
 
     def compile(self) -> None:
+        # The forward over the two newest tokens and the one over a single token are a graph each, whatever K is.
         self._draw = torch.compile(self._read_and_draw, fullgraph=True, dynamic=False)
+        self._uniforms = torch.compile(uniforms, fullgraph=True, dynamic=False)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
     ) -> Draft:
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
+        draws = self._uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
         newest = lengths - 1
         # A text of one token has no second newest: the same token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)

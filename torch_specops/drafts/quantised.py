@@ -85,7 +85,8 @@ def _config(quantization: Any, weights: str, group_size: int | None, device: tor
         return quantization.Int4WeightOnlyConfig(
             group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
         )
-    return quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(group_size))
+    int4 = torch.int4  # type: ignore[attr-defined]
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=quantization.PerGroup(group_size))
 
 
 def _check(model: nn.Module, weights: str, group_size: int | None) -> None:

@@ -1,0 +1,354 @@
+"""transformers' own `generate` with the loop behind it: the same tensor, and an error for what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from conftest import Report
+from tiny_models import FAMILIES, PROMPTS, VOCAB, encoder_inputs, padded, perturbed, shared_tiny, tiny
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
+
+import torch_specops
+from torch_specops.decode import Step
+from torch_specops.drafts import LanguageModel, PromptLookup
+from torch_specops.drafts.early_exit import EarlyExit
+from torch_specops.hf import custom_generate, language_model
+from torch_specops.testing import chi_square
+
+PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
+ONE_PROMPT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9}
+
+
+def arguments(family: str, side: str = "left") -> dict[str, Any]:
+    """A ragged batch, as `generate` takes it."""
+    ids, mask = padded(PROMPTS, side)
+    inputs = encoder_inputs(family)
+    if inputs is None:
+        return {"input_ids": ids, "attention_mask": mask}
+    # transformers wants the decoder's prompts of one length: a padded one would begin with a start token of its own.
+    ids = torch.tensor([[1, 9, 17], [1, 9, 4], [1, 30, 4]])
+    return {**inputs, "decoder_input_ids": ids}
+
+
+def plain(model: PreTrainedModel, **options: Any) -> Tensor:
+    """By transformers alone. T5's own cache has as many layers as its encoder; Whisper's own `generate` forces tokens."""
+    if model.config.is_encoder_decoder:
+        options["use_cache"] = False
+    return GenerationMixin.generate(model, **({"do_sample": False, "pad_token_id": 0} | options))
+
+
+def ours(model: PreTrainedModel, **options: Any) -> Tensor:
+    defaults = {"do_sample": False, "pad_token_id": 0, "custom_generate": custom_generate}
+    return GenerationMixin.generate(model, **(defaults | options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft", ["none", "perturbed copy", "prompt lookup", "early exit"])
+def test_greedy_is_what_transformers_returns(family: str, draft: str) -> None:
+    target = shared_tiny(family)
+    drafts: dict[str, Any] = {
+        "none": None,
+        "perturbed copy": perturbed(target),
+        "prompt lookup": PromptLookup(min_ngram=1),
+        "early exit": EarlyExit(1),
+    }
+    expected = plain(target, **arguments(family), max_new_tokens=14)
+    output = ours(target, **arguments(family), max_new_tokens=14, draft_model=drafts[draft], num_draft_tokens=3)
+    assert output.dtype == expected.dtype and torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
+    target = shared_tiny(family)
+    free = plain(target, **arguments(family), max_new_tokens=14)
+    width = free.shape[1] - 14
+    # Tokens that end the rows at different places, and none at the limit.
+    eos = [int(free[0, width + 3]), int(free[1, width + 6]), int(free[2, width + 1])]
+    options = {**arguments(family), "max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 11}
+    expected = plain(target, **options)
+    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
+    assert torch.equal(ours(target, **options, draft_model=target, num_draft_tokens=4), expected)
+    assert torch.equal(ours(target, **options), expected)
+
+
+def test_max_length_counts_the_padding() -> None:
+    target = shared_tiny("llama")
+    expected = plain(target, **arguments("llama"), max_length=12)
+    assert expected.shape == (3, 12)
+    assert torch.equal(ours(target, **arguments("llama"), max_length=12, draft_model=target), expected)
+
+
+def test_right_padded_prompts_stay_as_given() -> None:
+    """Each row goes on after its own last token, where transformers would go on after the padding."""
+    target = shared_tiny("llama")
+    left = plain(target, **arguments("llama", "left"), max_new_tokens=9)
+    output = ours(target, **arguments("llama", "right"), max_new_tokens=9, draft_model=target)
+    width = output.shape[1] - 9
+    assert torch.equal(output[:, :width], arguments("llama", "right")["input_ids"])
+    assert torch.equal(output[:, width:], left[:, width:])
+
+
+def test_a_draft_with_an_encoder_of_its_own() -> None:
+    """What the target's encoder said is of no use to it: it reads the inputs itself."""
+    target = shared_tiny("whisper")
+    draft = tiny("whisper", seed=4, d_model=16, max_source_positions=20)
+    draft.load_state_dict(tiny("whisper", seed=5, d_model=16).state_dict())
+    options = {**arguments("whisper"), "max_new_tokens": 14}
+    assert torch.equal(ours(target, **options, draft_model=draft), plain(target, **options))
+
+
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_the_encoder_runs_once(family: str) -> None:
+    target = copy.deepcopy(shared_tiny(family))
+    calls = []
+    target.get_encoder().register_forward_hook(lambda *call: calls.append(1))
+    ours(target, **arguments(family), max_new_tokens=4)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_the_output_of_the_encoder_in_its_place(family: str) -> None:
+    target = shared_tiny(family)
+    options = arguments(family)
+    with torch.no_grad():
+        name = target.main_input_name
+        mask = {"attention_mask": options["attention_mask"]} if "attention_mask" in options else {}
+        options["encoder_outputs"] = target.get_encoder()(options.pop(name), **mask)
+    expected = plain(target, **arguments(family), max_new_tokens=8)
+    assert torch.equal(ours(target, **options, max_new_tokens=8), expected)
+    with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
+        ours(target, **options, max_new_tokens=8, draft_model=perturbed(target))
+
+
+def test_suppressed_tokens_are_what_transformers_suppresses() -> None:
+    target = shared_tiny("llama")
+    free = plain(target, **arguments("llama"), max_new_tokens=14)
+    width = free.shape[1] - 14
+    never, never_first = [int(free[0, width + 2]), int(free[1, width + 5])], free[:, width].tolist()
+    for options in (
+        {"suppress_tokens": never},
+        {"begin_suppress_tokens": never_first},
+        {"suppress_tokens": never, "begin_suppress_tokens": never_first},
+    ):
+        expected = plain(target, **arguments("llama"), max_new_tokens=14, **options)
+        assert not torch.equal(expected, free)
+        for draft in (None, target, PromptLookup(min_ngram=1), EarlyExit(1)):
+            output = ours(target, **arguments("llama"), max_new_tokens=14, draft_model=draft, **options)
+            assert torch.equal(output, expected)
+
+
+def test_whispers_own_generate() -> None:
+    target = copy.deepcopy(shared_tiny("whisper"))
+    target.generation_config.suppress_tokens = [5, 9]
+    target.generation_config.begin_suppress_tokens = [7]
+    features = encoder_inputs("whisper")
+    assert features is not None
+    options = {**features, "decoder_input_ids": arguments("whisper")["decoder_input_ids"], "max_new_tokens": 10}
+    expected = target.generate(**options)
+    output = target.generate(**options, custom_generate=custom_generate, draft_model=perturbed(target))
+    assert torch.equal(output, expected)
+
+
+def test_several_sequences_of_one_prompt() -> None:
+    target = shared_tiny("llama")
+    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 4}
+    output = ours(target, **arguments("llama"), **options, draft_model=perturbed(target), seed=3)
+    assert output.shape == (12, 15)
+    assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
+    assert len({tuple(row) for row in output[:4].tolist()}) > 1
+    again = ours(target, **arguments("llama"), **options, draft_model=perturbed(target), seed=3)
+    assert torch.equal(output, again)
+    assert not torch.equal(ours(target, **arguments("llama"), **options, seed=4), output)
+
+
+def test_several_sequences_with_an_encoder() -> None:
+    target = shared_tiny("t5")
+    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 1e-4, "num_return_sequences": 2}
+    output = ours(target, **arguments("t5"), **options, draft_model=perturbed(target))
+    expected = plain(target, **arguments("t5"), max_new_tokens=6)
+    assert torch.equal(output, expected.repeat_interleave(2, 0))
+
+
+def test_the_temperature_is_the_targets_law(report: Report) -> None:
+    """The second new token's law given the first, at a temperature that is not 1, over many rows."""
+    target, temperature, trials = shared_tiny("llama"), 2.5, 4000
+    options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 2}
+    ids = PROMPT.expand(trials, -1).contiguous()
+    mask = torch.ones_like(ids)
+    p_values = []
+    for draft_temperature in (temperature, 1.0):
+        options["temperature"] = draft_temperature
+        output = ours(target, input_ids=ids, attention_mask=mask, **options, draft_model=perturbed(target), seed=1)
+        with torch.no_grad():
+            law = (target(PROMPT).logits[0, -1] / temperature).softmax(-1)
+        p_values.append(chi_square(torch.bincount(output[:, 5], minlength=VOCAB), law))
+    report.p_values["custom_generate, first token"] = p_values[0]
+    report.wrong_p_values["custom_generate at another temperature"] = p_values[1]
+    assert p_values[0] > 1e-5 > p_values[1]
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_and_the_tokens() -> None:
+    streamer = Streamer()
+    target = shared_tiny("llama")
+    output = ours(target, **ONE_PROMPT, draft_model=perturbed(target), token_streamer=streamer)
+    assert streamer.tokens == output[0].tolist() and streamer.ended
+
+
+def test_a_function_gets_the_steps() -> None:
+    steps: list[Step] = []
+    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
+    assert [sum((step.tokens[row] for step in steps), []) for row in range(3)] == output[:, 7:].tolist()
+
+
+def test_a_schedule() -> None:
+    target = shared_tiny("llama")
+    expected = plain(target, **arguments("llama"), max_new_tokens=20)
+    assert torch.equal(
+        ours(target, **arguments("llama"), max_new_tokens=20, draft_model=target, schedule="heuristic"), expected
+    )
+
+
+def test_a_compiled_decoder_is_kept_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    target, draft = copy.deepcopy(shared_tiny("llama")), shared_tiny("llama")
+    options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft}
+    expected = plain(target, **arguments("llama"), max_new_tokens=6)
+    assert torch.equal(ours(target, **options, compile=True), expected)
+    kept = target._torch_specops.decoder
+    # Another temperature or text changes nothing that was compiled.
+    ours(target, **options, compile=True, do_sample=True, top_k=0, temperature=0.5)
+    assert torch.equal(ours(target, **options, compile=True), expected)
+    assert target._torch_specops.decoder is kept
+    ours(target, **options, compile=True, num_draft_tokens=2)
+    assert target._torch_specops.decoder is not kept
+    for duplicate in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert duplicate._torch_specops.decoder is None
+        assert torch.equal(ours(duplicate, **options, compile=True), expected)
+    torch.save(target.state_dict(), io.BytesIO())
+
+    eager = copy.deepcopy(shared_tiny("llama"))
+    ours(eager, **options)
+    assert not hasattr(eager, "_torch_specops")
+
+
+class History(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Warmer(TemperatureLogitsWarper):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 1.2}, "logits_processor: RepetitionPenaltyLogitsProcessor may depend on the text"),
+        ({"no_repeat_ngram_size": 2}, "logits_processor: NoRepeatNGramLogitsProcessor"),
+        ({"min_new_tokens": 3, "eos_token_id": 4}, "logits_processor: MinNewTokensLengthLogitsProcessor"),
+        ({"bad_words_ids": [[3, 4]]}, "logits_processor: NoBadWordsLogitsProcessor"),
+        ({"logits_processor": LogitsProcessorList([History()])}, "logits_processor: History may depend on the text"),
+        ({"logits_processor": LogitsProcessorList([Warmer(2.0)])}, "logits_processor: Warmer may depend"),
+        ({"do_sample": True}, "top_k: .* expected 0, got 50 .*unless generate gets top_k=0"),
+        ({"do_sample": True, "top_k": 0, "top_p": 0.5}, "top_p: this version samples the whole vocabulary"),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.5}, "min_p: this version samples the whole vocabulary"),
+        ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "logits_processor: TypicalLogitsWarper"),
+        ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate: the sequences are the only output, got True"),
+        (
+            {"return_dict_in_generate": True, "output_scores": True},
+            "return_dict_in_generate: the sequences are the only output",
+        ),
+        ({"max_time": 1.0}, "stopping_criteria: expected a length and eos tokens, got MaxTimeCriteria"),
+        ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "stopping_criteria: .* MaxTimeCriteria"),
+        (
+            {
+                "do_sample": True,
+                "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)]),
+            },
+            "logits_processor: expected each kind once and in transformers' order, got TemperatureLogitsWarper after",
+        ),
+    ],
+)
+def test_what_is_not_done_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        ours(shared_tiny("llama"), **(ONE_PROMPT | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
+        ({"draft_model": tiny("llama", vocab=50)}, "draft: expected the vocabulary of the target"),
+        ({"num_draft_tokens": 0, "draft_model": PromptLookup()}, "num_draft_tokens: expected a number >= 1, got 0"),
+        ({"schedule": "sometimes", "draft_model": PromptLookup()}, "schedule: expected 'constant', 'heuristic'"),
+        ({"max_new_tokens": 500}, "max_new_tokens: expected prompt and new tokens within the 96"),
+        ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ours(shared_tiny("llama"), **(ONE_PROMPT | options))
+
+
+def test_a_streamer_for_a_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="streamer: one with put and end takes a batch of one, got 3 rows"):
+        ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=4, token_streamer=Streamer())
+
+
+def test_criteria_of_the_user() -> None:
+    target = shared_tiny("llama")
+    criteria = StoppingCriteriaList([MaxLengthCriteria(11)])
+    options = {**arguments("llama"), "max_new_tokens": 9, "stopping_criteria": criteria}
+    assert torch.equal(ours(target, **options), plain(target, **options))
+    assert ours(target, **options).shape == (3, 11)
+
+
+def test_greedy_ignores_what_moves_no_maximum() -> None:
+    target = shared_tiny("llama")
+    options = {
+        **arguments("llama"),
+        "max_new_tokens": 9,
+        "renormalize_logits": True,
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
+    }
+    assert torch.equal(ours(target, **options, draft_model=target), plain(target, **options))
+
+
+def test_any_language_model_can_be_the_draft() -> None:
+    target = shared_tiny("llama")
+    draft = language_model(perturbed(target))
+    assert isinstance(draft, LanguageModel)
+    expected = plain(target, **arguments("llama"), max_new_tokens=9)
+    assert torch.equal(ours(target, **arguments("llama"), max_new_tokens=9, draft_model=draft), expected)
+    assert torch_specops.hf.custom_generate is custom_generate

@@ -1,0 +1,132 @@
+"""The loop under the compiler: no graph break, no recompilation, the same tokens as eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB, perturbed, tiny
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode.state import speculative_step
+from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
+from torch_specops.hf import language_model
+
+PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
+SAMPLING = SamplingParams(temperature=[0.0, 0.8])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def source(kind: str, target: torch.nn.Module) -> DraftSource:
+    if kind == "model":
+        return ModelDraft(language_model(perturbed(target, 0.05)))
+    if kind == "n-gram":
+        text = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
+        return NGram.from_tokens(text, vocab_size=VOCAB, probabilities=True)
+    return PromptLookup(min_ngram=1)
+
+
+def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: int) -> Tensor:
+    settings = {"max_new_tokens": 16, "seed": 5} | options
+    return decoder.generate(prompts, attention_mask=mask, **settings).sequences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "graphs"), [("model", 4), ("prompt lookup", 2)])
+def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
+    target = tiny("llama")
+    eager = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=False)
+    compiled = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=True)
+    assert torch.equal(decode(compiled), decode(eager))
+    # For a model: its forward over two tokens and over one, the uniforms, the verification.
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+    # Other prompts, longer and shorter, up to the capacity: nothing is compiled again.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for width, new_tokens in [(3, 30), (20, 25), (1, 44)]:
+            prompts = torch.randint(3, VOCAB, (2, width), generator=torch.Generator().manual_seed(width))
+            mask = torch.ones_like(prompts)
+            again = decode(compiled, prompts, mask, max_new_tokens=new_tokens)
+            assert torch.equal(again, decode(eager, prompts, mask, max_new_tokens=new_tokens))
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+def test_the_whole_step_is_one_graph() -> None:
+    target = tiny("llama")
+    eager = SpeculativeDecoder(target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=False)
+    compiled = SpeculativeDecoder(
+        target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=True, one_graph=True
+    )
+    assert torch.equal(decode(compiled), decode(eager))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        decode(compiled, PROMPTS.flip(1), MASK.flip(1), max_new_tokens=30)
+
+
+def step_with(family: str, kind: str, num_draft_tokens: int, backend: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Records of some steps, eager and traced as one graph."""
+    target = tiny(family)
+    inputs = None
+    if family == "whisper":
+        inputs = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(2)).double()}
+    elif family == "t5":
+        inputs = {"input_ids": PROMPTS, "attention_mask": MASK}
+    records = []
+    for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
+        decoder = SpeculativeDecoder(
+            target, source(kind, target), num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=False
+        )
+        decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
+        step = wrap(speculative_step)
+        with torch.inference_mode():
+            arguments = (decoder.target, decoder.draft, decoder._require_state(), num_draft_tokens, decoder._verify)
+            records.append([step(*arguments) for _ in range(4)])
+    return records[0], records[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_every_family_traces_as_one_graph(family: str) -> None:
+    backend = CompileCounterWithBackend("eager")
+    eager, traced = step_with(family, "model", 2, backend)
+    assert backend.frame_count == 1
+    for expected, found in zip(eager, traced, strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("kind", ["prompt lookup", "n-gram"])
+def test_a_step_of_every_draft_traces_as_one_graph(kind: str) -> None:
+    backend = CompileCounterWithBackend("eager")
+    eager, traced = step_with("llama", kind, 3, backend)
+    assert backend.frame_count == 1
+    for expected, found in zip(eager, traced, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_more_drafts_are_not_more_graphs() -> None:
+    target = tiny("llama")
+    graphs = {}
+    for num_draft_tokens in (5, 10):
+        torch._dynamo.reset()
+        draft = ModelDraft(language_model(perturbed(target, 0.05)))
+        backend = CompileCounterWithBackend("eager")
+        draft._draw = torch.compile(draft._read_and_draw, backend=backend, fullgraph=True, dynamic=False)
+        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens, compile=False)
+        decode(decoder)
+        graphs[num_draft_tokens] = (backend.frame_count, backend.op_count)
+    assert graphs[5] == graphs[10]
+    assert graphs[5][0] == 2

@@ -1,0 +1,315 @@
+"""The law of sampled text, by chi-square over the first three tokens jointly, and wrong loops that the same test rejects.
+
+TRIALS rows, each with a seed of its own, are decoded in one batch: row b of SEED has seed SEED + b. Half of them have
+one prompt and half a shorter one, so that the batch is ragged. Over V = 6 tokens, 216 texts of three tokens are
+possible; `chi_square` merges those expected fewer than 5 times. The exact law is the product of the target's softmaxes.
+A law fails below ALPHA, which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values); a wrong loop has to
+fall below the same ALPHA.
+
+A draft whose cache lags is no wrong loop in this sense: it proposes from another q, but shows that same q, and the law
+stays exact. Nor is a draft that was drawn and is passed off as one-hot: given the draft, the token has the law of the
+target. What such drafts lose is acceptance, and that is what the last tests look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Report
+from tiny_models import PairModel, padded, perturbed, random_table, tiny
+from torch import Tensor, nn
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import state
+from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, PromptLookup
+from torch_specops.drafts import model as model_draft
+from torch_specops.drafts.ngram import NGram
+from torch_specops.hf import TransformersModel
+from torch_specops.testing import chi_square
+
+V = 6
+TRIALS = 24_000
+# A transformer takes longer, and wrong loops show sooner.
+FEWER_TRIALS = 10_000
+SEED = 1000
+NUM_LAWS = 40
+ALPHA = 1e-4 / NUM_LAWS
+PROMPTS = ([1, 0, 2, 0, 3, 0], [4, 5, 4])
+LENGTH = 3
+
+
+def first_tokens(
+    target: LanguageModel | nn.Module,
+    draft: DraftSource | LanguageModel | nn.Module | None,
+    num_draft_tokens: int,
+    temperature: float | Tensor = 1.0,
+    trials: int = TRIALS,
+) -> Tensor:
+    """[trials, 3]; even rows follow the first prompt, odd rows the second one."""
+    decoder = SpeculativeDecoder(
+        target, draft, num_draft_tokens=num_draft_tokens, sampling=SamplingParams(temperature=temperature)
+    )
+    input_ids, mask = (tensor.repeat(trials // 2, 1) for tensor in padded(PROMPTS, "left"))
+    output = decoder.generate(
+        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=None, pad_token_id=0
+    )
+    return output.sequences.gather(1, output.prompt_lengths.unsqueeze(1) + torch.arange(LENGTH))
+
+
+def p_values(tokens: Tensor, laws: list[Tensor]) -> list[float]:
+    """One for each prompt."""
+    text = tokens @ torch.tensor([V * V, V, 1])
+    return [chi_square(torch.bincount(text[row::2], minlength=V**3), law.flatten()) for row, law in enumerate(laws)]
+
+
+def pair_laws(table: Tensor, temperature: float = 1.0) -> list[Tensor]:
+    """[V, V, V] for each prompt."""
+    p = torch.softmax(table.double() / temperature, -1)
+    laws = []
+    for prompt in PROMPTS:
+        first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
+        laws.append(first[:, None, None] * second[:, :, None] * p[:V])
+    return laws
+
+
+@torch.inference_mode()
+def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
+    """[V, V, V] for each prompt, from full forwards over every text."""
+    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    laws = []
+    for prompt in PROMPTS:
+        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
+        # The decoder sees float32 logits.
+        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
+        p = torch.softmax(logits / temperature, -1)
+        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
+    return laws
+
+
+TARGET = random_table(V, seed=1, scale=1.2)
+TABLES = {"opposite": -TARGET, "close": TARGET + random_table(V, seed=2, scale=0.4)}
+
+
+def make_draft(kind: str) -> DraftSource | LanguageModel | None:
+    if kind == "nothing":
+        return None
+    if kind == "prompt lookup":
+        return PromptLookup(min_ngram=1)
+    if kind.startswith("n-gram"):
+        text = torch.randint(V, (60,), generator=torch.Generator().manual_seed(4))
+        return NGram.from_tokens(text, vocab_size=V, probabilities=kind != "n-gram")
+    return PairModel(TABLES[kind])
+
+
+def expect_laws(report: Report, name: str, values: list[float]) -> None:
+    report.p_values |= {f"loop, {name}, prompt {index}": value for index, value in enumerate(values)}
+    assert sum(key.startswith("loop, ") for key in report.p_values) <= NUM_LAWS
+    assert min(values) > ALPHA, values
+
+
+def expect_caught(report: Report, name: str, values: list[float]) -> None:
+    report.wrong_p_values[f"loop, {name}"] = min(values)
+    assert min(values) < ALPHA, f"the test does not see that this loop is wrong: {values}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_draft_tokens", "temperature"),
+    [
+        ("nothing", 1, 0.7),
+        ("opposite", 1, 1.0),
+        ("opposite", 2, 1.5),
+        ("opposite", 3, 0.7),
+        ("close", 1, 1.5),
+        ("close", 2, 0.7),
+        ("close", 3, 1.0),
+        ("prompt lookup", 1, 1.0),
+        ("prompt lookup", 3, 0.7),
+        ("n-gram", 2, 1.0),
+        ("n-gram with counts", 2, 0.7),
+    ],
+)
+def test_sampled_text_has_the_law_of_the_target(
+    kind: str, num_draft_tokens: int, temperature: float, report: Report
+) -> None:
+    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature)
+    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}"
+    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature)))
+
+
+def tiny_transformer() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return tiny("llama", vocab=V, num_attention_heads=1, num_key_value_heads=1, **sizes).float()
+
+
+@pytest.mark.parametrize("draft", ["itself", "perturbed", "prompt lookup"])
+def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -> None:
+    model = tiny_transformer()
+    source = {"itself": model, "perturbed": perturbed(model, 0.2)}.get(draft, PromptLookup(min_ngram=1))
+    tokens = first_tokens(model, source, 2, 0.8, FEWER_TRIALS)
+    expect_laws(report, f"transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
+
+
+def test_mixed_temperatures_have_their_own_laws(report: Report) -> None:
+    """Rows of three temperatures share the batch; the greedy ones are all alike."""
+    temperature = torch.tensor([0.0, 0.5, 1.5])[torch.arange(TRIALS) // 2 % 3]
+    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 2, temperature)
+    for value in (0.0, 0.5, 1.5):
+        chosen = tokens[temperature == value]
+        if value == 0:
+            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
+        else:
+            expect_laws(report, f"mixed batch, T = {value}", p_values(chosen, pair_laws(TARGET, value)))
+
+
+# Wrong loops.
+
+
+class AnotherTemperature(ModelDraft):
+    """Draws at temperature 1 what is verified at the target's."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+    ) -> Draft:
+        draft = super().propose(tokens, lengths, num_draft_tokens, torch.ones_like(temperature), seeds)
+        return Draft(draft.tokens, draft.logits)
+
+
+class AnotherLse(ModelDraft):
+    """Draws at the target's temperature, and gives the logsumexp of temperature 1."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.logits, torch.logsumexp(draft.logits, -1))
+
+
+class OneBehind(ModelDraft):
+    """Shows the law of the draft before."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.logits.roll(1, 1))
+
+
+@pytest.mark.parametrize("kind", ["opposite", "close"])
+@pytest.mark.parametrize("wrong", [AnotherTemperature, AnotherLse, OneBehind])
+def test_a_draft_that_shows_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
+    tokens = first_tokens(PairModel(TARGET), wrong(PairModel(TABLES[kind])), 2, 0.6, trials=FEWER_TRIALS)
+    expect_caught(report, f"{wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
+
+
+class ForgetfulTarget(PairModel):
+    """One token behind: it never remembers the last token it reads in a step, which matters when all are accepted."""
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(-1)
+        super().remember(tokens[:, kept], positions[:, kept])
+
+
+class HoldingTarget(PairModel):
+    """Without rollback: the rejected draft stays where the newest token should be."""
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(1, None)
+        super().remember(tokens[:, kept], positions[:, kept])
+
+
+@pytest.mark.parametrize("wrong", [ForgetfulTarget, HoldingTarget])
+def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report: Report) -> None:
+    tokens = first_tokens(wrong(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
+    expect_caught(report, wrong.__name__, p_values(tokens, pair_laws(TARGET)))
+
+
+@pytest.mark.parametrize("shared", ["accept", "sample", "both"])
+def test_uniforms_of_the_draft_used_again_are_caught(
+    shared: str, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = state.verification_uniforms
+
+    def wrong(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+        accept, sample = right(seeds, positions, num_draft_tokens)
+        propose = torch_specops.uniforms(seeds, positions, num_draft_tokens, "propose")
+        return (accept if shared == "sample" else propose), (sample if shared == "accept" else propose[:, 0])
+
+    monkeypatch.setattr(state, "verification_uniforms", wrong)
+    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["opposite"]), 2, trials=FEWER_TRIALS)
+    expect_caught(report, f"uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
+
+
+def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, right_draft = state.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
+    monkeypatch.setattr(
+        model_draft, "uniforms", lambda seeds, at, *rest: right_draft(seeds, torch.zeros_like(at), *rest)
+    )
+    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
+    expect_caught(report, "frozen uniforms", p_values(tokens, pair_laws(TARGET)))
+
+
+def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row uses the first row's seed."""
+    right, right_draft = state.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
+    monkeypatch.setattr(model_draft, "uniforms", lambda seeds, *rest: right_draft(seeds[:1].expand_as(seeds), *rest))
+    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
+    expect_caught(report, "one seed for all rows", p_values(tokens, pair_laws(TARGET)))
+
+
+# Drafts that lose acceptance, not the law.
+
+
+class Lagging(ModelDraft):
+    """Reads only the newest token first, so the last draft of a step that was accepted whole stays unread."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        model = self.model
+
+        class NewestOnly:
+            def forward(self, pending: Tensor, positions: Tensor, num_logits: int) -> Tensor:
+                return model.forward(pending[:, -1:], positions[:, -1:], num_logits)
+
+        self.model = NewestOnly()  # type: ignore[assignment]
+        try:
+            return super().propose(tokens, lengths, num_draft_tokens, *rest)
+        finally:
+            self.model = model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+@pytest.mark.parametrize("kind", ["pairs", "transformer"])
+def test_a_target_that_drafts_for_itself_accepts_everything(
+    kind: str, num_draft_tokens: int, temperature: float
+) -> None:
+    """p = q up to rounding, so nearly every draft is accepted; with a draft cache that lags they are not."""
+    rates = {}
+    for source in (ModelDraft, Lagging):
+        models = [PairModel(TARGET) if kind == "pairs" else TransformersModel(tiny_transformer()) for _ in range(2)]
+        decoder = SpeculativeDecoder(
+            models[0],
+            source(models[1]),
+            num_draft_tokens=num_draft_tokens,
+            sampling=SamplingParams(temperature=temperature),
+        )
+        input_ids, mask = (tensor.repeat(50, 1) for tensor in padded(PROMPTS, "right"))
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=None)
+        rates[source] = output.stats.acceptance_rate
+    assert rates[ModelDraft] > 0.9999
+    assert rates[Lagging] < 0.97
+
+
+class Hidden(ModelDraft):
+    """Passes off as certain what it drew."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        return Draft(super().propose(tokens, lengths, num_draft_tokens, *rest).tokens)
+
+
+@pytest.mark.parametrize("source", [Lagging, Hidden])
+def test_drafts_that_lose_acceptance_keep_the_law(source: type[ModelDraft], report: Report) -> None:
+    tokens = first_tokens(PairModel(TARGET), source(PairModel(TABLES["close"])), 1)
+    expect_laws(report, f"{source.__name__}, K = 1", p_values(tokens, pair_laws(TARGET)))
