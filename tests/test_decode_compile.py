@@ -46,7 +46,7 @@ def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "graphs"), [("model", 4), ("prompt lookup", 2)])
 def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
-    target = tiny("llama")
+    target = tiny("llama", num_hidden_layers=1)
     eager = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=False)
     compiled = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=True)
     assert torch.equal(decode(compiled), decode(eager))
@@ -66,7 +66,7 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
 
 @pytest.mark.slow
 def test_the_whole_step_is_one_graph() -> None:
-    target = tiny("llama")
+    target = tiny("llama", num_hidden_layers=1)
     eager = SpeculativeDecoder(target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=False)
     compiled = SpeculativeDecoder(
         target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=True, one_graph=True

@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from tiny_models import PROMPTS, VOCAB, PairModel, perturbed, random_table, shared_tiny
+from torch import Tensor, nn
 
 import torch_specops
-from torch_specops.drafts import Draft, ModelDraft, PromptLookup
-
-ONE = torch.ones(1)
-SEED = torch.tensor([5])
+from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
+from torch_specops.hf import language_model
 
 
 def lookup_by_loops(tokens: list[int], num_draft_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -94,92 +93,135 @@ def test_prompt_lookup_bad_ngrams(arguments: tuple[int, int], message: str) -> N
         PromptLookup(*arguments)
 
 
-class TableModel:
-    """Logits from a table [V, V] of the last token; remembers what it read, and lists every reading."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-        self.vocab_size = len(table)
-        self.device = table.device
-        self.max_length = None
-        self.memory: list[int] = []
-        self.readings: list[tuple[int, int]] = []
-
-    def forward(self, tokens: Tensor, position: int, num_logits: int) -> Tensor:
-        assert 0 <= position <= len(self.memory), "a gap in the cache"
-        self.memory = self.memory[:position] + tokens[0].tolist()
-        self.readings.append((position, tokens.shape[1]))
-        return self.table[tokens][:, -num_logits:]
+V = 9
+TABLE = random_table(V, seed=1)
+ROWS = [[3, 1, 4, 1, 5], [2], [6, 5]]
+CAPACITY = 24
+SEEDS = torch.tensor([5, 6, 7])
 
 
-def propose(source: ModelDraft, text: list[int], num_draft_tokens: int, temperature: Tensor = ONE) -> Draft:
-    return source.propose(torch.tensor([text]), torch.tensor([len(text)]), num_draft_tokens, temperature, SEED)
+def start(source: DraftSource, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Tokens [B, CAPACITY] and lengths; what stands behind a text is garbage."""
+    tokens = torch.full((len(rows), CAPACITY), 8)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+    lengths = torch.tensor([len(row) for row in rows])
+    source.start(tokens, lengths, CAPACITY)
+    return tokens, lengths
+
+
+def pair_logits(text: list[int]) -> Tensor:
+    """What PairModel says after a text, without a memory."""
+    return TABLE[text[-2] if len(text) > 1 else V, text[-1]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
-    table = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
-    draft = propose(ModelDraft(TableModel(table)), [3, 1], 4, torch.tensor([temperature]))
+    source = ModelDraft(PairModel(TABLE))
+    tokens, lengths = start(source, ROWS)
+    temperatures = torch.full((3,), temperature)
+    draft = source.propose(tokens, lengths, 4, temperatures, SEEDS)
     assert draft.logits is not None and draft.lse is not None
-    read = [1, *draft.tokens[0].tolist()]
-    assert torch.equal(draft.logits[0], table[read[:-1]])
-    uniforms = torch_specops.uniforms(SEED, torch.tensor([2]), 4, "propose")[0]
-    tokens, lse = torch_specops.sample(draft.logits[0], uniforms, torch.full((4,), temperature))
-    assert torch.equal(draft.tokens[0], tokens)
-    assert torch.equal(draft.lse[0], lse)
+    assert draft.tokens.shape == draft.lse.shape == (3, 4) and draft.logits.shape == (3, 4, V)
+    uniforms = torch_specops.uniforms(SEEDS, lengths, 4, "propose")
+    for row, text in enumerate(ROWS):
+        drafts = draft.tokens[row].tolist()
+        expected = torch.stack([pair_logits(text + drafts[:index]) for index in range(4)])
+        assert torch.equal(draft.logits[row], expected)
+        drawn, lse = torch_specops.sample(expected, uniforms[row], temperatures[:1].expand(4))
+        assert torch.equal(draft.tokens[row], drawn)
+        assert torch.equal(draft.lse[row], lse)
 
 
-def test_model_draft_reads_every_token_once_and_never_lags() -> None:
-    """The text grows as a loop would let it: all accepted, some accepted, none."""
-    table = torch.randn(9, 9, generator=torch.Generator().manual_seed(1))
-    model = TableModel(table)
+def test_model_draft_reads_two_tokens_first_and_then_one() -> None:
+    model = PairModel(TABLE)
     source = ModelDraft(model)
-    text = [4, 2, 8]
-    # The first forward of each step reads what the cache lacks: the prompt; after three acceptances the last draft
-    # token and the bonus token; after fewer the recovered token alone.
-    for num_accepted, first_reading in [
-        (3, (0, 3)),
-        (3, (5, 2)),
-        (1, (9, 2)),
-        (0, (12, 1)),
-        (3, (13, 1)),
-        (2, (16, 2)),
-    ]:
-        model.readings.clear()
-        drafts = propose(source, text, 3).tokens[0].tolist()
-        assert len(model.readings) == 3, "more forwards than drafts"
-        assert model.readings[0] == first_reading
-        assert [length for _, length in model.readings[1:]] == [1, 1]
-        assert model.memory == text + drafts[:2]
-        recovered = (drafts[num_accepted] + 1) % 9 if num_accepted < 3 else 0
-        text = [*text, *drafts[:num_accepted], recovered]
+    tokens, lengths = start(source, ROWS)
+    # The prompts are read but for the two newest tokens of the longest.
+    assert [reading.shape[1] for reading in model.readings] == [3]
+    model.readings.clear()
+    source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+    # A text of one token has no second newest.
+    assert [reading.tolist() for reading in model.readings] == [
+        [[3, 4], [0, 0], [0, 1]],
+        [[5], [1], [2]],
+        [[6], [2], [3]],
+    ]
 
 
-def test_model_draft_begins_anew_with_another_text() -> None:
-    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(2))
-    source = ModelDraft(TableModel(table))
-    propose(source, [1, 2, 3], 2)
-    # The last tokens are those it read, where it read them; the first is not.
-    fresh = ModelDraft(TableModel(table))
-    assert torch.equal(propose(source, [4, 2, 3, 0], 3).tokens, propose(fresh, [4, 2, 3, 0], 3).tokens)
-    assert source.model.memory[:4] == [4, 2, 3, 0]
+# For each row the drafts accepted in each step: all, some, none; at least one row lags whenever one can.
+ACCEPTANCES = [[3, 3, 1], [3, 0, 2], [0, 3, 3], [3, 1, 3], [2, 3, 0]]
+
+
+def grow(tokens: Tensor, lengths: Tensor, drafts: Tensor, num_accepted: list[int], vocab: int) -> None:
+    """Accept drafts as a loop would, with a next token that is not the draft's; leave the rejected ones behind it."""
+    for row, n in enumerate(num_accepted):
+        length, proposed = int(lengths[row]), drafts[row].tolist()
+        next_token = (proposed[n] + 1) % vocab if n < len(proposed) else 0
+        tokens[row, length : length + n + 1] = torch.tensor([*proposed[:n], next_token])
+    lengths += torch.tensor(num_accepted) + 1
+
+
+def test_model_draft_never_lags() -> None:
+    source = ModelDraft(PairModel(TABLE))
+    tokens, lengths = start(source, ROWS)
+    for num_accepted in ACCEPTANCES:
+        draft = source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+        assert draft.logits is not None
+        for row in range(3):
+            text = tokens[row, : lengths[row]].tolist()
+            for index in range(3):
+                assert torch.equal(draft.logits[row, index], pair_logits(text + draft.tokens[row, :index].tolist()))
+        grow(tokens, lengths, draft.tokens, num_accepted, V)
+
+
+def full_logits(model: nn.Module, text: list[int]) -> Tensor:
+    return model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@torch.inference_mode()
+def test_a_transformer_draft_never_lags(family: str) -> None:
+    """Its logits are those of full forwards without a cache, after steps of any number of acceptances."""
+    model = perturbed(shared_tiny(family))
+    source = ModelDraft(language_model(model))
+    tokens, lengths = start(source, [list(prompt[-5:]) for prompt in PROMPTS])
+    for num_accepted in ACCEPTANCES:
+        draft = source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+        assert draft.logits is not None
+        for row in range(3):
+            text = tokens[row, : lengths[row]].tolist()
+            for index in range(3):
+                expected = full_logits(model, text + draft.tokens[row, :index].tolist())
+                torch.testing.assert_close(draft.logits[row, index], expected, rtol=1e-5, atol=1e-6)
+        grow(tokens, lengths, draft.tokens, num_accepted, VOCAB)
+
+
+def test_model_draft_begins_anew_with_another_batch() -> None:
+    source = ModelDraft(PairModel(TABLE))
+    for rows in (ROWS, [[1, 2, 3, 4]], [[7], [7, 7, 0]]):
+        drafts = []
+        for each in (source, ModelDraft(PairModel(TABLE))):
+            tokens, lengths = start(each, rows)
+            drafts.append(each.propose(tokens, lengths, 3, torch.ones(len(rows)), SEEDS[: len(rows)]).tokens)
+        assert torch.equal(*drafts)
 
 
 def test_model_draft_survives_a_row_without_a_law() -> None:
-    table = torch.zeros(3, 3)
-    table[1] = -torch.inf
-    assert propose(ModelDraft(TableModel(table)), [1], 2).tokens[0, 0] == -1
+    table = TABLE.clone()
+    table[:, 1] = -torch.inf
+    source = ModelDraft(PairModel(table))
+    tokens, lengths = start(source, [[2, 1], [2, 3]])
+    draft = source.propose(tokens, lengths, 2, torch.ones(2), SEEDS[:2])
+    assert draft.tokens[0, 0] == -1 and draft.tokens[1, 0] >= 0
 
 
-def test_model_draft_of_no_tokens_reads_nothing() -> None:
-    model = TableModel(torch.zeros(3, 3))
-    assert propose(ModelDraft(model), [1, 2], 0).tokens.shape == (1, 0)
-    assert model.readings == []
-
-
-def test_model_draft_bad_input() -> None:
-    source = ModelDraft(TableModel(torch.zeros(3, 3)))
-    with pytest.raises(ValueError, match=r"tokens: a draft model reads one sequence, expected \[1, L\], got \[2, 3\]"):
-        source.propose(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), 2, torch.ones(2), SEED.expand(2))
-    with pytest.raises(ValueError, match=r"lengths: .* expected at least 1, got 0"):
-        source.propose(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([0]), 2, ONE, SEED)
+def test_what_sources_say_of_themselves() -> None:
+    model = language_model(shared_tiny("gpt2"))
+    source = ModelDraft(model)
+    assert (source.deterministic, source.vocab_size, source.max_length) == (False, VOCAB, 96)
+    assert source.device == torch.device("cpu")
+    lookup = PromptLookup()
+    assert (lookup.deterministic, lookup.vocab_size, lookup.max_length, lookup.device) == (True, None, None, None)
+    with pytest.raises(TypeError, match="abstract"):
+        DraftSource()  # type: ignore[abstract]

@@ -1,4 +1,4 @@
-"""Transformers models as cached models, and the default model as its package brings it."""
+"""Transformers models as language models of the loop, and the default model as its package brings it."""
 
 from __future__ import annotations
 
@@ -7,92 +7,207 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
+from tiny_models import DECODER_ONLY, FAMILIES, POSITIONS, VOCAB, encoder_inputs, shared_tiny, tiny
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+import torch_specops
 from torch_specops import hf
-from torch_specops.decode import DecodeStats, check_greedy, decode
-from torch_specops.drafts import PromptLookup
+from torch_specops.decode import check_greedy
+from torch_specops.drafts import LanguageModel, PromptLookup
 from torch_specops.sampling import SamplingParams
 
-VOCAB = 50
-TOKENS = torch.randint(0, VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
+CAPACITY = 32
+TOKENS = torch.randint(0, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
-def tiny_llama(**options: object) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **(sizes | options))
-    )
+def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None) -> Tensor:
+    """One forward over whole texts, without a cache and without padding."""
+    if inputs is None:
+        return model(tokens, use_cache=False).logits.float()
+    return model(**inputs, decoder_input_ids=tokens, use_cache=False).logits.float()
 
 
-def tiny(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if family == "llama":
-        model: PreTrainedModel = tiny_llama()
-    elif family == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
-    else:
-        model = MistralForCausalLM(
-            MistralConfig(
-                vocab_size=VOCAB,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                sliding_window=6,
-            )
-        )
-    return model.double().eval()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.inference_mode()
+def test_any_way_of_reading_gives_the_same_logits(family: str, attention: str) -> None:
+    """Rows read at positions of their own, in pieces of many widths, each after a wrong guess that is rolled back."""
+    model, inputs = shared_tiny(family, attention=attention), encoder_inputs(family)
+    expected = full_logits(model, TOKENS, inputs)
+    adapter = hf.language_model(model)
+    assert isinstance(adapter, LanguageModel)
+    adapter.start(3, CAPACITY, inputs)
+    starts = torch.tensor([0, 0, 0])
+    for widths in ([5, 5, 5], [1, 4, 2], [4, 4, 1], [3, 1, 2], [3, 3, 3], [1, 1, 1], [4, 4, 4]):
+        # One width per call: a row that takes fewer reads the rest as a guess.
+        width = max(widths)
+        positions = starts.unsqueeze(1) + torch.arange(width)
+        right = TOKENS.gather(1, positions)
+        adapter.forward((right + 1) % VOCAB, positions, 1)
+        beyond = torch.arange(width) >= torch.tensor(widths).unsqueeze(1)
+        logits = adapter.forward(torch.where(beyond, 7, right), positions)
+        assert logits.dtype == torch.float32 and logits.shape == (3, width, VOCAB)
+        for row, own in enumerate(widths):
+            at = slice(int(starts[row]), int(starts[row]) + own)
+            torch.testing.assert_close(logits[row, :own], expected[row, at], rtol=1e-5, atol=1e-5)
+        starts += torch.tensor(widths)
+    # Back to the middle, each row elsewhere; and the last two logits alone.
+    positions = torch.tensor([[9], [3], [12]]) + torch.arange(4)
+    logits = adapter.forward(TOKENS.gather(1, positions), positions, 2)
+    at = positions[:, 2:, None].expand(-1, -1, VOCAB)
+    torch.testing.assert_close(logits, expected.gather(1, at), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral with a sliding window"])
-def test_any_way_of_reading_gives_the_same_logits(family: str) -> None:
-    model = tiny(family)
-    with torch.inference_mode():
-        expected = model(TOKENS, use_cache=False).logits.float()
-        cached = hf.CachedTransformer(model)
-        garbage = (TOKENS + 1) % VOCAB
-        # Chunks of many widths, each after a wrong guess that is rolled back; then from the middle, then from nothing.
-        for start, stop in [(0, 7), (7, 8), (8, 11), (11, 20), (20, 24), (9, 13), (13, 14), (0, 5), (5, 24)]:
-            cached.forward(garbage[:, start : start + 3], start, 1)
-            logits = cached.forward(TOKENS[:, start:stop], start, min(3, stop - start))
-            assert logits.dtype == torch.float32
-            torch.testing.assert_close(logits, expected[:, max(start, stop - 3) : stop], rtol=1e-5, atol=1e-6)
+@torch.inference_mode()
+def test_a_new_batch_forgets_the_one_before() -> None:
+    adapter = hf.language_model(shared_tiny("gpt2"))
+    positions = torch.arange(6).expand(3, -1)
+    results = []
+    for tokens in (TOKENS[:, :6], TOKENS[:, 6:12], TOKENS[:, :6]):
+        adapter.start(3, CAPACITY)
+        results.append(adapter.forward(tokens, positions))
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
 
 
-def test_what_a_model_says_of_itself() -> None:
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+@torch.inference_mode()
+def test_a_new_batch_has_its_own_encoder_input(family: str) -> None:
+    model, inputs = shared_tiny(family), encoder_inputs(family)
+    assert inputs is not None
+    flipped = {name: value.flip(0) for name, value in inputs.items()}
+    two = {name: value[1:] for name, value in inputs.items()}
+    adapter = hf.language_model(model)
+    for each in (inputs, flipped, two, inputs):
+        rows = len(next(iter(each.values())))
+        tokens = TOKENS[:rows, :6]
+        adapter.start(rows, CAPACITY, each)
+        for _ in range(2):
+            logits = adapter.forward(tokens, torch.arange(6).expand(rows, -1))
+            torch.testing.assert_close(logits, full_logits(model, tokens, each), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_bad_encoder_inputs_are_refused(family: str) -> None:
+    inputs = encoder_inputs(family)
+    assert inputs is not None
+    name = next(iter(inputs))
+    adapter = hf.language_model(shared_tiny(family))
+    for missing in (None, {}, {"attention_mask": TOKENS}):
+        with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
+            adapter.start(3, CAPACITY, missing)
+    with pytest.raises(ValueError, match=f"inputs: expected {name} for 2 rows, got 3"):
+        adapter.start(2, CAPACITY, inputs)
+
+
+@pytest.mark.parametrize("family", DECODER_ONLY)
+def test_a_decoder_only_model_reads_no_encoder_input(family: str) -> None:
+    with pytest.raises(ValueError, match="inputs: a decoder-only model reads tokens alone, got input_features"):
+        hf.language_model(shared_tiny(family)).start(3, CAPACITY, {"input_features": TOKENS})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_model_says_of_itself(family: str) -> None:
+    adapter = hf.language_model(shared_tiny(family))
+    assert adapter.vocab_size == VOCAB and adapter.device == torch.device("cpu")
+    # T5 has relative positions: any length.
+    assert adapter.max_length == (None if family == "t5" else POSITIONS)
+    assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
+
+
+def test_the_end_tokens_are_those_of_the_generation_config() -> None:
     model = tiny("llama")
-    model.generation_config.eos_token_id = [3, 4]
-    cached = hf.CachedTransformer(model)
-    assert (cached.vocab_size, cached.max_length, cached.eos_token_ids) == (VOCAB, 64, (3, 4))
-    model.generation_config.eos_token_id = 5
-    assert cached.eos_token_ids == (5,)
-    model.generation_config.eos_token_id = None
-    assert cached.eos_token_ids == ()
+    adapter = hf.language_model(model)
+    for own, expected in ((5, (5,)), ([3, 4], (3, 4)), (None, ())):
+        model.generation_config.eos_token_id = own
+        assert adapter.eos_token_ids == expected
 
 
-def test_a_gap_in_the_cache_is_an_error() -> None:
-    cached = hf.CachedTransformer(tiny("gpt2"))
-    with pytest.raises(ValueError, match="position: expected 0 to 0, what the cache holds, got 1"):
-        cached.forward(TOKENS, 1, 1)
+@torch.inference_mode()
+def test_positions_beyond_the_last_are_read_without_an_error() -> None:
+    """Drafts may stand there; what is said of them is never emitted, and what stands before stays right."""
+    model = shared_tiny("gpt2")
+    adapter = hf.language_model(model)
+    text = torch.randint(0, VOCAB, (1, POSITIONS), generator=torch.Generator().manual_seed(1))
+    adapter.start(1, POSITIONS + 4)
+    adapter.forward(text[:, :-2], torch.arange(POSITIONS - 2).unsqueeze(0), 1)
+    unread = torch.cat([text[:, -2:], torch.tensor([[4, 5, 6]])], 1)
+    logits = adapter.forward(unread, torch.arange(POSITIONS - 2, POSITIONS + 3).unsqueeze(0))
+    torch.testing.assert_close(logits[:, :2], full_logits(model, text, None)[:, -2:], rtol=1e-5, atol=1e-5)
 
 
-def test_other_kinds_of_model_are_refused() -> None:
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match="model: expected a decoder-only model, got T5ForConditionalGeneration"):
-        hf.CachedTransformer(t5)
+def test_the_model_is_not_changed() -> None:
+    model = tiny("gemma3")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = model.config.to_dict()
+    tokens = TOKENS[:1, :5]
+    expected = full_logits(model, tokens, None)
+    torch_specops.generate(model, tokens, draft=model, max_new_tokens=6, eos_token_id=None)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(full_logits(model, tokens, None), expected)
+
+
+def test_nothing_is_read_before_start() -> None:
+    with pytest.raises(RuntimeError, match="nothing can be read before start"):
+        hf.language_model(shared_tiny("llama")).forward(TOKENS, torch.arange(24).expand(3, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.inference_mode()
+def test_half_precision_logits_stay_in_half_precision(dtype: torch.dtype, attention: str) -> None:
+    adapter = hf.language_model(tiny("llama", attention=attention).to(dtype))
+    adapter.start(3, CAPACITY)
+    logits = adapter.forward(TOKENS[:, :5], torch.arange(5).expand(3, -1))
+    assert logits.dtype == dtype and logits.isfinite().all()
+
+
+def tiny_mamba() -> PreTrainedModel:
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1)
+    return transformers.MambaForCausalLM(config)
+
+
+def with_layers_of_another_kind() -> PreTrainedModel:
+    model = tiny("qwen2")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    return model
+
+
+def with_attention(name: str) -> PreTrainedModel:
+    model = tiny("llama")
+    # Setting it properly would need the package behind it.
+    model.config._attn_implementation = name
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tiny_mamba, "model: MambaForCausalLM has a recurrent state, which cannot be rolled back"),
+        (with_layers_of_another_kind, "model: layers of the kind linear_attention cannot be rolled back"),
+        (lambda: with_attention("flash_attention_2"), "model: attention 'flash_attention_2' takes no mask .*sdpa"),
+        (lambda: with_attention("flex_attention"), "model: attention 'flex_attention' takes no mask .*sdpa"),
+        (
+            lambda: transformers.LlamaModel(tiny("llama").config),
+            "model: expected a model with a language head, got LlamaModel",
+        ),
+    ],
+)
+def test_models_that_cannot_be_rolled_back_are_refused(make: object, message: str) -> None:
+    assert callable(make)
+    model = make()
+    for use in (hf.language_model, torch_specops.SpeculativeDecoder):
+        with pytest.raises(ValueError, match=message):
+            use(model)
+    with pytest.raises(ValueError, match=message):
+        torch_specops.SpeculativeDecoder(shared_tiny("llama"), model)
+
+
+def test_what_is_no_transformers_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
+        hf.language_model(nn.Linear(2, 2))
 
 
 def test_load_model_reads_a_directory_as_float32(tmp_path: Path) -> None:
@@ -187,7 +302,7 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.CachedTransformer, hf.Tokenizer]:
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.TransformersModel, hf.Tokenizer]:
     """The real model: from the cache where it is converted, else converted for this session."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not hf.smollm2_is_converted():
@@ -198,7 +313,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.CachedTransfor
 
 
 @pytest.mark.slow
-def test_smollm2_is_what_it_should_be(smollm2: tuple[hf.CachedTransformer, hf.Tokenizer]) -> None:
+def test_smollm2_is_what_it_should_be(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
     model, tokenizer = smollm2
     assert model.vocab_size == len(tokenizer) == 49152
     assert sum(parameter.numel() for parameter in model.model.parameters()) == 134_515_008
@@ -210,13 +325,19 @@ def test_smollm2_is_what_it_should_be(smollm2: tuple[hf.CachedTransformer, hf.To
 
 
 @pytest.mark.slow
-def test_smollm2_decodes_greedily(smollm2: tuple[hf.CachedTransformer, hf.Tokenizer]) -> None:
+def test_smollm2_decodes_greedily(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
     model, tokenizer = smollm2
     prompt = tokenizer("The capital of France is Paris. The capital of", return_tensors="pt")["input_ids"]
-    steps = decode(model, prompt, draft=PromptLookup(), max_new_tokens=16, sampling=SamplingParams(temperature=0.0))
-    stats = DecodeStats(list(steps))
-    assert check_greedy(model, prompt, stats.tokens).only_rounding
+    output = torch_specops.generate(
+        model,
+        prompt,
+        draft=PromptLookup(),
+        max_new_tokens=16,
+        sampling=SamplingParams(temperature=0.0),
+        eos_token_id=None,
+    )
+    assert check_greedy(model, prompt, output.new_tokens(0)).only_rounding
     expected = model.model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
     )
-    assert stats.tokens == expected[0, prompt.shape[1] :].tolist()
+    assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""The law of sampled text, by chi-square over the first three tokens jointly, and wrong loops that the same test rejects.
+"""The joint law of the first three sampled tokens, by chi-square, and wrong loops that the same test rejects.
 
 TRIALS rows, each with a seed of its own, are decoded in one batch: row b of SEED has seed SEED + b. Half of them have
 one prompt and half a shorter one, so that the batch is ragged. Over V = 6 tokens, 216 texts of three tokens are

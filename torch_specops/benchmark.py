@@ -304,8 +304,8 @@ class Benchmark:
     def _generate_call(
         self, fields: dict[str, Any], assistant: nn.Module | None, assistant_fields: dict[str, Any]
     ) -> Callable[[Tensor, Tensor, int], _Answer]:
-        """`model.generate` with a generation config of nothing but these fields: the model's own may hold an eos, a
-        top-k, penalties."""
+        """`model.generate` with these fields and nothing from the model's own generation config, which may hold an eos,
+        a top-k, penalties."""
         work, target = self.work, self.pair.target.model
         fields = fields | {"max_new_tokens": work.max_new_tokens, "do_sample": work.temperature > 0}
         if work.temperature > 0:
@@ -313,11 +313,11 @@ class Benchmark:
 
         def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
             torch.manual_seed(seed)
+            helper = {} if assistant is None else {"assistant_model": assistant}
             # Without an assistant the fields of one belong to the target: it drafts for itself.
-            own_fields = fields if assistant is not None else fields | assistant_fields
-            with _generation_config(target, own_fields), _generation_config(assistant, assistant_fields):
-                helper = {} if assistant is None else {"assistant_model": assistant}
-                output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **helper)
+            drafting = target if assistant is None else assistant
+            with _generation_config(target, {}), _generation_config(drafting, assistant_fields):
+                output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **helper, **fields)
             return _Answer(output[:, input_ids.shape[1] :].tolist())
 
         return decode
@@ -395,9 +395,6 @@ def _nothing(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
 @contextmanager
 def _generation_config(model: Any, fields: dict[str, Any]) -> Iterator[None]:
     """While active, a fresh generation config with these fields; `generate` fills what it is not told from there."""
-    if model is None:
-        yield
-        return
     kept = model.generation_config
     pad = 0 if kept.pad_token_id is None else kept.pad_token_id
     model.generation_config = type(kept)(pad_token_id=pad, **fields)

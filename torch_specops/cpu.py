@@ -1,5 +1,5 @@
-"""The ops on CPU, vectorised in torch: no loop, no data-dependent shape, so Inductor fuses them into C++. The one branch
-on data, `_unless_greedy`, is a `cond`, which every way of tracing keeps.
+"""The ops on CPU, vectorised in torch: no loop, no data-dependent shape, so Inductor fuses them into C++. An eager call
+looks whether any row is sampled; a traced one cannot, and does what rows of both kinds need.
 
 Logits are scaled and exponentiated in float32; sums, distribution functions and the few probabilities that decide
 an acceptance are float64. The law is that of `reference.py`.
@@ -8,8 +8,6 @@ an acceptance are float64. The law is that of `reference.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,44 +30,8 @@ def verify_exact(
     draft_lse: Tensor | None,
     lenience: float,
 ) -> tuple[Tensor, Tensor]:
-    def sampled(
-        target_logits: Tensor,
-        draft_tokens: Tensor,
-        accept_uniforms: Tensor,
-        sample_uniforms: Tensor,
-        temperature: Tensor | None,
-        *draft: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        draft_logits, draft_lse = (*draft, None, None)[:2]
-        return _verify_exact(
-            target_logits,
-            draft_tokens,
-            draft_logits,
-            accept_uniforms,
-            sample_uniforms,
-            temperature,
-            draft_lse,
-            lenience,
-        )
-
-    draft = [tensor for tensor in (draft_logits, draft_lse) if tensor is not None]
-    if draft_logits is None:
-        # Without logits their sum says nothing.
-        draft = []
-    operands = (target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, *draft)
-    return _unless_greedy(sampled, operands)
-
-
-def _verify_exact(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    temperature: Tensor | None,
-    draft_lse: Tensor | None,
-    lenience: float,
-) -> tuple[Tensor, Tensor]:
+    if temperature is not None and _all_greedy(temperature):
+        return _greedy(target_logits, draft_tokens, temperature)
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse = _inverse_temperature(temperature)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
@@ -121,32 +83,8 @@ def verify_sigmoid(
     beta: float,
     temperature: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    def sampled(
-        target_logits: Tensor,
-        draft_tokens: Tensor,
-        accept_uniforms: Tensor,
-        sample_uniforms: Tensor,
-        temperature: Tensor | None,
-        draft_logits: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return _verify_sigmoid(
-            target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, alpha, beta, temperature
-        )
-
-    operands = (target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, draft_logits)
-    return _unless_greedy(sampled, operands)
-
-
-def _verify_sigmoid(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    alpha: float,
-    beta: float,
-    temperature: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    if temperature is not None and _all_greedy(temperature):
+        return _greedy(target_logits, draft_tokens, temperature)
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse = _inverse_temperature(temperature)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
@@ -177,14 +115,9 @@ def _verify_sigmoid(
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-    if temperature is None:
-        return _sample(logits, uniforms, None)
-    operands = (logits, uniforms, temperature)
-    tokens, lse = torch.ops.higher_order.cond((temperature > 0).any(), _sample, _sample_greedy, operands)
-    return tokens, lse
-
-
-def _sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    if temperature is not None and _all_greedy(temperature):
+        tokens = torch.where(temperature == 0, _argmax(logits), -1)
+        return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
     z = _scale(logits, _inverse_temperature(temperature))
     z_max, z_sum = _softmax_stats(z)
     tokens = _draw(_softmax_row(z, z_max, z_sum), uniforms)
@@ -195,11 +128,6 @@ def _sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tup
     greedy = temperature == 0
     tokens = torch.where(has_law, torch.where(greedy, _lowest_argmax(z, z_max), tokens), -1)
     return tokens, torch.where(has_law, torch.where(greedy, 0.0, lse), -math.inf)
-
-
-def _sample_greedy(logits: Tensor, uniforms: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = torch.where(temperature == 0, _argmax(logits), -1)
-    return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
 
 
 def _inverse_temperature(temperature: Tensor | None) -> Tensor | None:
@@ -294,27 +222,15 @@ def _apply_greedy(
     return torch.where(t == 0, is_argmax, accepted & (t > 0))
 
 
-def _unless_greedy(sampled: Callable[..., tuple[Tensor, Tensor]], operands: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """`sampled(*operands)`, or the little that a batch needs whose rows are all greedy.
-
-    operands: target_logits, draft_tokens, accept_uniforms, sample_uniforms, temperature, and what else `sampled` takes.
-    """
-    temperature = operands[4]
-    if temperature is None:
-        return sampled(*operands)
-    # The operator itself: the function torch.cond compiles its branches when called eagerly.
-    output_tokens, num_accepted = torch.ops.higher_order.cond((temperature > 0).any(), sampled, _greedy, operands)
-    return output_tokens, num_accepted
+def _all_greedy(temperature: Tensor) -> bool:
+    """Whether no row is sampled, where that can be known: in an eager call, with no mode that records or fakes it."""
+    is_plain = type(temperature) is Tensor and temperature.device.type == "cpu"
+    if not is_plain or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return not bool((temperature > 0).any())
 
 
-def _greedy(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    temperature: Tensor,
-    *draft: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _greedy(target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     tokens = _argmax(target_logits)
     nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
     n = _leading(_apply_greedy(nothing, tokens, draft_tokens, temperature))

@@ -299,7 +299,8 @@ def _plot(results: Sequence[dict[str, Any]], title: str, device: str, file: Path
         high = [result["new_tokens"] / min(result["seconds"]) - rate for rate, result in zip(rates, rows, strict=True)]
         colours = ["tab:green" if name.startswith("specops") else "tab:grey" for name in names]
         bars = axis.barh(names, rates, xerr=[low, high], color=colours, ecolor="black", capsize=2)
-        axis.bar_label(bars, fmt="%.1f", label_type="center", color="white")
+        axis.bar_label(bars, fmt="%.1f", padding=4)
+        axis.margins(x=0.1)
         axis.invert_yaxis()
         axis.set_title(f"batch {size}", loc="left", fontsize="medium")
     axes[-1, 0].set_xlabel(f"tokens/s, median and range of {len(timed[0]['seconds'])} rounds, {device}")

@@ -1,0 +1,135 @@
+"""The examples run, on their tiny defaults and on a model from a directory, and show what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, perturbed, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_example(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Directories of a target and a draft, with a tokenizer whose words are numbers."""
+    folder = tmp_path_factory.mktemp("models")
+    vocab = {str(token): token for token in range(VOCAB)}
+    words = Tokenizer(WordLevel(vocab, unk_token="7"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+    target = tiny("llama").float()
+    for name, model in (("target", target), ("draft", perturbed(target))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "target"), str(folder / "draft")
+
+
+def test_every_example_is_tested() -> None:
+    source = Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f'run("{path.name}"' in source, path.name
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_verify_one_step(run: Run, temperature: str) -> None:
+    output = run("verify_one_step.py", "--temperature", temperature)
+    drafts, emitted, summary = output.splitlines()
+    drafts, emitted = drafts.split()[1:], emitted.split()[1:]
+    num_accepted = int(summary.split()[0])
+    assert len(drafts) == 4 and len(emitted) == num_accepted + 1
+    assert emitted[:num_accepted] == drafts[:num_accepted]
+    assert summary.endswith(f"{num_accepted + 1} tokens for one target forward")
+
+
+def test_verify_one_step_with_models(run: Run, models: tuple[str, str]) -> None:
+    target, draft = models
+    output = run("verify_one_step.py", "--target", target, "--draft", draft, "--prompt", "3 17 5", "--temperature", "0")
+    assert re.search(r"^emitted:( \d+)+$", output, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        run("verify_one_step.py", "--target", target)
+
+
+def test_hf_generate(run: Run) -> None:
+    assert "identical to transformers: True" in run("hf_generate.py")
+
+
+def test_hf_generate_with_models(run: Run, models: tuple[str, str]) -> None:
+    target, draft = models
+    arguments = ["--target", target, "--draft", draft, "--prompts", "3 17 5 3 17", "9 4", "--max-new-tokens", "12"]
+    assert "identical to transformers: True" in run("hf_generate.py", *arguments)
+
+
+def test_quantised_draft(run: Run) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    output = run("quantised_draft.py", "--max-new-tokens", "16")
+    assert re.search(r"int8 copy: \d+% of its drafts accepted, [2-5]\.\d\d tokens per step", output), output
+    assert "int4 copy: " in run("quantised_draft.py", "--weights", "int4", "--max-new-tokens", "4")
+
+
+def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function=None, **options: compile(function, **(options | {"backend": backend}))
+    )
+    output = run("compiled_loop.py")
+    assert len(graphs) == 1
+    nodes = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum("verify_exact" in node for node in nodes) == 1
+    assert sum("specops.sample" in node for node in nodes) == 3
+
+    first, second, summary = output.splitlines()
+    num_steps, *emitted = (int(number) for number in re.findall(r"\d+", summary))
+    assert first.startswith("[5, 6, 7, 5, 6, ") and len(eval(first)) == 5 + emitted[0]
+    assert second.startswith("[9, 4, ") and len(eval(second)) == 2 + emitted[1]
+    # Fewer steps than tokens, and rows that do not wait for each other.
+    assert num_steps < min(emitted) and emitted[0] != emitted[1]
+
+    target, draft = models
+    assert "one compiled graph" in run("compiled_loop.py", "--target", target, "--draft", draft, "--width", "24")
+    assert len(graphs) == 2
+
+
+@pytest.mark.slow
+def test_compiled_loop_as_it_is() -> None:
+    """With Inductor, in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "compiled_loop.py"), "--width", "24"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "one compiled graph" in done.stdout

@@ -1,0 +1,117 @@
+"""The ragged key-value cache: what a token may see, and where keys and values are written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_specops.kv_cache import RaggedKeyValues, visible_slots
+
+BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 100])
+def test_a_token_sees_the_slots_up_to_its_own(window: int | None) -> None:
+    positions = torch.tensor([[0, 1], [4, 5], [6, 2]])
+    visible = visible_slots(positions, CAPACITY, window)
+    assert visible.shape == (3, 1, 2, CAPACITY) and visible.dtype == torch.bool
+    for row in range(3):
+        for index in range(2):
+            position = int(positions[row, index])
+            # The token itself and window - 1 tokens before it.
+            first = 0 if window is None else max(position - window + 1, 0)
+            expected = [first <= slot <= position for slot in range(CAPACITY)]
+            assert visible[row, 0, index].tolist() == expected
+
+
+def test_every_token_sees_itself() -> None:
+    positions = torch.arange(CAPACITY).unsqueeze(0)
+    for window in (None, 1, 3):
+        assert visible_slots(positions, CAPACITY, window)[0, 0].diagonal().all()
+
+
+def random_states(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_rows_are_written_at_their_own_slots() -> None:
+    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH + 1, seed=1)
+    cache = RaggedKeyValues(keys, values, CAPACITY)
+    assert cache.keys.shape == (BATCH, HEADS, CAPACITY, WIDTH)
+    assert cache.values.shape == (BATCH, HEADS, CAPACITY, WIDTH + 1)
+    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
+    cache.write(keys, values, slots)
+    for buffer, written in ((cache.keys, keys), (cache.values, values)):
+        for row in range(BATCH):
+            others = [slot for slot in range(CAPACITY) if slot not in slots[row].tolist()]
+            assert torch.equal(buffer[row][:, slots[row]], written[row])
+            assert (buffer[row][:, others] == 0).all()
+
+
+def test_a_later_write_takes_the_place_of_an_earlier_one() -> None:
+    """Rollback: a row that goes back writes over its rejected drafts, and the others keep theirs."""
+    first, second = random_states(2, HEADS, 3, WIDTH, seed=2), random_states(2, HEADS, 3, WIDTH, seed=3)
+    cache = RaggedKeyValues(first, first, CAPACITY)
+    cache.write(first, first, torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    cache.write(second, second, torch.tensor([[1, 2, 3], [3, 4, 5]]))
+    assert torch.equal(cache.keys[0, :, :4], torch.cat([first[0, :, :1], second[0]], 1))
+    assert torch.equal(cache.keys[1, :, :6], torch.cat([first[1], second[1]], 1))
+
+
+def test_a_slot_may_be_written_twice_with_the_same_states() -> None:
+    states = random_states(1, HEADS, 1, WIDTH, seed=4)
+    cache = RaggedKeyValues(states, states, CAPACITY)
+    cache.write(states.expand(-1, -1, 2, -1), states.expand(-1, -1, 2, -1), torch.tensor([[0, 0]]))
+    assert torch.equal(cache.keys[:, :, :1], states) and (cache.keys[:, :, 1:] == 0).all()
+
+
+def test_the_buffers_keep_their_addresses() -> None:
+    states = random_states(BATCH, HEADS, 2, WIDTH, seed=5)
+    cache = RaggedKeyValues(states, states, CAPACITY)
+    before = cache.keys.data_ptr(), cache.values.data_ptr()
+    cache.write(states, states, torch.tensor([[0, 1]] * BATCH))
+    cache.clear()
+    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == before
+
+
+def test_clearing_leaves_zeros_where_not_a_number_stood() -> None:
+    states = torch.full((1, HEADS, 2, WIDTH), torch.nan)
+    cache = RaggedKeyValues(states, states, CAPACITY)
+    cache.write(states, states, torch.tensor([[2, 3]]))
+    assert cache.keys.isnan().any() and cache.values.isnan().any()
+    cache.clear()
+    assert (cache.keys == 0).all() and (cache.values == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_dtype_is_that_of_the_states(dtype: torch.dtype) -> None:
+    states = random_states(1, HEADS, 1, WIDTH, seed=6).to(dtype)
+    cache = RaggedKeyValues(states, states, CAPACITY)
+    assert cache.keys.dtype == cache.values.dtype == dtype
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
+
+
+def test_attention_over_the_cache_is_that_over_each_text() -> None:
+    """Ragged rows, read in pieces with wrong guesses in between, against one causal attention per row."""
+    lengths = [6, 3, 5]
+    q, k, v, garbage = (random_states(BATCH, HEADS, CAPACITY, WIDTH, seed=seed) for seed in range(7, 11))
+    cache = RaggedKeyValues(k, v, CAPACITY)
+    outputs = torch.zeros_like(q)
+    done = torch.tensor([0, 0, 0])
+    for _ in range(6):
+        # Two positions of each row: the second one is a guess at first.
+        slots = torch.stack([done, done + 1], 1).clamp(max=CAPACITY - 1)
+        at = slots[:, None, :, None].expand(-1, HEADS, -1, WIDTH)
+        for keys, values in ((garbage, garbage), (k, v)):
+            cache.write(keys.gather(2, at), values.gather(2, at), slots)
+        output = attention(q.gather(2, at), cache.keys, cache.values, visible_slots(slots, CAPACITY))
+        outputs.scatter_(2, at, output)
+        cache.write(garbage.gather(2, at[:, :, 1:]), garbage.gather(2, at[:, :, 1:]), slots[:, 1:])
+        done = torch.minimum(done + 1, torch.tensor(lengths) - 1)
+    for row, length in enumerate(lengths):
+        own = (each[row : row + 1, :, :length] for each in (q, k, v))
+        torch.testing.assert_close(outputs[row : row + 1, :, :length], attention(*own, None, causal=True))
