@@ -653,7 +653,7 @@ def custom_generate(
     Example:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2)
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
         >>> model = transformers.LlamaForCausalLM(config).eval()
         >>> prompt = torch.tensor([[5, 6, 7, 5, 6]])
         >>> output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8,

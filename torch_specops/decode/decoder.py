@@ -6,6 +6,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from .choices import as_draft_source, as_language_model, as_schedule, as_verify,
 from .output import GenerationOutput, GenerationStats, Step
 from .prompts import EosTokenIds, align_prompts, check_int, eos_tensor, per_row, row_seeds
 from .records import RecordReader, Streamer, step_of, streamer_calls
-from .state import DecodeState, propose, speculative_step, verify_and_commit
+from .state import DecodeState, propose, speculative_step, verify_and_commit, without_padding
 
 __all__ = ["SpeculativeDecoder", "generate"]
 
@@ -103,6 +105,7 @@ class SpeculativeDecoder:
                 else:
                     self._propose_function = torch.compile(propose, fullgraph=True, dynamic=False)
         self._state: DecodeState | None = None
+        self._unread_length: int | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ready: set[int] = set()
 
@@ -232,16 +235,22 @@ class SpeculativeDecoder:
                 failed=torch.zeros(batch, dtype=torch.bool),
                 seeds=seeds,
                 temperature=temperature,
+                is_sampled=bool((temperature > 0).any()),
             ),
             device,
         )
         state = self._require_state()
         self._prompt_lengths = state.lengths.clone()
         self.target.start(batch, capacity, inputs)
-        # All but the newest token of the longest prompt, and at least one: the first forward allocates the cache.
-        width = max(prompts.shape[1] - 1, 1)
-        positions = torch.arange(width, device=device).expand(batch, -1)
-        self.target.forward(state.tokens[:, :width], positions, 1)
+        self._unread_length = None
+        if not self.compiled and self._cost_is_measured and bool((lengths == lengths[0]).all()):
+            # Eagerly, prompts of one length are read together with the first drafts: a forward less.
+            self._unread_length = prompts.shape[1]
+        else:
+            # All but the newest token of the longest prompt, and at least one: the first forward allocates the cache.
+            width = max(prompts.shape[1] - 1, 1)
+            positions = torch.arange(width, device=device).expand(batch, -1)
+            self.target.forward(state.tokens[:, :width], positions, 1)
         if self.draft is not None:
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
         self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
@@ -267,12 +276,15 @@ class SpeculativeDecoder:
 
     def _set_state(self, values: DecodeState, device: torch.device) -> None:
         """Into the tensors of the state before, where the shapes are the same: graphs know their addresses."""
-        fields = vars(values)
-        if self._state is not None and all(old.shape == fields[name].shape for name, old in vars(self._state).items()):
-            for name, old in vars(self._state).items():
-                old.copy_(fields[name])
-            return
-        self._state = DecodeState(**{name: value.to(device, copy=True) for name, value in fields.items()})
+        tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
+        if self._state is not None and self._state.is_sampled == values.is_sampled:
+            old = {name: getattr(self._state, name) for name in tensors}
+            if all(old[name].shape == tensors[name].shape for name in tensors):
+                for name in tensors:
+                    old[name].copy_(tensors[name])
+                return
+        moved: dict[str, Any] = {name: value.to(device, copy=True) for name, value in tensors.items()}
+        self._state = replace(values, **moved)
         self._graphs.clear()
         self._ready.clear()
 
@@ -298,17 +310,17 @@ class SpeculativeDecoder:
             record = reader.pop()
             if record is None:
                 continue
-            now = time.perf_counter()
-            step = step_of(record, now - before)
-            before = now
+            step = step_of(record, time.perf_counter() - before)
             self._stats.add(step)
             active = [bool(row) for row in record[:, -2]]
             if self._next(step, active) != num_draft_tokens:
                 num_draft_tokens = self._num_draft_tokens
-                before += self._prepare(num_draft_tokens)
+                self._prepare(num_draft_tokens)
             yield step
             if all(step.finished):
                 return
+            # What a caller did with the step is no time of the loop.
+            before = time.perf_counter()
 
     def _next(self, step: Step, active: list[bool]) -> int:
         proposed = [count for count, row in zip(step.num_proposed, active, strict=True) if row]
@@ -328,7 +340,13 @@ class SpeculativeDecoder:
         if self._one_graph:
             return self._step_function(self.target, self.draft, state, num_draft_tokens, self._verify)
         proposal = self._propose_function(self.draft, state, num_draft_tokens)
-        return self._verify_function(self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify)
+        if not self.compiled and state.tokens.device.type == "cpu":
+            # Shapes are free here, and a forward over fewer tokens is cheaper.
+            proposal = without_padding(proposal)
+        unread_length, self._unread_length = self._unread_length, None
+        return self._verify_function(
+            self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify, unread_length
+        )
 
     def _measured_cost_ratio(self) -> float:
         """What one more draft costs, in steps without drafts: its own forward, and one more token for the target."""
@@ -362,10 +380,10 @@ class SpeculativeDecoder:
         yield
         state.finished.copy_(finished)
 
-    def _prepare(self, num_draft_tokens: int) -> float:
-        """Compile and capture the step for this K, unless that was done; return the seconds it took."""
+    def _prepare(self, num_draft_tokens: int) -> None:
+        """Compile and capture the step for this K, unless that was done."""
         if not self.compiled or num_draft_tokens in self._ready:
-            return 0.0
+            return
         started = time.perf_counter()
         with self._nothing_emitted():
             if self.target.device.type == "cuda":
@@ -373,9 +391,7 @@ class SpeculativeDecoder:
             else:
                 self._step(num_draft_tokens)
         self._ready.add(num_draft_tokens)
-        seconds = time.perf_counter() - started
-        self._stats.compile_seconds += seconds
-        return seconds
+        self._stats.compile_seconds += time.perf_counter() - started
 
     def _capture(self, num_draft_tokens: int) -> None:
         """The whole step as one CUDA graph; its pool is shared with the graphs of other K, which never run together."""

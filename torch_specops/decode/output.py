@@ -19,7 +19,7 @@ class Step:
         num_accepted: drafts that the target accepted, per row (also those cut after an eos or at the limit).
         num_proposed: drafts that were verified, per row.
         finished: the rows that have ended by now.
-        seconds: time since the step before, as the host saw it.
+        seconds: time of the step, as the host saw it.
     """
 
     tokens: list[list[int]]
@@ -40,8 +40,9 @@ class GenerationStats:
         num_tokens: emitted tokens, over all rows.
         num_accepted, num_proposed: drafts accepted and verified, over all rows.
         accepted_at, proposed_at: the same by position of the draft.
-        seconds: time from the first step to the last, without the prompt and without compilation.
-        prefill_seconds: time of reading the prompts, draft included.
+        seconds: time of the steps, without compilation.
+        prefill_seconds: time of reading the prompts, draft included. An eager loop reads prompts of one length with
+            the target in the first step, whose time then holds it.
         compile_seconds: time spent compiling and capturing, 0 when nothing had to be.
         compiled: whether the steps ran compiled, and why.
     """

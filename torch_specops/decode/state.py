@@ -8,7 +8,7 @@ be compiled as one graph, or captured into one CUDA graph and replayed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from torch import Tensor
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..uniforms import verification_uniforms
 
-__all__ = ["DecodeState", "Verify", "record_of", "speculative_step", "verify_and_commit"]
+__all__ = [
+    "DecodeState",
+    "Verify",
+    "num_proposed_of",
+    "propose",
+    "record_of",
+    "speculative_step",
+    "verify_and_commit",
+    "without_padding",
+]
 
 # (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature, draft_lse)
 Verify = Callable[..., tuple[Tensor, Tensor]]
@@ -35,6 +44,7 @@ class DecodeState:
         failed: [B] bool, rows that ended because the target gave no finite logit.
         seeds: [B] int64.
         temperature: [B] float32.
+        is_sampled: whether any temperature is above 0; without one, no step needs a random number.
     """
 
     tokens: Tensor
@@ -45,6 +55,7 @@ class DecodeState:
     failed: Tensor
     seeds: Tensor
     temperature: Tensor
+    is_sampled: bool
 
 
 def speculative_step(
@@ -56,9 +67,23 @@ def speculative_step(
 
 
 def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int) -> Draft:
+    """What the draft proposes; padding where a row has ended, or would pass its limit even without a next token."""
     if draft is None or num_draft_tokens == 0:
         return Draft(state.tokens[:, :0])
-    return draft.propose(state.tokens, state.lengths, num_draft_tokens, state.temperature, state.seeds)
+    proposal = draft.propose(state.tokens, state.lengths, num_draft_tokens, state.temperature, state.seeds)
+    room = torch.where(state.finished, 0, state.limits - state.lengths - 1)
+    index = torch.arange(num_draft_tokens, device=room.device)
+    return replace(proposal, tokens=torch.where(index < room.unsqueeze(1), proposal.tokens, -1))
+
+
+def without_padding(proposal: Draft) -> Draft:
+    """The proposal without the last positions where no row has a draft. The host looks at it, so only on a CPU."""
+    width = int(num_proposed_of(proposal.tokens).max())
+    return Draft(
+        proposal.tokens[:, :width],
+        None if proposal.logits is None else proposal.logits[:, :width],
+        None if proposal.lse is None else proposal.lse[:, :width],
+    )
 
 
 def verify_and_commit(
@@ -68,15 +93,30 @@ def verify_and_commit(
     draft_logits: Tensor | None,
     draft_lse: Tensor | None,
     verify: Verify,
+    unread_length: int | None = None,
 ) -> Tensor:
-    """Read the newest token and the drafts with the target, verify, and commit."""
+    """Read what the target has not read and the drafts, verify, and commit.
+
+    Args:
+        unread_length: the length of every row, when the target has read nothing yet; None = it has read all but the
+            newest token.
+    """
     num_draft_tokens = draft_tokens.shape[1]
-    newest = (state.lengths - 1).unsqueeze(1)
-    unread = torch.cat([state.tokens.gather(1, newest), draft_tokens.clamp(min=0)], 1)
-    positions = newest + torch.arange(num_draft_tokens + 1, device=newest.device)
-    accept_uniforms, sample_uniforms = verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
+    if unread_length is None:
+        first = (state.lengths - 1).unsqueeze(1)
+        unread = state.tokens.gather(1, first)
+    else:
+        first = torch.zeros_like(state.lengths).unsqueeze(1)
+        unread = state.tokens[:, :unread_length]
+    positions = first + torch.arange(unread.shape[1] + num_draft_tokens, device=first.device)
+    unread = torch.cat([unread, draft_tokens.clamp(min=0)], 1)
+    if state.is_sampled:
+        accept_uniforms, sample_uniforms = verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
+    else:
+        accept_uniforms = torch.zeros(draft_tokens.shape, device=draft_tokens.device)
+        sample_uniforms = torch.zeros(draft_tokens.shape[:1], device=draft_tokens.device)
     output_tokens, num_accepted = verify(
-        target.forward(unread, positions),
+        target.forward(unread, positions, num_draft_tokens + 1),
         draft_tokens,
         draft_logits,
         accept_uniforms,
@@ -84,8 +124,12 @@ def verify_and_commit(
         state.temperature,
         draft_lse,
     )
-    num_proposed = (draft_tokens >= 0).long().cumprod(1).sum(1)
-    return _commit(state, output_tokens, num_accepted, num_proposed)
+    return _commit(state, output_tokens, num_accepted, num_proposed_of(draft_tokens))
+
+
+def num_proposed_of(draft_tokens: Tensor) -> Tensor:
+    """[B, K] -> [B] drafts before the first padding."""
+    return (draft_tokens >= 0).long().cumprod(1).sum(1)
 
 
 def record_of(record: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -38,7 +38,7 @@ class TokenMap:
         >>> twins
         tensor([ 1,  0, -1])
         >>> config = transformers.LlamaConfig(vocab_size=2, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        ...     num_attention_heads=4, num_key_value_heads=2)
+        ...     num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
         >>> model = language_model(transformers.LlamaForCausalLM(config))
         >>> ModelDraft(TokenMap(model, twins)).vocab_size
         3
