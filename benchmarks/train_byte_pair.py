@@ -363,8 +363,7 @@ as float16 and load as float32, as the config says.
 |---|---|---|---|---|
 {chr(10).join(quarters)}
 
-The long contexts came last and were few: up to {MAX_LENGTH} bytes the models keep their quality, give or take what the
-table says, and gain nothing from more than a few hundred.
+Long contexts came last and were few: beyond {WINDOW} bytes neither model gains from what it has read.
 
 Measured {metrics["date"]} with torch {metrics["torch"]} and transformers {metrics["transformers"]}; all figures, and
 those of the part that a test measures again, are in `metrics.json`.

@@ -21,6 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+import torch_specops
+from torch_specops import SamplingParams
+
 PAIR = Path(str(files("torch_specops") / "data" / "austen_bytes"))
 HELDOUT = Path(__file__).parent / "data" / "austen_heldout.txt"
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_byte_pair.py"
@@ -103,6 +106,20 @@ def test_context_matters(models: dict[str, PreTrainedModel], role: str) -> None:
     last = windows[:, -1:]
     long, short = (log_probs(models[role], windows[:, -n:])[:, -1].gather(-1, last).mean() for n in (65, 5))
     assert long.item() > short.item() + 0.1
+
+
+def test_the_pair_decodes_as_the_target_alone_in_fewer_steps(metrics: dict[str, Any]) -> None:
+    # float64: the widths of a forward pass differ, and rounding must not choose between two bytes.
+    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / role, dtype=torch.float64).eval() for role in ROLES)
+    prompt = torch.tensor([list(b"Mrs. Dashwood was ")])
+    expected = target.generate(prompt, max_new_tokens=64, do_sample=False)
+    found = torch_specops.generate(
+        target, prompt, draft=draft, max_new_tokens=64, sampling=SamplingParams(temperature=0.0), compile=False
+    )
+    assert found.sequences.tolist() == expected.tolist()
+    # With 5 drafts that are each accepted with probability a, (1 - a^6) / (1 - a) bytes come from a step.
+    rate = metrics["heldout"]["greedy_agreement"]
+    assert found.stats.mean_acceptance_length > 0.6 * (1 - rate**6) / (1 - rate)
 
 
 @pytest.mark.parametrize("role", ROLES)

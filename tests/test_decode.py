@@ -532,7 +532,7 @@ def test_a_custom_schedule_is_followed_and_told() -> None:
 @pytest.mark.parametrize(("draft", "expected"), [("itself", [2, 3, 5, 8]), ("stranger", [2, 1, 1, 1, 1])])
 def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int]) -> None:
     """2, 4, 6, 8 drafts or the bucket below; 1 fewer after a rejection."""
-    steps, _ = steps_of("heuristic", draft, LENGTH)
+    steps, _ = steps_of("heuristic", draft, 40)
     assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
 
 

@@ -208,7 +208,7 @@ class PairModel:
         self.readings = []
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        assert 0 <= int(tokens.min()) and int(tokens.max()) < self.vocab_size, "no token of the vocabulary"
+        assert int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size, "no token of the vocabulary"
         self.readings.append(positions.clone())
         self.remember(tokens, positions)
         before = self.memory.gather(1, (positions - 1).clamp(min=0))

@@ -215,7 +215,7 @@ class TransformersModel:
             return visible
         # Eager attention adds its mask, and would add a boolean one as 0 and 1.
         dtype = self.model.dtype
-        return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 class EncoderDecoderModel(TransformersModel):

@@ -85,6 +85,8 @@ class SpeculativeDecoder:
         check_int("num_draft_tokens", num_draft_tokens, 1)
         self.schedule = schedules.Constant(0) if draft is None else as_schedule(schedule, num_draft_tokens)
         self._cost_is_measured = schedule != "optimal" or draft is None
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
         self.sampling = sampling or SamplingParams()
         self.max_length = max_length
         if max_length is not None:
@@ -106,6 +108,7 @@ class SpeculativeDecoder:
                     self._propose_function = torch.compile(propose, fullgraph=True, dynamic=False)
         self._state: DecodeState | None = None
         self._unread_length: int | None = None
+        self._num_streams = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ready: set[int] = set()
 
@@ -182,7 +185,8 @@ class SpeculativeDecoder:
         """
         with torch.inference_mode():
             self._start(input_ids, attention_mask, max_new_tokens, seed, eos_token_id, pad_token_id, inputs)
-        return self._steps()
+        self._num_streams += 1
+        return self._steps(self._num_streams)
 
     @torch.inference_mode()
     def output(self, interrupted: bool = False) -> GenerationOutput:
@@ -220,6 +224,8 @@ class SpeculativeDecoder:
         capacity = self._capacity(int(limits.max()))
         if pad_token_id is None:
             pad_token_id = getattr(self.target, "pad_token_id", None)
+        else:
+            check_int("pad_token_id", pad_token_id, 0)
         self._pad_token_id = pad_token_id if pad_token_id is not None else max(int(eos[0, 0]), 0)
 
         started = time.perf_counter()
@@ -294,7 +300,7 @@ class SpeculativeDecoder:
         return self._state
 
     @torch.inference_mode()
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self, stream: int) -> Iterator[Step]:
         state = self._require_state()
         reader = RecordReader(state.tokens.device)
         if bool(state.finished.all()):
@@ -319,6 +325,8 @@ class SpeculativeDecoder:
             yield step
             if all(step.finished):
                 return
+            if stream != self._num_streams:
+                raise RuntimeError("stream: this decoder has begun another stream, and has one state")
             # What a caller did with the step is no time of the loop.
             before = time.perf_counter()
 

@@ -61,7 +61,7 @@ def per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: i
     """One int or one per row -> [B] int64."""
     if isinstance(value, Tensor):
         value = value.tolist()
-    values = [value] * batch if isinstance(value, int) else list(value)
+    values = list(value) if isinstance(value, Sequence) else [value] * batch
     if len(values) != batch:
         raise ValueError(f"{name}: expected one number or {batch}, got {len(values)}")
     for each in values:
@@ -90,10 +90,10 @@ def eos_tensor(eos_token_id: EosTokenIds, batch: int) -> Tensor:
     """None, a token, several, or several for each row -> [B, E] int64, padded with -1."""
     if eos_token_id is None:
         rows: list[list[int]] = [[]] * batch
-    elif isinstance(eos_token_id, int):
+    elif not isinstance(eos_token_id, Sequence):
         rows = [[eos_token_id]] * batch
-    elif all(isinstance(each, int) for each in eos_token_id):
-        rows = [[int(each) for each in eos_token_id]] * batch  # type: ignore[arg-type]
+    elif not any(isinstance(each, Sequence) for each in eos_token_id):
+        rows = [list(eos_token_id)] * batch  # type: ignore[arg-type]
     else:
         rows = [list(each) for each in eos_token_id]  # type: ignore[arg-type]
         if len(rows) != batch:

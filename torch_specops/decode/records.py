@@ -72,4 +72,4 @@ def streamer_calls(
 
 
 def _put(streamer: Any, step: Step) -> None:
-    streamer.put(torch.tensor(step.tokens[0]))
+    streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64))

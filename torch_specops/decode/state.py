@@ -102,6 +102,8 @@ def verify_and_commit(
             newest token.
     """
     num_draft_tokens = draft_tokens.shape[1]
+    in_vocab = (draft_tokens >= 0) & (draft_tokens < target.vocab_size)
+    draft_tokens = torch.where(in_vocab, draft_tokens, -1)
     if unread_length is None:
         first = (state.lengths - 1).unsqueeze(1)
         unread = state.tokens.gather(1, first)
