@@ -289,8 +289,8 @@ def test_a_missing_default_model_names_its_command(tmp_path: Path, monkeypatch: 
 
 def test_the_first_conversion_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(hf, "_smollm2_gguf", lambda: Path("weights.gguf"))
-    monkeypatch.setattr(hf, "_convert_smollm2", lambda gguf, directory: save_model(directory, seed=0))
+    monkeypatch.setattr(hf.loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(hf.loading, "_convert_smollm2", lambda gguf, directory: save_model(directory, seed=0))
     announced = []
     for _ in range(2):
         result = run("demo", "--prompt", TEXT, "--max-new-tokens", "5")

@@ -182,6 +182,44 @@ def with_attention(name: str) -> PreTrainedModel:
     return model
 
 
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def untested(prefix: str, **fields: object) -> PreTrainedModel:
+    """A model of a family that TESTED_FAMILIES does not name."""
+    config = getattr(transformers, f"{prefix}Config")(**(SMALL | fields), bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+
+
+def test_a_family_without_tests_is_checked_when_it_is_used() -> None:
+    model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
+    prompt = torch.tensor([[5, 6, 7]])
+    output = torch_specops.generate(
+        model, prompt, max_new_tokens=12, sampling=SamplingParams(temperature=0.0), eos_token_id=None
+    )
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+    assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
+
+
+def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Bloom computes its biases from a mask of two dimensions.
+    with pytest.raises(ValueError, match="model: BloomForCausalLM takes no cache and mask of ragged rows"):
+        hf.language_model(untested("Bloom"))
+    # A model that goes by the length of its cache, as one with positions of its own would.
+    model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
+    right = model.forward
+
+    def wrong(**arguments: object) -> object:
+        if arguments.get("past_key_values") is not None:
+            arguments["position_ids"] = torch.zeros_like(arguments["position_ids"])
+        return right(**arguments)
+
+    monkeypatch.setattr(model, "forward", wrong)
+    with pytest.raises(ValueError, match="model: GraniteForCausalLM does not read ragged rows right"):
+        hf.language_model(model)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -228,7 +266,7 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path, load: object) -
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory and a package whose weights are never read."""
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(hf, "_smollm2_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(hf.loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
     return tmp_path
 
 
@@ -238,12 +276,12 @@ def write_model(gguf: Path, directory: Path) -> None:
 
 
 def test_conversion_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "_convert_smollm2", write_model)
+    monkeypatch.setattr(hf.loading, "_convert_smollm2", write_model)
     assert not hf.smollm2_is_converted()
     directory = hf.smollm2_directory()
     assert hf.smollm2_is_converted()
     assert [path.name for path in cache.iterdir()] == [directory.name], "something was left behind"
-    monkeypatch.setattr(hf, "_convert_smollm2", None)
+    monkeypatch.setattr(hf.loading, "_convert_smollm2", None)
     assert hf.smollm2_directory() == directory
 
 
@@ -252,7 +290,7 @@ def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pyte
         write_model(gguf, directory)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hf, "_convert_smollm2", interrupted)
+    monkeypatch.setattr(hf.loading, "_convert_smollm2", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hf.smollm2_directory()
     assert not hf.smollm2_is_converted()
@@ -264,7 +302,7 @@ def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypa
         write_model(gguf, directory)
         write_model(Path("theirs"), cache / hf.SMOLLM2)
 
-    monkeypatch.setattr(hf, "_convert_smollm2", overtaken)
+    monkeypatch.setattr(hf.loading, "_convert_smollm2", overtaken)
     directory = hf.smollm2_directory()
     assert (directory / "weights").read_text() == "theirs"
     assert [path.name for path in cache.iterdir()] == [directory.name]
@@ -274,11 +312,11 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert hf._smollm2_cache() == Path("/home/someone/.cache/torch_specops/smollm2-135m-instruct")
+    assert hf.loading._smollm2_cache() == Path("/home/someone/.cache/torch_specops/smollm2-135m-instruct")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert hf._smollm2_cache() == Path("/caches/torch_specops/smollm2-135m-instruct")
+    assert hf.loading._smollm2_cache() == Path("/caches/torch_specops/smollm2-135m-instruct")
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
-    assert hf._smollm2_cache() == Path("/ours/smollm2-135m-instruct")
+    assert hf.loading._smollm2_cache() == Path("/ours/smollm2-135m-instruct")
 
 
 def test_a_missing_package_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,27 @@
+"""Hugging Face models in the decoding loop. The only part of the package that imports transformers."""
+
+from .generate import custom_generate
+from .loading import (
+    SMOLLM2,
+    Tokenizer,
+    load_model,
+    load_smollm2,
+    load_tokenizer,
+    smollm2_directory,
+    smollm2_is_converted,
+)
+from .models import EncoderDecoderModel, TransformersModel, language_model
+
+__all__ = [
+    "SMOLLM2",
+    "EncoderDecoderModel",
+    "Tokenizer",
+    "TransformersModel",
+    "custom_generate",
+    "language_model",
+    "load_model",
+    "load_smollm2",
+    "load_tokenizer",
+    "smollm2_directory",
+    "smollm2_is_converted",
+]

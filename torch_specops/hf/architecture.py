@@ -1,0 +1,109 @@
+"""What the loop must know of a transformers model's architecture: its layers, their windows, its positions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["first_layers", "layers_of", "max_length", "relative_bias", "windows"]
+
+
+def max_length(config: PreTrainedConfig) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        length = getattr(config, name, None)
+        if length is not None:
+            return length
+    return None
+
+
+def windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"model: layers of the kind {', '.join(sorted(unknown))} cannot be rolled back")
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return {"all": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor] | None:
+    """For T5: what to add to its attention scores, so that they have the relative bias of each row's own positions.
+
+    T5 adds a bias itself, as if every row began at position 0 (the cache says so). The mask, which is added too,
+    carries the difference to the right one.
+    """
+    blocks = getattr(model.get_decoder(), "block", None)
+    if blocks is None:
+        return None
+    attention = blocks[0].layer[0].SelfAttention
+
+    def correction(positions: Tensor, capacity: int) -> Tensor:
+        slot = torch.arange(capacity, device=positions.device)
+        buckets = attention._relative_position_bucket(
+            slot - positions.unsqueeze(2),
+            bidirectional=False,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )
+        wanted = attention.relative_attention_bias(buckets).permute(0, 3, 1, 2)
+        added = attention.compute_bias(positions.shape[1], capacity, device=positions.device, past_seen_tokens=0)
+        return wanted - added
+
+    return correction
+
+
+def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder's layers, and the name they have in it."""
+    decoder = model.get_decoder()
+    for name in ("layers", "h", "block"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return name, layers
+    raise ValueError(f"model: the layers of {type(model).__name__} are not where they are known to be")
+
+
+def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    name, layers = layers_of(model)
+    if not 1 <= num_layers <= len(layers):
+        raise ValueError(f"num_layers: expected 1 to {len(layers)}, got {num_layers}")
+    decoder = model.get_decoder()
+    # One memory for all copies: configs that were one object, or one inside the other, still are.
+    copies: dict[int, Any] = {}
+
+    def shallow(module: nn.Module) -> nn.Module:
+        """The module with the same parameters, in a container whose children can be exchanged."""
+        clone = copy.copy(module)
+        clone._modules = dict(module._modules)
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            clone.config = copy.deepcopy(module.config, copies)
+        return clone
+
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    top = parent = shallow(model)
+    configs = [top.config]
+    for part in path.split("."):
+        child = shallow(getattr(parent, part))
+        parent._modules[part] = child
+        parent = child
+        configs.append(parent.config)
+    parent._modules[name] = nn.ModuleList(layers[:num_layers])
+    for config in configs:
+        set_num_layers(config, num_layers)
+    return top
+
+
+def set_num_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    """The decoder's number: in a config of encoder and decoder, `num_hidden_layers` is the encoder's."""
+    names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+    name = next((name for name in names if hasattr(config, name)), None)
+    if name is not None:
+        setattr(config, name, num_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]

@@ -1,0 +1,336 @@
+"""The decoding loop behind transformers' own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..decode import GenerationOutput, SpeculativeDecoder
+from ..drafts import DraftSource, LanguageModel
+from ..sampling import SamplingParams
+from ..schedules import Schedule
+from .models import EncoderDecoderModel, TransformersModel, language_model
+
+__all__ = ["custom_generate"]
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft_model: DraftSource | LanguageModel | nn.Module | None = None,
+    num_draft_tokens: int = 5,
+    schedule: str | Schedule = "constant",
+    token_streamer: Any = None,
+    seed: int | Tensor | None = None,
+    compile: bool | str = "auto",
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """Speculative decoding behind transformers' own `generate`.
+
+    `model.generate(..., custom_generate=torch_specops.hf.custom_generate, draft_model=...)` returns what
+    `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens of the same law.
+    transformers calls this function with its prepared arguments; a user passes the ones from `draft_model` to
+    `compile`. Do not pass `assistant_model` or `streamer`: transformers keeps them from such a function.
+
+    Args:
+        model: the target.
+        input_ids: [B, P] int64, padded as they were given.
+        logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
+            everywhere or at the start; renormalisation.
+        stopping_criteria: the longest length and eos tokens.
+        generation_config: as `generate` prepared it.
+        draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
+        num_draft_tokens, schedule, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with the
+            model until another draft or another of these comes.
+        token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
+        seed: as there.
+        inputs_tensor: what the encoder read; transformers passes it.
+        model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
+
+    Returns:
+        [B, L] int64: `input_ids`, the new tokens, then the pad token.
+
+    Raises:
+        NotImplementedError: a generation mode with beams or of another kind, a processor or criterion other than
+            those above, a filter that `SamplingParams` does not implement, outputs beside the tokens.
+        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
+            model that this loop would not read.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> prompt = torch.tensor([[5, 6, 7, 5, 6]])
+        >>> output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8,
+        ...     custom_generate=torch_specops.hf.custom_generate, draft_model=torch_specops.drafts.PromptLookup())
+        >>> output.shape
+        torch.Size([1, 13])
+    """
+    _check_mode(generation_config)
+    processors = _processors(logits_processor)
+    max_length, eos_token_ids = _stops(stopping_criteria)
+    mask = _prompt_mask(model, input_ids, model_kwargs)
+    suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
+    decoder = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, compile)
+    decoder.sampling = _sampling(generation_config, processors)
+    target: Any = decoder.target
+    if suppresses:
+        target.suppress(input_ids, mask, processors)
+        target = target.model
+    inputs = None
+    if isinstance(target, EncoderDecoderModel):
+        target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    pad_token_id = 0 if pad is None else int(pad)
+    output = decoder.generate(
+        input_ids,
+        attention_mask=mask,
+        # A sequence may be at the limit already; transformers then emits one token all the same.
+        max_new_tokens=max(max_length - input_ids.shape[1], 1),
+        seed=seed,
+        eos_token_id=eos_token_ids,
+        pad_token_id=pad_token_id,
+        inputs=inputs,
+        streamer=token_streamer,
+    )
+    return torch.cat([input_ids, _new_tokens(output, pad_token_id).to(input_ids.device)], 1)
+
+
+class _Suppressing:
+    """A target that never says some tokens, and some others never first (`LanguageModel`)."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self.model = model
+        self._never = torch.zeros(model.vocab_size, dtype=torch.bool, device=model.device)
+        self._never_first = torch.zeros_like(self._never)
+        self._first = torch.zeros(0, dtype=torch.int64, device=model.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self.model.max_length
+
+    def suppress(self, input_ids: Tensor, mask: Tensor | None, processors: Mapping[type, Any]) -> None:
+        """Read the processors of a call. Tensors keep their addresses: graphs know them."""
+        tokens = torch.arange(self.vocab_size, device=self.device)
+        never = processors.get(SuppressTokensLogitsProcessor)
+        if never is not None:
+            self._never.copy_(torch.isin(tokens, never.suppress_tokens.to(self.device)))
+        else:
+            self._never.zero_()
+        # Where the first new token of each row stands: its own length, without padding.
+        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
+        first = torch.full_like(padding, -1)
+        never_first = processors.get(SuppressTokensAtBeginLogitsProcessor)
+        if never_first is not None:
+            self._never_first.copy_(torch.isin(tokens, never_first.begin_suppress_tokens.to(self.device)))
+            first = never_first.begin_index - padding
+        if self._first.shape == first.shape:
+            self._first.copy_(first)
+        else:
+            self._first = first.to(self.device)
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.model.start(batch, capacity, inputs)
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        logits = self.model.forward(tokens, positions, num_logits)
+        is_first = positions[:, -logits.shape[1] :] + 1 == self._first.unsqueeze(1)
+        return logits.masked_fill(self._never | (is_first.unsqueeze(2) & self._never_first), -torch.inf)
+
+    def first_layers(self, num_layers: int) -> LanguageModel:
+        return self.model.first_layers(num_layers)
+
+
+class _KeptDecoder:
+    """A model's compiled decoder between two calls; a copy of the model, or a file of it, starts without one."""
+
+    def __init__(self, arguments: tuple[Any, ...] = (), decoder: SpeculativeDecoder | None = None) -> None:
+        self.arguments = arguments
+        self.decoder = decoder
+
+    def __reduce__(self) -> tuple[type[_KeptDecoder], tuple[()]]:
+        return _KeptDecoder, ()
+
+
+def _decoder_of(
+    model: PreTrainedModel,
+    suppresses: bool,
+    draft_model: DraftSource | LanguageModel | nn.Module | None,
+    num_draft_tokens: int,
+    schedule: str | Schedule,
+    compile: bool | str,
+) -> SpeculativeDecoder:
+    arguments = (id(model), model.device, model.dtype, suppresses, draft_model, num_draft_tokens, schedule, compile)
+    kept = getattr(model, "_torch_specops", None)
+    if kept is not None and kept.arguments == arguments:
+        return kept.decoder
+    target = language_model(model)
+    decoder = SpeculativeDecoder(
+        _Suppressing(target) if suppresses else target,
+        draft_model,
+        num_draft_tokens=num_draft_tokens,
+        schedule=schedule,
+        compile=compile,
+    )
+    # An eager decoder would only hold its caches.
+    if decoder.compiled:
+        model._torch_specops = _KeptDecoder(arguments, decoder)
+    return decoder
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
+    for name in (
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        "output_attentions",
+        "output_hidden_states",
+    ):
+        if getattr(config, name, None):
+            raise NotImplementedError(f"{name}: the sequences are the only output, got {getattr(config, name)}")
+
+
+# The place of each kind of processor among the others. Filters keep other tokens in another order.
+_PROCESSORS: dict[type, int] = {
+    SuppressTokensLogitsProcessor: 0,
+    SuppressTokensAtBeginLogitsProcessor: 0,
+    TemperatureLogitsWarper: 1,
+    TopKLogitsWarper: 2,
+    TopPLogitsWarper: 3,
+    MinPLogitsWarper: 4,
+    LogitNormalization: 5,
+}
+
+
+def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
+    known: dict[type, Any] = {}
+    last = 0
+    for processor in processors:
+        kind = type(processor)
+        # A subclass may do anything.
+        if kind not in _PROCESSORS:
+            raise NotImplementedError(
+                f"logits_processor: {kind.__name__} may depend on the text so far, or is not known here"
+            )
+        if kind in known or _PROCESSORS[kind] < last:
+            raise NotImplementedError(
+                f"logits_processor: expected each kind once and in transformers' order, got {kind.__name__} "
+                f"after {', '.join(earlier.__name__ for earlier in known)}"
+            )
+        known[kind], last = processor, _PROCESSORS[kind]
+    return known
+
+
+def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> SamplingParams:
+    if not config.do_sample:
+        # What is left changes no maximum.
+        return SamplingParams(temperature=0.0)
+    values = {
+        name: getattr(processors[kind], name)
+        for name, kind in {
+            "temperature": TemperatureLogitsWarper,
+            "top_k": TopKLogitsWarper,
+            "top_p": TopPLogitsWarper,
+            "min_p": MinPLogitsWarper,
+        }.items()
+        if kind in processors
+    }
+    try:
+        return SamplingParams(**values)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{error} (transformers filters by top_k=50 unless generate gets top_k=0)") from error
+
+
+def _stops(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
+    lengths, eos_token_ids = [], []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos_token_ids += torch.as_tensor(criterion.eos_token_id).flatten().tolist()
+        else:
+            raise NotImplementedError(
+                f"stopping_criteria: expected a length and eos tokens, got {type(criterion).__name__}"
+            )
+    if not lengths:
+        raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
+    return min(lengths), eos_token_ids
+
+
+# What `generate` prepares for its own loop; this one has its own cache, and reads one logit row per token.
+_PREPARED = frozenset(["cache_position", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"])
+
+
+def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The mask of the text, after a look at everything that the model would have been given beside it."""
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError("past_key_values: the loop has a cache of its own and would neither read nor fill this one")
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}
+    for name, value in model_kwargs.items():
+        if name not in read | _PREPARED and value is not None and value is not False:
+            raise ValueError(f"{name}: this loop does not pass it to the model")
+    mask = model_kwargs.get(f"{prefix}attention_mask")
+    positions = model_kwargs.get(f"{prefix}position_ids")
+    if positions is not None:
+        is_token = torch.ones_like(input_ids) if mask is None else mask.long()
+        if bool(((positions != is_token.cumsum(1) - 1) & (is_token != 0)).any()):
+            raise ValueError(f"{prefix}position_ids: expected each row's tokens counted from 0, got others")
+    return mask
+
+
+def _encoder_inputs(
+    model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the target's encoder said, and what it read: a draft has an encoder of its own."""
+    inputs = {}
+    # Without raw inputs, transformers makes up tokens of -100.
+    if inputs_tensor is not None and not bool((inputs_tensor == -100).all()):
+        copies = input_ids.shape[0] // inputs_tensor.shape[0]
+        inputs[model.main_input_name] = inputs_tensor.repeat_interleave(copies, 0)
+    if model_kwargs.get("attention_mask") is not None:
+        inputs["attention_mask"] = model_kwargs["attention_mask"]
+    return model_kwargs["encoder_outputs"][0], inputs
+
+
+def _new_tokens(output: GenerationOutput, pad_token_id: int) -> Tensor:
+    """[B, n], the rows' new tokens side by side, then pad_token_id."""
+    counts = output.lengths - output.prompt_lengths
+    index = torch.arange(int(counts.max()), device=counts.device)
+    places = (output.prompt_lengths.unsqueeze(1) + index).clamp(max=output.sequences.shape[1] - 1)
+    return torch.where(index < counts.unsqueeze(1), output.sequences.gather(1, places), pad_token_id)

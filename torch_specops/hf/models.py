@@ -1,0 +1,281 @@
+"""Unmodified transformers models as `LanguageModel`s: ragged rows, a static cache, explicit masks and positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from ..kv_cache import visible_slots
+from .architecture import first_layers, layers_of, max_length, relative_bias, windows
+from .cache import CrossCache, RaggedCache
+
+__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
+
+# Compared token for token with transformers' own decoding in the tests. Other decoder-only families are checked on a
+# few tokens when they are first used.
+TESTED_FAMILIES = frozenset(
+    [
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen3",
+        "t5",
+        "whisper",
+    ]
+)
+
+
+def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
+    """The adapter that reads ragged rows with an unmodified transformers model.
+
+    Raises:
+        TypeError: no transformers model.
+        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head, or an attention
+            implementation that takes no mask.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {type(model)}")
+    family = model.config.get_text_config(decoder=True).model_type
+    if not model.config.is_encoder_decoder:
+        adapter = TransformersModel(model)
+        if family not in TESTED_FAMILIES:
+            _check_reading(adapter)
+        return adapter
+    if family not in TESTED_FAMILIES:
+        raise ValueError(f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}")
+    return EncoderDecoderModel(model)
+
+
+def _check_reading(adapter: TransformersModel) -> None:
+    """Compare logits read through the cache, after a rollback, with those of a forward without one."""
+    name = type(adapter.model).__name__
+    try:
+        expected, found = _read_both_ways(adapter)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
+    # Far above what rounding does, far below what a missing or wrong token does.
+    bound = torch.finfo(adapter.model.dtype).eps ** 0.5 * float(expected.abs().amax())
+    difference = float((found - expected).abs().amax())
+    if not difference <= bound:
+        raise ValueError(
+            f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
+            "forward without a cache"
+        )
+
+
+@torch.inference_mode()
+def _read_both_ways(adapter: TransformersModel) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
+    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
+    expected = adapter.model(input_ids=tokens, use_cache=False).logits[:, 3:].float()
+    adapter.start(1, 16)
+    adapter.forward(tokens[:, :3], positions[:, :3])
+    adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
+    return expected, adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
+
+
+class TransformersModel:
+    """A causal transformers model with a ragged static cache (`LanguageModel`).
+
+    The model is not changed. It gets a cache that writes each row's tokens at their own slots, an explicit 4D mask and
+    explicit positions. Layers with a sliding window keep all slots, and their mask does the rest, so that rollback is
+    always possible. Logits come back as float32 or the model's 16-bit dtype.
+
+    Args:
+        model: a causal language model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
+        self.model = model.eval()
+        self._config = model.config.get_text_config(decoder=True)
+        attention = self._config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"model: attention {attention!r} takes no mask for ragged rows; "
+                "call model.set_attn_implementation('sdpa') or 'eager' first"
+            )
+        self._additive_mask = attention == "eager"
+        self._windows = windows(self._config)
+        self._max_length = max_length(self._config)
+        self._capacity = 0
+        self._cache: RaggedCache | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self._max_length
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Taken from the generation config: a tokenizer rebuilt from a GGUF file names a wrong eos token."""
+        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.model.generation_config.pad_token_id if self.model.generation_config else None
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        if inputs:
+            raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
+        self._start_cache(batch, capacity)
+
+    def _start_cache(self, batch: int, capacity: int) -> None:
+        if self._cache is not None and (self._cache.batch, self._cache.capacity) == (batch, capacity):
+            self._cache.clear()
+        else:
+            self._cache = RaggedCache(batch, capacity, self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        return self._config.num_hidden_layers
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        cache = self._require_cache()
+        with cache.writing_at(positions):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self._mask(positions),
+                position_ids=self._position_ids(positions),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits or 0,
+            )
+        return _as_float(output.logits)
+
+    def first_layers(self, num_layers: int) -> TransformersModel:
+        """The model that stops after its first layers; final norm, head and weights are the same objects.
+
+        Raises:
+            ValueError: a number of layers out of range, or a model whose layers are not found.
+        """
+        return type(self)(first_layers(self.model, num_layers))
+
+    def _require_cache(self) -> RaggedCache:
+        if self._cache is None:
+            raise RuntimeError("forward: nothing can be read before start")
+        return self._cache
+
+    def _position_ids(self, positions: Tensor) -> Tensor:
+        # Drafts may stand beyond the last position that the model knows; what it says of them is never emitted.
+        return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        masks = {kind: self._one_mask(positions, window) for kind, window in self._windows.items()}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
+
+    def _one_mask(self, positions: Tensor, window: int | None) -> Tensor:
+        visible = visible_slots(positions, self._require_cache().capacity, window)
+        if not self._additive_mask:
+            return visible
+        # Eager attention adds its mask, and would add a boolean one as 0 and 1.
+        dtype = self.model.dtype
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+class EncoderDecoderModel(TransformersModel):
+    """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
+
+    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # What the encoder said of the inputs, where it ran already: `start` then does not run it.
+        self.encoder_outputs: Tensor | None = None
+        self._encoder_states: Tensor | None = None
+        self._encoder_mask: Tensor | None = None
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "decoder_position_ids" in parameters
+        if not self._takes_positions:
+            self._max_length = None
+        self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
+        self._relative_bias = relative_bias(model)
+
+    @property
+    def _num_layers(self) -> int:
+        return len(layers_of(self.model)[1])
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        inputs = inputs or {}
+        states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
+        mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
+        same = self._encoder_states is not None and self._encoder_states.shape == states.shape
+        if same and (mask is None) == (self._encoder_mask is None):
+            # Graphs know the addresses.
+            self._encoder_states.copy_(states)  # type: ignore[union-attr]
+            if mask is not None:
+                self._encoder_mask.copy_(mask)  # type: ignore[union-attr]
+        else:
+            self._encoder_states = states.clone()
+            self._encoder_mask = None if mask is None else mask.to(self.device, copy=True)
+        self._start_cache(batch, capacity)
+        if self._cross_cache is None or not same:
+            self._cross_cache = CrossCache(self._num_layers)
+        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+        self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
+
+    def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        name = self.model.main_input_name
+        if name not in inputs:
+            raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
+        if inputs[name].shape[0] != batch:
+            raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
+        return self.model.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
+
+    _cross_cache: CrossCache | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        cache = self._require_cache()
+        arguments: dict[str, Any] = {}
+        if self._takes_positions:
+            arguments["decoder_position_ids"] = self._position_ids(positions)
+        if self._takes_encoder_mask:
+            arguments["attention_mask"] = self._encoder_mask
+        with cache.writing_at(positions):
+            output = self.model(
+                decoder_input_ids=tokens,
+                decoder_attention_mask=self._mask(positions),
+                encoder_outputs=(self._encoder_states,),
+                past_key_values=self._both,
+                use_cache=True,
+                **arguments,
+            )
+        logits = _as_float(output.logits)
+        return logits if num_logits is None else logits[:, -num_logits:]
+
+    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        if self._relative_bias is None:
+            return super()._mask(positions)
+        visible = visible_slots(positions, self._require_cache().capacity)
+        bias = self._relative_bias(positions, self._require_cache().capacity)
+        return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+def _as_float(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.float64 else logits
