@@ -629,6 +629,9 @@ def test_a_stream_ends_where_the_next_one_begins() -> None:
     second = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
     with pytest.raises(RuntimeError, match="stream"):
         next(first)
+    never_begun, second = second, decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
+    with pytest.raises(RuntimeError, match="stream"):
+        next(never_begun)
     assert [token for step in second for token in step.tokens[0]] == expected_rows()[2]
 
 
@@ -681,7 +684,7 @@ def test_a_decoder_can_be_used_after_an_interrupt() -> None:
     input_ids, mask = padded(PROMPTS, "left")
     for interrupted in (True, False):
         output = decoder.generate(
-            input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None, eos_token_id=None
+            input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None, eos_token_id=()
         )
         assert output.interrupted == interrupted
     assert new_tokens(output) == expected_rows()
@@ -853,11 +856,12 @@ def long(*rows: Sequence[int]) -> Tensor:
         ({"seed": "x"}, TypeError, "seed: expected an int or an int64 tensor .* got <class 'str'>"),
         ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int or a tensor \[2\], got shape \[3\]"),
         ({"seed": torch.tensor([1.0, 2.0])}, TypeError, "seed: .* int64 tensor .* got torch.float32"),
-        ({"eos_token_id": "draft"}, ValueError, "eos_token_id: expected tokens, None or 'target', got 'draft'"),
+        ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
         ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
         ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens for each of 2 rows, got 3"),
         ({"eos_token_id": 1.5}, TypeError, "eos_token_id: expected"),
         ({"eos_token_id": [1, 2.5]}, TypeError, "eos_token_id: expected"),
+        ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
         ({"pad_token_id": "x"}, TypeError, "pad_token_id: expected"),
         ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
     ],

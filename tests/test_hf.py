@@ -143,7 +143,7 @@ def test_the_model_is_not_changed() -> None:
     config = model.config.to_dict()
     tokens = TOKENS[:1, :5]
     expected = full_logits(model, tokens, None)
-    torch_specops.generate(model, tokens, draft=model, max_new_tokens=6, eos_token_id=None)
+    torch_specops.generate(model, tokens, draft=model, max_new_tokens=6, eos_token_id=())
     assert model.config.to_dict() == config
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(full_logits(model, tokens, None), expected)
@@ -196,7 +196,7 @@ def test_a_family_without_tests_is_checked_when_it_is_used() -> None:
     model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
     prompt = torch.tensor([[5, 6, 7]])
     output = torch_specops.generate(
-        model, prompt, max_new_tokens=12, sampling=SamplingParams(temperature=0.0), eos_token_id=None
+        model, prompt, max_new_tokens=12, sampling=SamplingParams(temperature=0.0), eos_token_id=()
     )
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     assert torch.equal(output.sequences[:, : expected.shape[1]], expected)

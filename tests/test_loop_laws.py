@@ -54,7 +54,7 @@ def first_tokens(
     )
     input_ids, mask = (tensor.repeat(trials // 2, 1) for tensor in padded(PROMPTS, "left"))
     output = decoder.generate(
-        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=None, pad_token_id=0
+        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=(), pad_token_id=0
     )
     return output.sequences.gather(1, output.prompt_lengths.unsqueeze(1) + torch.arange(LENGTH))
 
@@ -300,7 +300,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
             sampling=SamplingParams(temperature=temperature),
         )
         input_ids, mask = (tensor.repeat(50, 1) for tensor in padded(PROMPTS, "right"))
-        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=None)
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=())
         rates[source] = output.stats.acceptance_rate
     assert rates[ModelDraft] > 0.9999
     assert rates[Lagging] < 0.97

@@ -291,7 +291,7 @@ class Benchmark:
                 attention_mask=attention_mask,
                 max_new_tokens=self.work.max_new_tokens,
                 seed=seed,
-                eos_token_id=None,
+                eos_token_id=(),
             )
             if output.errors:
                 raise RuntimeError("; ".join(f"row {row}: {error}" for row, error in output.errors.items()))

@@ -119,7 +119,7 @@ class SpeculativeDecoder:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         seed: int | Tensor | None = None,
-        eos_token_id: EosTokenIds | str = "target",
+        eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
         streamer: Streamer | None = None,
@@ -130,9 +130,11 @@ class SpeculativeDecoder:
             input_ids: [B, P] int64, padded on either side; for an encoder-decoder model, the decoder's prompt.
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
-            seed: an int (row b uses seed + b), or int64 [B]; None draws one, `stats.seeds` says which. The same seed
-                gives a row the same tokens whatever batch it stands in, up to the rounding of the models.
-            eos_token_id: a token, several, or a list for each row; None = none. "target" = those of the target.
+            seed: an int (row b uses seed + b), or int64 [B]; None draws one, `stats.seeds` says which. With a constant
+                schedule the same seed gives a row the same tokens whatever batch it stands in, up to the rounding of
+                the models.
+            eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
+                generation config.
             pad_token_id: what fills rows after their end; None = the target's, else its first eos, else 0.
             inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`).
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
@@ -175,7 +177,7 @@ class SpeculativeDecoder:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         seed: int | Tensor | None = None,
-        eos_token_id: EosTokenIds | str = "target",
+        eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Iterator[Step]:
@@ -183,9 +185,9 @@ class SpeculativeDecoder:
 
         The arguments are checked and the prompts are read at the call, before the first step.
         """
+        self._num_streams += 1
         with torch.inference_mode():
             self._start(input_ids, attention_mask, max_new_tokens, seed, eos_token_id, pad_token_id, inputs)
-        self._num_streams += 1
         return self._steps(self._num_streams)
 
     @torch.inference_mode()
@@ -206,7 +208,7 @@ class SpeculativeDecoder:
         attention_mask: Tensor | None,
         max_new_tokens: int | Sequence[int],
         seed: int | Tensor | None,
-        eos_token_id: EosTokenIds | str,
+        eos_token_id: EosTokenIds,
         pad_token_id: int | None,
         inputs: Mapping[str, Tensor] | None,
     ) -> None:
@@ -214,10 +216,8 @@ class SpeculativeDecoder:
         prompts, lengths = align_prompts(input_ids, attention_mask, self.target.vocab_size)
         batch = prompts.shape[0]
         limits = lengths.cpu() + per_row("max_new_tokens", max_new_tokens, batch, 0)
-        if isinstance(eos_token_id, str):
-            if eos_token_id != "target":
-                raise ValueError(f"eos_token_id: expected tokens, None or 'target', got {eos_token_id!r}")
-            eos_token_id = getattr(self.target, "eos_token_ids", None)
+        if eos_token_id is None:
+            eos_token_id = getattr(self.target, "eos_token_ids", ())
         eos = eos_tensor(eos_token_id, batch)
         seeds = row_seeds(seed, batch)
         temperature = self.sampling.temperatures(batch)
@@ -301,6 +301,7 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def _steps(self, stream: int) -> Iterator[Step]:
+        self._check_is_newest(stream)
         state = self._require_state()
         reader = RecordReader(state.tokens.device)
         if bool(state.finished.all()):
@@ -325,10 +326,13 @@ class SpeculativeDecoder:
             yield step
             if all(step.finished):
                 return
-            if stream != self._num_streams:
-                raise RuntimeError("stream: this decoder has begun another stream, and has one state")
+            self._check_is_newest(stream)
             # What a caller did with the step is no time of the loop.
             before = time.perf_counter()
+
+    def _check_is_newest(self, stream: int) -> None:
+        if stream != self._num_streams:
+            raise RuntimeError("stream: this decoder has begun another stream, and has one state")
 
     def _next(self, step: Step, active: list[bool]) -> int:
         proposed = [count for count, row in zip(step.num_proposed, active, strict=True) if row]
@@ -439,7 +443,7 @@ def generate(
     schedule: str | Schedule = "constant",
     sampling: SamplingParams | None = None,
     seed: int | Tensor | None = None,
-    eos_token_id: EosTokenIds | str = "target",
+    eos_token_id: EosTokenIds = None,
     pad_token_id: int | None = None,
     verify: str = "exact",
     compile: bool | str = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,16 +87,14 @@ def row_seeds(seed: int | Tensor | None, batch: int) -> Tensor:
     return torch.tensor(seed) + torch.arange(batch)
 
 
-def eos_tensor(eos_token_id: EosTokenIds, batch: int) -> Tensor:
-    """None, a token, several, or several for each row -> [B, E] int64, padded with -1."""
-    if eos_token_id is None:
-        rows: list[list[int]] = [[]] * batch
-    elif not isinstance(eos_token_id, Sequence):
-        rows = [[eos_token_id]] * batch
+def eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
+    """A token, several, or several for each row -> [B, E] int64, padded with -1."""
+    if isinstance(eos_token_id, str) or not isinstance(eos_token_id, Sequence):
+        rows: list[list[int]] = [[eos_token_id]] * batch
     elif not any(isinstance(each, Sequence) for each in eos_token_id):
-        rows = [list(eos_token_id)] * batch  # type: ignore[arg-type]
+        rows = [list(eos_token_id)] * batch
     else:
-        rows = [list(each) for each in eos_token_id]  # type: ignore[arg-type]
+        rows = [list(each) if isinstance(each, Sequence) else [each] for each in eos_token_id]
         if len(rows) != batch:
             raise ValueError(f"eos_token_id: expected tokens for each of {batch} rows, got {len(rows)} lists")
     for token in (token for row in rows for token in row):
