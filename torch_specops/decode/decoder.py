@@ -57,7 +57,7 @@ class SpeculativeDecoder:
     Example:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2)
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
         >>> target = transformers.LlamaForCausalLM(config).eval()
         >>> decoder = torch_specops.SpeculativeDecoder(target, draft=torch_specops.drafts.PromptLookup())
         >>> output = decoder.generate(torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=8, seed=0)
@@ -453,7 +453,19 @@ def generate(
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
 
     A `SpeculativeDecoder` for one batch; use that class where prompts come again and again. The arguments are those of
-    `SpeculativeDecoder` and of its `generate`.
+    `SpeculativeDecoder` and of its `generate`, and so are the result and the errors.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> prompts = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])
+        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+        >>> output = torch_specops.generate(target, prompts, attention_mask=mask, max_new_tokens=[8, 4], seed=0,
+        ...     draft=torch_specops.drafts.PromptLookup(), sampling=torch_specops.SamplingParams(temperature=0.0))
+        >>> output.lengths
+        tensor([13,  7])
     """
     decoder = SpeculativeDecoder(
         target,

@@ -90,7 +90,7 @@ def row_seeds(seed: int | Tensor | None, batch: int) -> Tensor:
 def eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     """A token, several, or several for each row -> [B, E] int64, padded with -1."""
     if isinstance(eos_token_id, str) or not isinstance(eos_token_id, Sequence):
-        rows: list[list[int]] = [[eos_token_id]] * batch
+        rows: list[list[Any]] = [[eos_token_id]] * batch
     elif not any(isinstance(each, Sequence) for each in eos_token_id):
         rows = [list(eos_token_id)] * batch
     else:

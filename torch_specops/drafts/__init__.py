@@ -1,4 +1,15 @@
-"""Where draft tokens come from; every source satisfies `DraftSource`."""
+"""Where draft tokens come from. Every source is a `DraftSource`; a new one needs a `propose` and no more.
+
+Example:
+    >>> import torch
+    >>> from torch_specops.drafts import Draft, DraftSource
+    >>> class Repeat(DraftSource):
+    ...     def propose(self, tokens, lengths, num_draft_tokens, temperature, seeds):
+    ...         newest = tokens.gather(1, (lengths - 1).unsqueeze(1))
+    ...         return Draft(newest.expand(-1, num_draft_tokens))
+    >>> Repeat().propose(torch.tensor([[5, 6, 0]]), torch.tensor([2]), 3, None, None).tokens
+    tensor([[6, 6, 6]])
+"""
 
 from .base import Draft, DraftSource, LanguageModel
 from .early_exit import EarlyExit
