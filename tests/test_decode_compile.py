@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.compilation import compile_piece
 from torch_specops.decode.state import speculative_step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
@@ -130,3 +131,18 @@ def test_more_drafts_are_not_more_graphs() -> None:
         graphs[num_draft_tokens] = (backend.frame_count, backend.op_count)
     assert graphs[5] == graphs[10]
     assert graphs[5][0] == 2
+
+
+def test_pieces_do_not_share_the_limit_of_recompilations() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    shapes = [torch.zeros(width) for width in range(2, 2 + torch._dynamo.config.recompile_limit + 1)]
+    for shape in shapes:
+        assert torch.equal(compile_piece(double, backend="eager")(shape), shape)
+    # What would happen without copies.
+    shared = torch.compile(double, backend="eager", fullgraph=True, dynamic=False)
+    for shape in shapes[:-1]:
+        shared(shape)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        shared(shapes[-1])

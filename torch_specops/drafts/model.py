@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..compilation import compile_piece
 from ..sampling import sample
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel
@@ -44,8 +45,8 @@ class ModelDraft(DraftSource):
 
     def compile(self) -> None:
         # The forward over the two newest tokens and the one over a single token are a graph each, whatever K is.
-        self._draw = torch.compile(self._read_and_draw, fullgraph=True, dynamic=False)
-        self._uniforms = torch.compile(uniforms, fullgraph=True, dynamic=False)
+        self._draw = compile_piece(self._read_and_draw)
+        self._uniforms = compile_piece(uniforms)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor

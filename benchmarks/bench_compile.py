@@ -1,0 +1,114 @@
+"""How long the decoding loop takes to compile, by K and by form: pieces (the default) or one graph.
+
+    python benchmarks/bench_compile.py
+    python benchmarks/bench_compile.py --num-draft-tokens 1 5 10 --form pieces --out out.json
+
+Each measurement is a fresh process with an empty compile cache: the byte-level pair that comes with the package is
+loaded, a prompt is read, and the time to compile everything that a step runs is taken (`stats.compile_seconds`). The
+same process then decodes eagerly and compiled, so that the gain of compiling stands beside its price.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import torch_specops
+
+FORMS = {"pieces": False, "one graph": True}
+
+
+def measure(num_draft_tokens: int, form: str, device: str, threads: int) -> dict[str, Any]:
+    """One cell; runs in a process of its own."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / role).eval().to(device) for role in ("target", "draft")
+    )
+    prompt = torch.tensor([list(b"It was not to be supposed that ")], device=device)
+    record: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "form": form}
+    for name, compile in (("eager", False), ("compiled", True)):
+        decoder = torch_specops.SpeculativeDecoder(
+            target, draft, num_draft_tokens=num_draft_tokens, compile=compile, one_graph=FORMS[form] and compile
+        )
+        runs = [decoder.generate(prompt, max_new_tokens=96, seed=0) for _ in range(4)]
+        record[f"{name}_tokens_per_second"] = sorted(run.stats.tokens_per_second for run in runs[1:])[1]
+        record[f"{name}_tokens"] = runs[0].new_tokens(0)
+        if compile:
+            record["compile_seconds"] = runs[0].stats.compile_seconds
+            record["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    record["same_tokens"] = record.pop("eager_tokens") == record.pop("compiled_tokens")
+    return record
+
+
+def in_fresh_process(num_draft_tokens: int, form: str, device: str, threads: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as cache:
+        cell = f"{num_draft_tokens}, {form!r}, {device!r}, {threads}"
+        result = subprocess.run(
+            [sys.executable, "-c", f"import bench_compile, json; print(json.dumps(bench_compile.measure({cell})))"],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+        )
+    if result.returncode != 0:
+        raise RuntimeError(f"K = {num_draft_tokens}, {form}: {result.stderr.strip().splitlines()[-1]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 5, 10])
+    parser.add_argument("--form", choices=list(FORMS), nargs="+", default=list(FORMS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="write the records as JSON")
+    options = parser.parse_args(arguments)
+    cells = [(k, form) for form in options.form for k in options.num_draft_tokens]
+    console, records = Console(), []
+    with Progress(console=console, transient=True) as progress:
+        for num_draft_tokens, form in progress.track(cells, description="compiling"):
+            records.append(in_fresh_process(num_draft_tokens, form, options.device, options.threads))
+
+    table = Table("form", "K", "compile s", "graphs", "eager tokens/s", "compiled tokens/s", "same tokens")
+    for record in records:
+        table.add_row(
+            record["form"],
+            str(record["num_draft_tokens"]),
+            f"{record['compile_seconds']:.1f}",
+            str(record["graphs"]),
+            f"{record['eager_tokens_per_second']:.0f}",
+            f"{record['compiled_tokens_per_second']:.0f}",
+            "yes" if record["same_tokens"] else "NO",
+        )
+    console.print(table)
+    if options.out is not None:
+        described = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.processor(),
+            "threads": options.threads,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torch_specops": torch_specops.__version__,
+        }
+        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
+    return records
+
+
+if __name__ == "__main__":
+    main()
