@@ -18,8 +18,10 @@ def lookup_by_loops(tokens: list[int], num_draft_tokens: int, max_ngram: int, mi
     for ngram in range(max_ngram, min_ngram - 1, -1):
         for start in range(len(tokens) - ngram - 1, -1, -1):
             if ngram < len(tokens) and tokens[start : start + ngram] == tokens[-ngram:]:
-                found = tokens[start + ngram : start + ngram + num_draft_tokens]
-                return found + [-1] * (num_draft_tokens - len(found))
+                text = list(tokens)
+                for index in range(num_draft_tokens):
+                    text.append(text[start + ngram + index])
+                return text[len(tokens) :]
     return [-1] * num_draft_tokens
 
 
@@ -58,8 +60,9 @@ def test_prompt_lookup_is_the_plain_loop(
         ([1, 2, 3, 9, 7, 3, 8, 1, 2, 3], [9, 7, 3]),
         # Among equals the most recent one.
         ([1, 2, 4, 1, 2, 5, 1, 2], [5, 1, 2]),
-        # A match may overlap the end; fewer tokens than asked for follow it.
-        ([6, 6, 6], [6, -1, -1]),
+        # A match may overlap the end; what follows it is then said again.
+        ([6, 6, 6], [6, 6, 6]),
+        ([9, 1, 2, 1, 2], [1, 2, 1]),
         ([1, 2, 3], [-1, -1, -1]),
         ([1], [-1, -1, -1]),
     ],
@@ -81,7 +84,7 @@ def test_prompt_lookup_traces_in_one_graph() -> None:
         return PromptLookup().propose(tokens, lengths, 3).tokens
 
     tokens, lengths = torch.tensor([[1, 2, 3, 1, 2], [5, 5, 5, 0, 0]]), torch.tensor([5, 3])
-    assert propose(tokens, lengths).tolist() == [[3, 1, 2], [5, -1, -1]]
+    assert propose(tokens, lengths).tolist() == [[3, 1, 2], [5, 5, 5]]
 
 
 @pytest.mark.parametrize(

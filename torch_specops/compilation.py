@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 __all__ = ["compile_piece"]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def compile_piece(function: Function, **options: Any) -> Function:
+def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile(function, fullgraph=True, dynamic=False)` that counts its recompilations alone.
 
     torch counts the graphs of a function by its code object, whoever compiled it, and refuses the ninth. Decoders of

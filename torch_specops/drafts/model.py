@@ -52,7 +52,7 @@ class ModelDraft(DraftSource):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
     ) -> Draft:
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
+        draws = self._draws(seeds, lengths, num_draft_tokens, temperature).unbind(1)
         newest = lengths - 1
         # A text of one token has no second newest: the same token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
@@ -67,6 +67,13 @@ class ModelDraft(DraftSource):
             pending = token.clamp(min=0).unsqueeze(1)
             positions = (newest + index + 1).unsqueeze(1)
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+
+    def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
+        """[B, K] uniforms; on a CPU, where looking is free, none are made for a batch of greedy rows."""
+        may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
+        if may_look and not bool((temperature > 0).any()):
+            return torch.zeros(seeds.shape[0], num_draft_tokens)
+        return self._uniforms(seeds, lengths, num_draft_tokens, "propose")
 
     def _read_and_draw(
         self, pending: Tensor, positions: Tensor, draws: Tensor, temperature: Tensor

@@ -16,8 +16,9 @@ __all__ = ["PromptLookup"]
 class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
-    The longest match of max_ngram..min_ngram tokens wins, among equals the most recent one. The proposal is
-    deterministic, so `Draft.logits` is None. Everything is tensor code without a host synchronisation.
+    The longest match of max_ngram..min_ngram tokens wins, among equals the most recent one. Where fewer than K tokens
+    follow the match, the text ends in a piece that was said twice, and the proposal goes on as if it were said again.
+    It is deterministic, so `Draft.logits` is None. Everything is tensor code without a host synchronisation.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
@@ -48,7 +49,7 @@ class PromptLookup(DraftSource):
         temperature: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> Draft:
-        """[B, K] tokens that followed the match; -1 where fewer than K follow it, or nothing matches."""
+        """[B, K] tokens that followed the match, from its end again where the text ends; -1 where nothing matches."""
         batch, width = tokens.shape
         if width == 0:
             return Draft(tokens.new_full((batch, num_draft_tokens), -1))
@@ -65,6 +66,8 @@ class PromptLookup(DraftSource):
         rank = torch.where(match_length >= self.min_ngram, match_length * width + position, -1)
         best = rank.amax(1, keepdim=True)
 
-        source = best % width + 1 + torch.arange(num_draft_tokens, device=tokens.device)
-        proposed = tokens.gather(1, source.clamp(max=width - 1))
-        return Draft(torch.where((best >= 0) & (source <= last), proposed, -1))
+        # The text from the match's end to its own end, again and again.
+        end = best % width + 1
+        period = (last + 1 - end).clamp(min=1)
+        source = end + torch.arange(num_draft_tokens, device=tokens.device) % period
+        return Draft(torch.where(best >= 0, tokens.gather(1, source.clamp(max=width - 1)), -1))
