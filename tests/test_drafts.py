@@ -16,7 +16,7 @@ from torch_specops.hf import language_model
 
 def lookup_by_loops(tokens: list[int], num_draft_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:
     for ngram in range(max_ngram, min_ngram - 1, -1):
-        for start in range(len(tokens) - ngram - 1, -1, -1):
+        for start in range(len(tokens) - ngram):
             if ngram < len(tokens) and tokens[start : start + ngram] == tokens[-ngram:]:
                 text = list(tokens)
                 for index in range(num_draft_tokens):
@@ -56,10 +56,10 @@ def test_prompt_lookup_is_the_plain_loop(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # The longer match wins over the more recent one.
-        ([1, 2, 3, 9, 7, 3, 8, 1, 2, 3], [9, 7, 3]),
-        # Among equals the most recent one.
-        ([1, 2, 4, 1, 2, 5, 1, 2], [5, 1, 2]),
+        # The longer match wins over the earlier one.
+        ([3, 8, 1, 2, 3, 9, 7, 1, 2, 3], [9, 7, 1]),
+        # Among equals the earliest one: most of the text follows it.
+        ([1, 2, 4, 1, 2, 5, 1, 2], [4, 1, 2]),
         # A match may overlap the end; what follows it is then said again.
         ([6, 6, 6], [6, 6, 6]),
         ([9, 1, 2, 1, 2], [1, 2, 1]),

@@ -191,9 +191,6 @@ def test_an_interrupted_conversion_keeps_the_download(
     assert list((tmp_path / "files").iterdir()) == []
 
 
-# CTranslate2 -------------------------------------------------------------------------------------------------------
-
-
 def string(text: str) -> bytes:
     return struct.pack("<H", len(text) + 1) + text.encode() + b"\0"
 
@@ -339,8 +336,6 @@ def test_unknown_contents_are_an_error(scripts: SimpleNamespace, tmp_path: Path)
         with pytest.raises(ValueError, match=message):
             convert(changes)
 
-
-# whisper.py, from package files to a result -------------------------------------------------------------------------
 
 WORDS = [f"word{index}" for index in range(50)]
 SPECIALS = ["endoftext", "startoftranscript", "en", "transcribe", "translate", "notimestamps", "startofprev"]

