@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,12 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, GenerationStats, GreedyDifference, Step, check_greedy
+from torch_specops.decode import decoder as decoder_module
 from torch_specops.decode.decoder import CAPACITY_MULTIPLE
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
 from torch_specops.drafts.ngram import NGram
 from torch_specops.hf import language_model
-from torch_specops.schedules import Constant, Heuristic, Schedule
+from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 20
@@ -511,6 +513,34 @@ def steps_of(schedule: str | Schedule, draft: str, limits: int | list[int]) -> t
 @pytest.mark.parametrize("schedule", ["heuristic", "optimal", Cycle(), Heuristic(1, maximum=6)])
 def test_greedy_under_a_schedule(draft: str, schedule: str | Schedule) -> None:
     assert new_tokens(steps_of(schedule, draft, LENGTH)[1]) == expected_rows()
+
+
+class Timed(PairModel):
+    """A model whose forward over n tokens moves a clock by first + more * (n - 1)."""
+
+    def __init__(self, table: Tensor, clock: list[float], first: float, more: float) -> None:
+        super().__init__(table)
+        self.clock, self.first, self.more = clock, first, more
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.clock[0] += self.first + self.more * (tokens.shape[1] - 1)
+        return super().forward(tokens, positions, num_logits)
+
+
+def test_the_optimal_schedule_measures_what_a_draft_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    table = random_table(8, 0)
+    decoder = SpeculativeDecoder(
+        Timed(table, clock, 1.0, 0.1), Timed(table, clock, 0.2, 0.0), num_draft_tokens=4, schedule="optimal"
+    )
+    output = decoder.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, seed=0)
+    assert isinstance(decoder.schedule, Optimal)
+    assert decoder.schedule.buckets == (0, 1, 2, 3, 4)
+    # Four drafts of 0.2, and four more tokens of 0.1 for the target, in target forwards of 1.
+    assert decoder.schedule.cost_ratio == pytest.approx((4 * 0.2 + 4 * 0.1) / 4)
+    # Every draft is accepted, so in the end all are wanted.
+    assert output.stats.acceptance_rate == 1.0 and len(output.stats.proposed_at) == 4
 
 
 def test_a_custom_schedule_is_followed_and_told() -> None:

@@ -1,6 +1,7 @@
 """The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it."""
 
-from .decoder import SpeculativeDecoder, generate
+from .decoder import SpeculativeDecoder
+from .generate import generate
 from .greedy import GreedyCheck, GreedyDifference, check_greedy
 from .output import GenerationOutput, GenerationStats, Step
 

@@ -23,7 +23,7 @@ from .prompts import EosTokenIds, align_prompts, check_int, eos_tensor, per_row,
 from .records import RecordReader, Streamer, step_of, streamer_calls
 from .state import DecodeState, propose, speculative_step, verify_and_commit, without_padding
 
-__all__ = ["SpeculativeDecoder", "generate"]
+__all__ = ["SpeculativeDecoder"]
 
 # A step's slots and the buffer of tokens are rounded up to this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
@@ -343,20 +343,22 @@ class SpeculativeDecoder:
         self._num_draft_tokens = self.schedule.next(proposed, accepted)
         return self._num_draft_tokens
 
-    def _run(self, num_draft_tokens: int) -> Tensor:
+    def _run(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
         if num_draft_tokens in self._graphs:
             graph, record = self._graphs[num_draft_tokens]
             graph.replay()
             return record
-        return self._step(num_draft_tokens)
+        return self._step(num_draft_tokens, keep_padding)
 
-    def _step(self, num_draft_tokens: int) -> Tensor:
+    def _step(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
         state = self._require_state()
-        functions = self._functions.setdefault(num_draft_tokens, self._functions_of_a_step())
+        if num_draft_tokens not in self._functions:
+            self._functions[num_draft_tokens] = self._functions_of_a_step()
+        functions = self._functions[num_draft_tokens]
         if self._one_graph:
             return functions.step(self.target, self.draft, state, num_draft_tokens, self._verify)
         proposal = functions.propose(self.draft, state, num_draft_tokens)
-        if not self.compiled and state.tokens.device.type == "cpu":
+        if not self.compiled and state.tokens.device.type == "cpu" and not keep_padding:
             # Shapes are free here, and a forward over fewer tokens is cheaper.
             proposal = without_padding(proposal)
         unread_length, self._unread_length = self._unread_length, None
@@ -385,7 +387,8 @@ class SpeculativeDecoder:
                 for _ in range(5):
                     self._synchronize()
                     started = time.perf_counter()
-                    self._run(num_draft_tokens)
+                    # Rows that have ended have padding alone, and it is the price of drafts that is asked for.
+                    self._run(num_draft_tokens, keep_padding=True)
                     self._synchronize()
                     times.append(time.perf_counter() - started)
             return sorted(times)[2]
@@ -444,59 +447,3 @@ class SpeculativeDecoder:
             )
         if draft.device is not None and draft.device != self.target.device:
             raise ValueError(f"draft: expected a draft on {self.target.device}, as the target is, got {draft.device}")
-
-
-def generate(
-    target: LanguageModel | nn.Module,
-    input_ids: Tensor,
-    *,
-    draft: DraftSource | LanguageModel | nn.Module | None = None,
-    attention_mask: Tensor | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    num_draft_tokens: int = 5,
-    schedule: str | Schedule = "constant",
-    sampling: SamplingParams | None = None,
-    seed: int | Tensor | None = None,
-    eos_token_id: EosTokenIds = None,
-    pad_token_id: int | None = None,
-    verify: str = "exact",
-    compile: bool | str = "auto",
-    inputs: Mapping[str, Tensor] | None = None,
-    streamer: Streamer | None = None,
-) -> GenerationOutput:
-    """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
-
-    A `SpeculativeDecoder` for one batch; use that class where prompts come again and again. The arguments are those of
-    `SpeculativeDecoder` and of its `generate`, and so are the result and the errors.
-
-    Example:
-        >>> import torch, transformers, torch_specops
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
-        >>> prompts = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])
-        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-        >>> output = torch_specops.generate(target, prompts, attention_mask=mask, max_new_tokens=[8, 4], seed=0,
-        ...     draft=torch_specops.drafts.PromptLookup(), sampling=torch_specops.SamplingParams(temperature=0.0))
-        >>> output.lengths
-        tensor([13,  7])
-    """
-    decoder = SpeculativeDecoder(
-        target,
-        draft,
-        num_draft_tokens=num_draft_tokens,
-        schedule=schedule,
-        sampling=sampling,
-        verify=verify,
-        compile=compile,
-    )
-    return decoder.generate(
-        input_ids,
-        attention_mask=attention_mask,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        inputs=inputs,
-        streamer=streamer,
-    )
