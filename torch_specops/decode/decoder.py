@@ -25,7 +25,7 @@ from .state import DecodeState, propose, speculative_step, verify_and_commit, wi
 
 __all__ = ["SpeculativeDecoder"]
 
-# A step's slots and the buffer of tokens are rounded up to this, so that prompts of similar length share a graph.
+# Where steps are compiled, slots are rounded up to this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 
 
@@ -58,7 +58,8 @@ class SpeculativeDecoder:
         compile: True, False, or "auto": True on CUDA; on a CPU False, because compilation takes longer there than
             all but very long outputs take to decode (`stats.compiled` says what was done).
         one_graph: compile the whole step as a single graph; it takes longer to compile (K copies of the draft).
-        max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up.
+        max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up where
+            steps are compiled.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; vocabularies or devices of
@@ -281,6 +282,8 @@ class SpeculativeDecoder:
                     f"got {longest}"
                 )
         slots = (self.max_length or longest) + max(self.schedule.buckets) + 1
+        if not self.compiled:
+            return slots
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     def _set_state(self, values: DecodeState, device: torch.device) -> None:
