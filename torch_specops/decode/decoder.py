@@ -326,9 +326,8 @@ class SpeculativeDecoder:
             step = step_of(record, time.perf_counter() - before)
             self._stats.add(step)
             active = [bool(row) for row in record[:, -2]]
-            if self._next(step, active) != num_draft_tokens:
-                num_draft_tokens = self._num_draft_tokens
-                self._prepare(num_draft_tokens)
+            num_draft_tokens = self._next(step, active)
+            self._prepare(num_draft_tokens)
             yield step
             if all(step.finished):
                 return
@@ -343,8 +342,7 @@ class SpeculativeDecoder:
     def _next(self, step: Step, active: list[bool]) -> int:
         proposed = [count for count, row in zip(step.num_proposed, active, strict=True) if row]
         accepted = [count for count, row in zip(step.num_accepted, active, strict=True) if row]
-        self._num_draft_tokens = self.schedule.next(proposed, accepted)
-        return self._num_draft_tokens
+        return self.schedule.next(proposed, accepted)
 
     def _run(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
         if num_draft_tokens in self._graphs:
@@ -409,8 +407,10 @@ class SpeculativeDecoder:
         state = self._require_state()
         finished = state.finished.clone()
         state.finished.fill_(True)
-        yield
-        state.finished.copy_(finished)
+        try:
+            yield
+        finally:
+            state.finished.copy_(finished)
 
     def _prepare(self, num_draft_tokens: int) -> None:
         """Compile and capture the step for this K, unless that was done."""
