@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import Progress
+
+from torch_specops.hf.loading import cache_directory
 
 __all__ = ["Part", "PinnedFile", "cache_directory", "fetch", "new_directory", "pip_download"]
 
@@ -42,14 +43,6 @@ class PinnedFile:
     name: str
     parts: tuple[Part, ...]
     sha256: str
-
-
-def cache_directory() -> Path:
-    """TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
-    root = os.environ.get("TORCH_SPECOPS_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "torch_specops"
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from .models import TransformersModel
 __all__ = [
     "SMOLLM2",
     "Tokenizer",
+    "cache_directory",
     "load_model",
     "load_smollm2",
     "load_tokenizer",
@@ -90,11 +91,16 @@ def smollm2_directory() -> Path:
     return directory
 
 
-def _smollm2_cache() -> Path:
+def cache_directory() -> Path:
+    """Where converted models are kept: TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
     root = os.environ.get("TORCH_SPECOPS_CACHE")
-    if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_specops")
-    return Path(root) / SMOLLM2
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torch_specops"
+
+
+def _smollm2_cache() -> Path:
+    return cache_directory() / SMOLLM2
 
 
 def _smollm2_gguf() -> Path:
