@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import torch_specops
+from torch_specops.cli.env import device_name
 
 FORMS = {"pieces": False, "one graph": True}
 
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if options.out is not None:
         described = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.processor(),
+            "device": device_name(torch.device(options.device)),
             "threads": options.threads,
             "python": platform.python_version(),
             "torch": torch.__version__,
