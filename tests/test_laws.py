@@ -19,7 +19,7 @@ from conftest import Report
 from torch import Tensor
 
 import torch_specops
-from torch_specops import cpu
+from torch_specops.cpu import rows
 from torch_specops.testing import chi_square
 
 V = 16
@@ -37,7 +37,7 @@ Verify = Callable[..., tuple[Tensor, Tensor]]
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 tokens in four tiles, the last one ragged: the laws then hold for both levels of the search. One tile of the
     usual length would be padding."""
-    monkeypatch.setattr(cpu, "TILE", 5)
+    monkeypatch.setattr(rows, "TILE", 5)
 
 
 def tables(seed: int, draft: str) -> tuple[Tensor, Tensor]:

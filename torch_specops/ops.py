@@ -1,6 +1,6 @@
 """The contract: the ops `torch.ops.specops.*`, each registered once by `torch.library.triton_op`.
 
-The body checks its arguments and branches on the device: CPU (and fake or meta) tensors go to `cpu.py`, whose torch
+The body checks its arguments and branches on the device: CPU (and fake or meta) tensors go to `cpu/`, whose torch
 code Inductor inlines and fuses; CUDA tensors to the Triton launchers of `kernels/`, which compile, export and
 AOTInductor inline as kernels. A separate CPU registration would not compile: a triton_op is decomposed to its
 Triton body on every device.
