@@ -29,7 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_specops.kernels import launch, sample
-from torch_specops.kernels.verify import exact, sigmoid, walk
+from torch_specops.kernels.filter import finish, logits, narrow
+from torch_specops.kernels.verify import block, exact, sigmoid, walk
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -41,10 +42,16 @@ KERNELS = {
     "verify_exact.stats": exact.stats_kernel,
     "verify_exact.residual": exact.residual_kernel,
     "verify_exact.draw": exact.draw_kernel,
+    "verify_block.reach": block.reach_kernel,
+    "verify_block.residual": block.residual_kernel,
+    "verify_block.draw": block.draw_kernel,
     "verify_sigmoid.score": sigmoid.score_kernel,
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,
     "sample.draw": sample.draw_kernel,
+    "filter.narrow": narrow.narrow_kernel,
+    "filter.finish": finish.finish_kernel,
+    "filter.mask": logits.mask_kernel,
 }
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
@@ -53,7 +60,13 @@ TYPES = {
     "num_accepted_ptr": "*i64",
     "output_tokens_ptr": "*i64",
     "tokens_ptr": "*i64",
+    "reach_ptr": "*fp64",
+    "top_ptr": "*i32",
+    "top_k_ptr": "*i64",
+    "search_ptr": "*fp64",
+    "previous_search_ptr": "*fp64",
     "lenience": "fp32",
+    "argmax_gap": "fp32",
     "alpha": "fp32",
     "inverse_range": "fp32",
     "lowest": "fp32",
@@ -96,6 +109,7 @@ def builds() -> Iterator[Build]:
         {"TILE": TILES[1], "BLOCK_T": 128},
         {"TILE": TILES[2], "BLOCK_T": 256},
         {"BLOCK_K": 32},
+        {"FILTERED": True, "ARGMAX_LENIENT": True},
         {"tokens": "i32", "uniforms": "fp64"},
     ):
         yield from (build for build in _op_builds("bf16", "bf16", **option) if "draft_lse" not in build.config)
@@ -106,6 +120,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         **TYPES,
         "target_ptr": f"*{target_dtype}",
         "logits_ptr": f"*{target_dtype}",
+        "output_ptr": f"*{target_dtype}",
         "draft_ptr": f"*{draft_dtype}",
         "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
     }
@@ -113,6 +128,12 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         types[name] = f"*{option.get('uniforms', 'fp32')}"
     constants = {
         "HAS_TEMPERATURE": True,
+        "HAS_TOP_K": True,
+        "HAS_TOP_P": True,
+        "HAS_MIN_P": True,
+        "FILTERED": False,
+        "ARGMAX_LENIENT": False,
+        "FIRST": False,
         "TARGET_UNIT_STRIDE": True,
         "DRAFT_UNIT_STRIDE": True,
         "TILE": TILES[0],
@@ -128,11 +149,14 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         "one-hot": {"DRAFT_STATS": False, "ONE_HOT": True},
     }
     for kernel in KERNELS:
-        if kernel.startswith("verify_exact"):
+        if kernel.startswith(("verify_exact", "verify_block")):
             for mode, flags in modes.items():
                 yield _build(
                     kernel, f"{label}, {mode}", types, constants | flags | {"WALK": walk.width(constants["BLOCK_T"])}
                 )
+        elif kernel == "filter.narrow" and target_dtype == draft_dtype:
+            yield _build(kernel, f"{label}, first pass", types, constants | {"FIRST": True})
+            yield _build(kernel, label, types, constants)
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
             width = sigmoid.SCORE_WALK if kernel == "verify_sigmoid.score" else walk.width(constants["BLOCK_T"])
             yield _build(kernel, label, types, constants | {"WALK": width})
@@ -173,7 +197,9 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")},
     )
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": launch.num_warps(constants["TILE"])})
+    # A kernel without tiles holds partials.
+    num_warps = launch.num_warps(constants.get("TILE", walk.MAX_PARTIALS))
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
 
 
 def cuobjdump(compiled: Any, flag: str) -> str:

@@ -13,6 +13,7 @@ from torch_specops.kernels import sample, verify
 
 LAUNCHERS = {
     "verify_exact": verify.verify_exact,
+    "verify_block": verify.verify_block,
     "verify_sigmoid": verify.verify_sigmoid,
     "sample": sample.sample,
 }

@@ -16,7 +16,7 @@ B, K, V = 2, 3, 11
 LOGITS = "float32 or bfloat16 or float16"
 TOKENS = "int64 or int32"
 UNIFORMS = "float32 or float64"
-VERIFY_OPS = ("verify_exact", "verify_sigmoid")
+VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid")
 
 
 def good(op: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def good(op: str) -> dict[str, Any]:
         "sample_uniforms": torch.rand(B, generator=g),
         "temperature": torch.ones(B),
     }
-    if op == "verify_exact":
+    if op != "verify_sigmoid":
         return arguments | {"draft_lse": arguments["draft_logits"].logsumexp(-1), "lenience": 1.0}
     return arguments | {"alpha": -1.0, "beta": 1.0}
 
@@ -53,9 +53,11 @@ TENSORS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "sample": {"logits": (LOGITS, "[N, V]"), "uniforms": (UNIFORMS, "[N]"), "temperature": ("float32", "[N]")},
 }
+TENSORS["verify_block"] = TENSORS["verify_exact"]
 TENSORS["verify_sigmoid"] = {name: wants for name, wants in TENSORS["verify_exact"].items() if name != "draft_lse"}
 OPTIONAL = {
     "verify_exact": ("draft_logits", "temperature", "draft_lse"),
+    "verify_block": ("draft_logits", "temperature", "draft_lse"),
     "verify_sigmoid": ("temperature",),
     "sample": ("temperature",),
 }
@@ -65,7 +67,7 @@ NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "alpha": ("a finite number below 0", (0.0, 1.0, -torch.inf, torch.inf, torch.nan)),
     "beta": ("a finite number above 0", (0.0, -1.0, torch.inf, -torch.inf, torch.nan)),
 }
-NUMBERS_OF = {"verify_exact": ("lenience",), "verify_sigmoid": ("alpha", "beta"), "sample": ()}
+NUMBERS_OF = {"verify_exact": ("lenience",), "verify_block": (), "verify_sigmoid": ("alpha", "beta"), "sample": ()}
 
 
 def metadata_cases() -> Iterator[tuple[str, str, str, type[Exception], tuple[str, ...]]]:
@@ -199,10 +201,18 @@ def test_an_integer_is_a_number() -> None:
         assert function("verify_sigmoid", through)(**sigmoid | {"alpha": -1, "beta": 2})[0].shape == (B, K + 1)
 
 
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block"])
 @pytest.mark.parametrize("through", ["function", "op"])
-def test_draft_lse_of_a_one_hot_draft(through: str) -> None:
+def test_draft_lse_of_a_one_hot_draft(through: str, op: str) -> None:
     with pytest.raises(ValueError, match=r"^draft_lse: expected None when draft_logits is None .*got"):
-        function("verify_exact", through)(**good("verify_exact") | {"draft_logits": None})
+        function(op, through)(**good(op) | {"draft_logits": None})
+
+
+@pytest.mark.parametrize("through", ["function", "op"])
+@pytest.mark.parametrize("lenience", [0.0, 0.3, 1.0000001, 2, torch.inf, torch.nan])
+def test_blocks_have_no_lenience(through: str, lenience: float) -> None:
+    with pytest.raises(ValueError, match=rf"^lenience: expected 1.0, .*, got {float(lenience)}$"):
+        function("verify_block", through)(**good("verify_block") | {"lenience": lenience})
 
 
 def test_the_schema_is_the_contract() -> None:
@@ -215,6 +225,8 @@ def test_the_schema_is_the_contract() -> None:
     assert schemas == {
         "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {optional}, "
         f"Tensor? draft_lse=None, float lenience=1.) {result}",
+        "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {optional}, "
+        f"Tensor? draft_lse=None, float lenience=1., Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None) {result}",
         "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
         f"float alpha=-1000., float beta=1000., {optional}) {result}",
         "sample": f"specops::sample(Tensor logits, Tensor uniforms, {optional}) {result}",
@@ -255,6 +267,8 @@ TRACED = [
     ("verify_exact", "temperature", "float64", "expected float32, got float64"),
     ("verify_exact", "draft_lse", "axis 0 longer", "expected [B, K] = [2, 3], got shape [3, 3]"),
     ("verify_exact", "lenience", 1.5, "expected a number in (0, 1], got 1.5"),
+    ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
+    ("verify_block", "draft_logits", "axis 1 longer", "expected [B, K, V] = [2, 3, 11], got shape [2, 4, 11]"),
     ("verify_sigmoid", "alpha", 0.0, "expected a finite number below 0, got 0.0"),
     ("verify_sigmoid", "beta", -1.0, "expected a finite number above 0, got -1.0"),
     ("verify_sigmoid", "draft_logits", "rank below", "expected [B, K, V] = [2, 3, 11], got shape [3, 11]"),
@@ -283,6 +297,7 @@ def test_traced(op: str, name: str, what: str | float, said: str, through: str) 
         ("verify_exact", "draft_logits", [1.0], "a tensor"),
         ("verify_exact", "lenience", "1.0", "a number"),
         ("verify_exact", "lenience", True, "a number"),
+        ("verify_block", "lenience", "1.0", "a number"),
         ("verify_sigmoid", "draft_logits", None, "a tensor"),
         ("verify_sigmoid", "alpha", "-1", "a number"),
         ("sample", "uniforms", [0.5, 0.5], "a tensor"),

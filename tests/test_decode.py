@@ -34,6 +34,7 @@ from torch_specops.decode.decoder import CAPACITY_MULTIPLE
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
 from torch_specops.drafts.ngram import NGram
 from torch_specops.hf import language_model
+from torch_specops.sampling import SamplingTensors
 from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -173,7 +174,7 @@ class Ragged(DraftSource):
         self.texts = texts
 
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         at = lengths.unsqueeze(1) + torch.arange(num_draft_tokens)
         drafts = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1))
@@ -929,7 +930,7 @@ class Elsewhere(DraftSource):
         ({"num_draft_tokens": 2.0}, TypeError, "num_draft_tokens: expected an int, got <class 'float'>"),
         ({"num_draft_tokens": True}, TypeError, "num_draft_tokens: expected an int, got <class 'bool'>"),
         ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
-        ({"verify": "typical"}, ValueError, "verify: expected 'exact' or 'sigmoid', got 'typical'"),
+        ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block' or 'sigmoid', got 'typical'"),
         ({"verify": "sigmoid", "draft": None}, ValueError, "verify: 'sigmoid' .* a draft with probabilities"),
         ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, "verify: 'sigmoid' .* a draft with probabilities"),
         ({"compile": "always"}, ValueError, "compile: expected True, False or 'auto', got 'always'"),

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.compilation import compile_piece
+from torch_specops.decode import choices
 from torch_specops.decode.state import speculative_step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
@@ -146,3 +147,29 @@ def test_pieces_do_not_share_the_limit_of_recompilations() -> None:
         shared(shape)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         shared(shapes[-1])
+
+
+def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(choices, "STEPS_THAT_PAY", 12)
+    prompt = PROMPTS[:1]
+
+    def stats_of(decoder: SpeculativeDecoder, max_new_tokens: int) -> tuple[bool, str]:
+        output = decoder.generate(prompt, max_new_tokens=max_new_tokens, eos_token_id=())
+        return decoder.compiled, output.stats.compiled
+
+    # Without drafts every token is a step.
+    assert stats_of(SpeculativeDecoder(tiny("llama")), 11) == (
+        False,
+        "eager: on cpu compiling pays after about 12 steps, and 11 are done or certain",
+    )
+    assert stats_of(SpeculativeDecoder(tiny("llama")), 12)[0]
+    # With three drafts a step may emit four tokens, so 47 tokens are certain to need 11.75 steps, no more.
+    assert not stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 47)[0]
+    assert stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 48)[0]
+    # Padding among the drafts costs a compiled step as much as drafts do.
+    assert not stats_of(SpeculativeDecoder(tiny("llama"), PromptLookup(), num_draft_tokens=3), 48)[0]
+    # The steps of earlier prompts count, and what was compiled stays.
+    decoder = SpeculativeDecoder(tiny("llama"))
+    assert [stats_of(decoder, length)[0] for length in (6, 5, 1, 1)] == [False, False, True, True]
+    assert not SpeculativeDecoder(tiny("llama"), compile=False).compiled

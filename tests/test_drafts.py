@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
+from torch_specops.sampling import SamplingTensors
 
 
 def lookup_by_loops(tokens: list[int], num_draft_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -123,7 +124,7 @@ def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
     source = ModelDraft(PairModel(TABLE))
     tokens, lengths = start(source, ROWS)
     temperatures = torch.full((3,), temperature)
-    draft = source.propose(tokens, lengths, 4, temperatures, SEEDS)
+    draft = source.propose(tokens, lengths, 4, SamplingTensors(temperatures), SEEDS)
     assert draft.logits is not None and draft.lse is not None
     assert draft.tokens.shape == draft.lse.shape == (3, 4) and draft.logits.shape == (3, 4, V)
     uniforms = torch_specops.uniforms(SEEDS, lengths, 4, "propose")
@@ -143,7 +144,7 @@ def test_model_draft_reads_two_tokens_first_and_then_one() -> None:
     # The prompts are read but for the two newest tokens of the longest.
     assert [reading.shape[1] for reading in model.readings] == [3]
     model.readings.clear()
-    source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+    source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
     # A text of one token has no second newest.
     assert [reading.tolist() for reading in model.readings] == [
         [[3, 4], [0, 0], [0, 1]],
@@ -169,7 +170,7 @@ def test_model_draft_never_lags() -> None:
     source = ModelDraft(PairModel(TABLE))
     tokens, lengths = start(source, ROWS)
     for num_accepted in ACCEPTANCES:
-        draft = source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+        draft = source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
         assert draft.logits is not None
         for row in range(3):
             text = tokens[row, : lengths[row]].tolist()
@@ -190,7 +191,7 @@ def test_a_transformer_draft_never_lags(family: str) -> None:
     source = ModelDraft(language_model(model))
     tokens, lengths = start(source, [list(prompt[-5:]) for prompt in PROMPTS])
     for num_accepted in ACCEPTANCES:
-        draft = source.propose(tokens, lengths, 3, torch.ones(3), SEEDS)
+        draft = source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
         assert draft.logits is not None
         for row in range(3):
             text = tokens[row, : lengths[row]].tolist()
@@ -206,7 +207,9 @@ def test_model_draft_begins_anew_with_another_batch() -> None:
         drafts = []
         for each in (source, ModelDraft(PairModel(TABLE))):
             tokens, lengths = start(each, rows)
-            drafts.append(each.propose(tokens, lengths, 3, torch.ones(len(rows)), SEEDS[: len(rows)]).tokens)
+            drafts.append(
+                each.propose(tokens, lengths, 3, SamplingTensors(torch.ones(len(rows))), SEEDS[: len(rows)]).tokens
+            )
         assert torch.equal(*drafts)
 
 
@@ -215,7 +218,7 @@ def test_model_draft_survives_a_row_without_a_law() -> None:
     table[:, 1] = -torch.inf
     source = ModelDraft(PairModel(table))
     tokens, lengths = start(source, [[2, 1], [2, 3]])
-    draft = source.propose(tokens, lengths, 2, torch.ones(2), SEEDS[:2])
+    draft = source.propose(tokens, lengths, 2, SamplingTensors(torch.ones(2)), SEEDS[:2])
     assert draft.tokens[0, 0] == -1 and draft.tokens[1, 0] >= 0
 
 

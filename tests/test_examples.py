@@ -91,6 +91,13 @@ def test_quantised_draft(run: Run) -> None:
     assert "int4 copy: " in run("quantised_draft.py", "--weights", "int4", "--max-new-tokens", "4")
 
 
+def test_check_law(run: Run) -> None:
+    wrong, right = run("check_law.py", "--trials", "5000").split("q after top-k:")
+    assert "The loop does not have the target's law, first at position 0: total variation 0." in wrong
+    assert "No bias seen in 5,000 trials." in right
+    assert len(re.findall("breaks$", wrong, re.MULTILINE)) >= 2 and "breaks" not in right
+
+
 def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]) -> None:
     graphs = []
 

@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).with_name("interpret_kernels.py")
 # off the 16-byte boundary.
 RUNS = [
     ("verify_exact", 32, (1, 67)),
+    ("verify_block", 32, (1, 67)),
     ("verify_sigmoid", 32, (1, 67)),
     ("sample", 32, (1, 2, 37, 64, 131)),
     ("sample", 256, (37, 600)),

@@ -13,7 +13,7 @@ import torch_specops
 pytest.importorskip("triton")
 
 from torch_specops.kernels import sample
-from torch_specops.kernels.verify import exact, sigmoid
+from torch_specops.kernels.verify import block, exact, sigmoid
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 5, 50257
 
@@ -43,6 +43,10 @@ def arguments(op: str, option: str) -> dict[str, Any]:
         ("verify_exact", "draft_lse", 3),
         ("verify_exact", "one-hot", 3),
         ("verify_exact", "temperature", 3),
+        ("verify_block", "none", 4),
+        ("verify_block", "draft_lse", 4),
+        ("verify_block", "one-hot", 4),
+        ("verify_block", "temperature", 4),
         ("verify_sigmoid", "none", 2),
         ("verify_sigmoid", "temperature", 2),
         ("sample", "none", 2),
@@ -67,7 +71,7 @@ def test_fake_cuda_tensors_reach_the_launchers(
 
             return launch
 
-    for module in (exact, sigmoid, sample):
+    for module in (block, exact, sigmoid, sample):
         monkeypatch.setattr(module, "wrap_triton", Recorded)
     with FakeTensorMode():
         first, second = getattr(torch_specops, op)(**arguments(op, option))
@@ -78,19 +82,19 @@ def test_fake_cuda_tensors_reach_the_launchers(
     assert all(size > 0 for _, grid in launched for size in grid)
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_sigmoid", "sample"])
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
 def test_fake_tensors_pass_through_wrap_triton(op: str) -> None:
     with FakeTensorMode():
         first, _ = getattr(torch_specops, op)(**arguments(op, "temperature"))
     assert first.dtype == torch.int64
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_sigmoid", "sample"])
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
 def test_no_sequence_no_launch(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(kernel: Any) -> Any:
         raise AssertionError("a kernel was launched over an empty grid")
 
-    for module in (exact, sigmoid, sample):
+    for module in (block, exact, sigmoid, sample):
         monkeypatch.setattr(module, "wrap_triton", refuse)
     with FakeTensorMode():
         empty = {

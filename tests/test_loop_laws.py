@@ -20,6 +20,7 @@ import torch
 from conftest import Report
 from tiny_models import PairModel, padded, perturbed, random_table, tiny
 from torch import Tensor, nn
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -28,6 +29,7 @@ from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, 
 from torch_specops.drafts import model as model_draft
 from torch_specops.drafts.ngram import NGram
 from torch_specops.hf import TransformersModel
+from torch_specops.sampling import SamplingTensors
 from torch_specops.testing import chi_square
 
 V = 6
@@ -35,7 +37,7 @@ TRIALS = 24_000
 # A transformer takes longer, and wrong loops show sooner.
 FEWER_TRIALS = 10_000
 SEED = 1000
-NUM_LAWS = 40
+NUM_LAWS = 64
 ALPHA = 1e-4 / NUM_LAWS
 PROMPTS = ([1, 0, 2, 0, 3, 0], [4, 5, 4])
 LENGTH = 3
@@ -47,10 +49,16 @@ def first_tokens(
     num_draft_tokens: int,
     temperature: float | Tensor = 1.0,
     trials: int = TRIALS,
+    verify: str = "exact",
+    **filters: Any,
 ) -> Tensor:
     """[trials, 3]; even rows follow the first prompt, odd rows the second one."""
     decoder = SpeculativeDecoder(
-        target, draft, num_draft_tokens=num_draft_tokens, sampling=SamplingParams(temperature=temperature)
+        target,
+        draft,
+        num_draft_tokens=num_draft_tokens,
+        sampling=SamplingParams(temperature=temperature, **filters),
+        verify=verify,
     )
     input_ids, mask = (tensor.repeat(trials // 2, 1) for tensor in padded(PROMPTS, "left"))
     output = decoder.generate(
@@ -65,9 +73,18 @@ def p_values(tokens: Tensor, laws: list[Tensor]) -> list[float]:
     return [chi_square(torch.bincount(text[row::2], minlength=V**3), law.flatten()) for row, law in enumerate(laws)]
 
 
-def pair_laws(table: Tensor, temperature: float = 1.0) -> list[Tensor]:
+def filtered(logits: Tensor, **filters: Any) -> Tensor:
+    """What transformers leaves of logits [.., V]."""
+    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    rows = logits.reshape(-1, V)
+    for name in (name for name in warpers if name in filters):
+        rows = warpers[name](filters[name])(None, rows)
+    return rows.reshape(logits.shape)
+
+
+def pair_laws(table: Tensor, temperature: float = 1.0, **filters: Any) -> list[Tensor]:
     """[V, V, V] for each prompt."""
-    p = torch.softmax(table.double() / temperature, -1)
+    p = torch.softmax(filtered(table.double() / temperature, **filters), -1)
     laws = []
     for prompt in PROMPTS:
         first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
@@ -139,6 +156,39 @@ def test_sampled_text_has_the_law_of_the_target(
     expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_draft_tokens", "verify", "filters"),
+    [
+        ("nothing", 1, "exact", {"top_k": 3, "top_p": 0.8}),
+        ("close", 2, "exact", {"top_k": 3}),
+        ("opposite", 2, "exact", {"top_p": 0.7}),
+        ("close", 3, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("n-gram with counts", 2, "exact", {"min_p": 0.3}),
+        ("prompt lookup", 3, "exact", {"top_k": 4, "top_p": 0.85}),
+        ("close", 2, "block", {}),
+        ("opposite", 3, "block", {}),
+        ("close", 3, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("prompt lookup", 2, "block", {"top_k": 4}),
+        ("n-gram with counts", 3, "block", {"top_p": 0.8}),
+    ],
+)
+def test_sampled_text_has_the_law_of_the_filtered_target(
+    kind: str, num_draft_tokens: int, verify: str, filters: dict[str, float], report: Report
+) -> None:
+    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, 1.2, verify=verify, **filters)
+    name = f"{kind} draft, K = {num_draft_tokens}, {verify}, {filters}"
+    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, 1.2, **filters)))
+
+
+def test_mixed_filters_have_their_own_laws(report: Report) -> None:
+    """Rows with a filter and rows without one share the batch."""
+    top_k = torch.tensor([0, 2, 4])[torch.arange(TRIALS) // 2 % 3]
+    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 2, top_k=top_k)
+    for value in (0, 2, 4):
+        laws = pair_laws(TARGET, **({"top_k": value} if value else {}))
+        expect_laws(report, f"mixed batch, top_k = {value}", p_values(tokens[top_k == value], laws))
+
+
 def tiny_transformer() -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     return tiny("llama", vocab=V, num_attention_heads=1, num_key_value_heads=1, **sizes).float()
@@ -171,9 +221,20 @@ class AnotherTemperature(ModelDraft):
     """Draws at temperature 1 what is verified at the target's."""
 
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        draft = super().propose(tokens, lengths, num_draft_tokens, torch.ones_like(temperature), seeds)
+        at_one = SamplingTensors(torch.ones_like(sampling.temperature))
+        draft = super().propose(tokens, lengths, num_draft_tokens, at_one, seeds)
+        return Draft(draft.tokens, draft.logits)
+
+
+class Unfiltered(ModelDraft):
+    """Draws from the whole vocabulary what is verified as if it had been filtered."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        draft = super().propose(tokens, lengths, num_draft_tokens, SamplingTensors(sampling.temperature), seeds)
         return Draft(draft.tokens, draft.logits)
 
 
@@ -200,6 +261,14 @@ class OneBehind(ModelDraft):
 def test_a_draft_that_shows_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
     tokens = first_tokens(PairModel(TARGET), wrong(PairModel(TABLES[kind])), 2, 0.6, trials=FEWER_TRIALS)
     expect_caught(report, f"{wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("verify", ["exact", "block"])
+def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dict[str, Any], report: Report) -> None:
+    draft = Unfiltered(PairModel(TABLES["close"]))
+    tokens = first_tokens(PairModel(TARGET), draft, 2, 1.2, FEWER_TRIALS, verify, **filters)
+    expect_caught(report, f"unfiltered draft, {verify}, {filters}", p_values(tokens, pair_laws(TARGET, 1.2, **filters)))
 
 
 class ForgetfulTarget(PairModel):

@@ -16,6 +16,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.drafts.ngram import NGram
+from torch_specops.sampling import SamplingTensors
 from torch_specops.testing import chi_square
 
 Table = dict[tuple[int, ...], list[tuple[int, int]]]
@@ -51,7 +52,7 @@ def batch_of(rows: list[list[int]], spare: int = 0) -> tuple[Tensor, Tensor]:
 def propose(source: NGram, rows: list[list[int]], num_draft_tokens: int, **options: Any) -> Draft:
     tokens, lengths = batch_of(rows, options.get("spare", 0))
     temperature = options.get("temperature", torch.ones(len(rows)))
-    return source.propose(tokens, lengths, num_draft_tokens, temperature, torch.arange(len(rows)) + 11)
+    return source.propose(tokens, lengths, num_draft_tokens, SamplingTensors(temperature), torch.arange(len(rows)) + 11)
 
 
 def random_text(vocab_size: int, length: int, seed: int) -> Tensor:
@@ -192,9 +193,10 @@ def test_a_row_does_not_depend_on_its_batch(probabilities: bool) -> None:
     rows = [[3, 1, 4], [1], [5, 8, 2, 6, 5], [0, 0]]
     tokens, lengths = batch_of(rows)
     temperature, seeds = torch.tensor([0.0, 0.4, 1.0, 2.0]), torch.tensor([5, 6, 7, 8])
-    together = source.propose(tokens, lengths, 8, temperature, seeds)
+    together = source.propose(tokens, lengths, 8, SamplingTensors(temperature), seeds)
     for i, row in enumerate(rows):
-        alone = source.propose(torch.tensor([row]), lengths[i : i + 1], 8, temperature[i : i + 1], seeds[i : i + 1])
+        alone_at = SamplingTensors(temperature[i : i + 1])
+        alone = source.propose(torch.tensor([row]), lengths[i : i + 1], 8, alone_at, seeds[i : i + 1])
         assert torch.equal(alone.tokens[0], together.tokens[i])
 
 
@@ -221,14 +223,14 @@ def test_inputs_are_not_changed() -> None:
     before = text.clone(), tokens.clone(), lengths.clone()
     for probabilities in (False, True):
         source = NGram.from_tokens(text, vocab_size=6, probabilities=probabilities)
-        source.propose(tokens, lengths, 4, torch.ones(2), torch.tensor([1, 2]))
+        source.propose(tokens, lengths, 4, SamplingTensors(torch.ones(2)), torch.tensor([1, 2]))
     assert all(torch.equal(a, b) for a, b in zip(before, (text, tokens, lengths), strict=True))
 
 
 def compiled_propose(source: NGram, backend: str) -> Any:
     @torch.compile(fullgraph=True, dynamic=False, backend=backend)
     def run(tokens: Tensor, lengths: Tensor, temperature: Tensor, seeds: Tensor) -> tuple[Tensor | None, ...]:
-        draft = source.propose(tokens, lengths, 2, temperature, seeds)
+        draft = source.propose(tokens, lengths, 2, SamplingTensors(temperature), seeds)
         return draft.tokens, draft.logits, draft.lse
 
     return run
@@ -245,7 +247,7 @@ def test_compiled_gives_the_same(probabilities: bool, backend: str) -> None:
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.5])
     for step in range(6):
         arguments = (tokens, torch.tensor([1, 2, 5, 7]) + step % 5, temperature, torch.arange(4) + 100 * step)
-        expected = source.propose(arguments[0], arguments[1], 2, *arguments[2:])
+        expected = source.propose(*arguments[:2], 2, SamplingTensors(temperature), arguments[3])
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             got_tokens, got_logits, got_lse = compiled(*arguments)
         assert torch.equal(got_tokens, expected.tokens)
@@ -276,7 +278,7 @@ def emit(source: DraftSource, num_draft_tokens: int, temperature: float, draft_t
     lengths, seeds = torch.ones(TRIALS, dtype=torch.int64), torch.arange(TRIALS)
     t, draft_t = torch.full((TRIALS,), temperature), torch.full((TRIALS,), draft_temperature)
     for _ in range(LENGTH):
-        draft = source.propose(tokens, lengths, num_draft_tokens, draft_t, seeds)
+        draft = source.propose(tokens, lengths, num_draft_tokens, SamplingTensors(draft_t), seeds)
         last = tokens.gather(1, lengths.unsqueeze(1) - 1)
         output, n = torch_specops.verify_exact(
             target[torch.cat([last, draft.tokens], 1)],
@@ -331,9 +333,9 @@ def test_logits_of_all_continuations_are_caught() -> None:
     full = NGram.from_tokens(random_text(V, 600, seed=6), vocab_size=V, probabilities=True)
 
     class Wrong(DraftSource):
-        def propose(self, tokens: Tensor, lengths: Tensor, k: int, temperature: Tensor, seeds: Tensor) -> Draft:
-            drawn = kept.propose(tokens, lengths, k, temperature, seeds)
-            return Draft(drawn.tokens, full.propose(tokens, lengths, k, temperature, seeds).logits)
+        def propose(self, tokens: Tensor, lengths: Tensor, k: int, sampling: SamplingTensors, seeds: Tensor) -> Draft:
+            drawn = kept.propose(tokens, lengths, k, sampling, seeds)
+            return Draft(drawn.tokens, full.propose(tokens, lengths, k, sampling, seeds).logits)
 
     values = p_values(emit(Wrong(), 1, 0.8, 0.8), 0.8)
     assert min(values.values()) < ALPHA, values
@@ -393,7 +395,7 @@ def test_bad_proposal(arguments: dict[str, Any], error: type[Exception], message
         "tokens": torch.zeros(2, 3, dtype=torch.int64),
         "lengths": torch.tensor([3, 1]),
         "num_draft_tokens": 2,
-        "temperature": torch.ones(2),
+        "sampling": SamplingTensors(torch.ones(2)),
         "seeds": torch.tensor([1, 2]),
     }
     source = NGram.from_tokens(TEXT, vocab_size=4)

@@ -73,6 +73,10 @@ EXACT_CHANGES: dict[str, Callable[[dict], dict]] = {
     "draft_lse, temperature": lambda i: {"draft_lse": lse(i), "temperature": torch.ones(3)},
     "lenience": lambda i: {"lenience": 0.5},
 }  # fmt: skip
+BLOCK_CHANGES: dict[str, Callable[[dict], dict]] = {
+    **{name: change for name, change in EXACT_CHANGES.items() if "lenience" not in name},
+    "lenience of 1": lambda i: {"lenience": 1.0},
+}
 SIGMOID_CHANGES: dict[str, Callable[[dict], dict]] = {
     **VERIFY_CHANGES,
     "alpha and beta": lambda i: {"alpha": -1.0, "beta": 2.0},
@@ -102,6 +106,12 @@ def test_verify_exact(name: str) -> None:
     check("verify_exact", inputs | EXACT_CHANGES[name](inputs))
 
 
+@pytest.mark.parametrize("name", BLOCK_CHANGES)
+def test_verify_block(name: str) -> None:
+    inputs = verify_inputs()
+    check("verify_block", inputs | BLOCK_CHANGES[name](inputs))
+
+
 @pytest.mark.parametrize("name", SIGMOID_CHANGES)
 def test_verify_sigmoid(name: str) -> None:
     inputs = verify_inputs()
@@ -116,11 +126,12 @@ def test_sample(name: str) -> None:
 
 def test_no_optional_argument_is_left_out() -> None:
     assert names_all_optional_arguments("verify_exact", verify_inputs(), EXACT_CHANGES)
+    assert names_all_optional_arguments("verify_block", verify_inputs(), BLOCK_CHANGES)
     assert names_all_optional_arguments("verify_sigmoid", verify_inputs(), SIGMOID_CHANGES)
     assert names_all_optional_arguments("sample", sample_inputs(), SAMPLE_CHANGES)
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_sigmoid"])
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid"])
 @pytest.mark.parametrize(("batch", "num_drafts"), [(3, 0), (0, 4), (1, 1)])
 def test_verify_sizes(op: str, batch: int, num_drafts: int) -> None:
     """Without B = K = 0: opcheck itself cannot clone a tensor [0, 0, V] (torch 2.13, negative storage size)."""
@@ -129,8 +140,9 @@ def test_verify_sizes(op: str, batch: int, num_drafts: int) -> None:
     check(op, inputs | {"temperature": torch.zeros(batch)})
 
 
-def test_one_hot_drafts_without_drafts() -> None:
-    check("verify_exact", verify_inputs(num_drafts=0) | {"draft_logits": None})
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block"])
+def test_one_hot_drafts_without_drafts(op: str) -> None:
+    check(op, verify_inputs(num_drafts=0) | {"draft_logits": None})
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -141,11 +153,12 @@ def test_sample_sizes(rows: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dtypes(dtype: torch.dtype) -> None:
     check("verify_exact", verify_inputs(dtype=dtype))
+    check("verify_block", verify_inputs(dtype=dtype))
     check("verify_sigmoid", verify_inputs(dtype=dtype))
     check("sample", sample_inputs(dtype=dtype))
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_sigmoid", "sample"])
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
 def test_logits_that_require_grad(op: str) -> None:
     """The ops are not differentiable: no output asks for a gradient, so a model outside `no_grad` can use them."""
     inputs = sample_inputs() if op == "sample" else verify_inputs()

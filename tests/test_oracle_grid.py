@@ -18,7 +18,8 @@ import torch_specops
 from torch_specops import reference
 from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
 
-OPS = ["verify_exact", "verify_sigmoid", "sample"]
+VERIFY_OPS = ["verify_exact", "verify_block", "verify_sigmoid"]
+OPS = [*VERIFY_OPS, "sample"]
 # Smaller than a tile of any backend, odd, around the tile of the CPU search, and of several tiles with a rest.
 VOCAB_SIZES = [1, 2, 3, 17, 600, 1025]
 # Some of the cases only: the oracle is slow.
@@ -190,12 +191,12 @@ def neighbours_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
 
 WRONG = [
     (shifted_cdf, OPS),
-    (not_strict, ["verify_exact", "verify_sigmoid"]),
+    (not_strict, VERIFY_OPS),
     (zero_filled, OPS),
     (nan_as_zero, OPS),
     (half_precision, OPS),
-    (unwritten_tail, ["verify_exact", "verify_sigmoid"]),
-    (counts_the_next_token, ["verify_exact", "verify_sigmoid"]),
+    (unwritten_tail, VERIFY_OPS),
+    (counts_the_next_token, VERIFY_OPS),
     (ignores_temperature, OPS),
     (neighbours_uniforms, OPS),
 ]

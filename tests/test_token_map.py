@@ -17,6 +17,7 @@ from torch_specops.decode import GenerationOutput
 from torch_specops.drafts import Draft, LanguageModel, ModelDraft
 from torch_specops.drafts.token_map import TokenMap, twin_tokens
 from torch_specops.hf import language_model
+from torch_specops.sampling import SamplingTensors
 from torch_specops.testing import chi_square
 
 GREEDY = torch_specops.SamplingParams(temperature=0.0)
@@ -116,9 +117,9 @@ class UnmappedLaw(ModelDraft):
     """The wrong draft: tokens in the target's vocabulary, logits in the order of the draft's."""
 
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        draft = super().propose(tokens, lengths, num_draft_tokens, temperature, seeds)
+        draft = super().propose(tokens, lengths, num_draft_tokens, sampling, seeds)
         assert draft.logits is not None
         order = torch.cat([TWINS[TWINS >= 0], torch.tensor([V - 1])])
         return Draft(draft.tokens, draft.logits[..., order], draft.lse)

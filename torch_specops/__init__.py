@@ -10,9 +10,9 @@ from types import ModuleType
 
 from . import drafts, ops
 from .decode import GenerationOutput, SpeculativeDecoder, generate
-from .sampling import SamplingParams, sample
+from .sampling import SamplingParams, filter_logits, sample
 from .uniforms import uniforms
-from .verification import verify_exact, verify_sigmoid
+from .verification import verify_block, verify_exact, verify_sigmoid
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,10 +20,12 @@ __all__ = [
     "SamplingParams",
     "SpeculativeDecoder",
     "drafts",
+    "filter_logits",
     "generate",
     "ops",
     "sample",
     "uniforms",
+    "verify_block",
     "verify_exact",
     "verify_sigmoid",
 ]

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "check_filter_logits",
+    "check_int",
     "check_numbers",
     "check_optional_tensors",
     "check_sample",
     "check_tensors",
+    "check_verify_block",
     "check_verify_exact",
     "check_verify_sigmoid",
 ]
@@ -31,6 +34,10 @@ def check_verify_exact(
     temperature: Tensor | None,
     draft_lse: Tensor | None,
     lenience: float,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    argmax_lenience: float,
 ) -> None:
     _check_verify(target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature)
     if draft_lse is not None:
@@ -43,6 +50,28 @@ def check_verify_exact(
         _check("draft_lse", draft_lse, (batch, num_drafts), "[B, K]", FLOAT32, target_logits.device)
     if not 0.0 < lenience <= 1.0:
         raise ValueError(f"lenience: expected a number in (0, 1], got {lenience}")
+    _check_filters(top_k, top_p, min_p, (target_logits.shape[0],), "[B]", target_logits.device)
+    if not 0.0 < argmax_lenience <= 1.0:
+        raise ValueError(f"argmax_lenience: expected a number in (0, 1], got {argmax_lenience}")
+
+
+def check_verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None,
+    draft_lse: Tensor | None,
+    lenience: float,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> None:
+    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature, draft_lse)
+    if lenience != 1.0:
+        raise ValueError(f"lenience: expected 1.0, the only one that block verification has, got {lenience}")
+    check_verify_exact(*data, lenience, top_k, top_p, min_p, argmax_lenience=1.0)
 
 
 def check_verify_sigmoid(
@@ -63,13 +92,43 @@ def check_verify_sigmoid(
         raise ValueError(f"beta: expected a finite number above 0, got {beta}")
 
 
-def check_sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> None:
+def check_sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> None:
+    check_filter_logits(logits, temperature, top_k, top_p, min_p)
+    _check("uniforms", uniforms, (logits.shape[0],), "[N]", UNIFORMS, logits.device)
+
+
+def check_filter_logits(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> None:
     _check_rank("logits", logits, "[N, V]", LOGITS)
-    rows = logits.shape[0]
     _check_vocabulary("logits", logits)
-    _check("uniforms", uniforms, (rows,), "[N]", UNIFORMS, logits.device)
+    rows = (logits.shape[0],)
     if temperature is not None:
-        _check("temperature", temperature, (rows,), "[N]", FLOAT32, logits.device)
+        _check("temperature", temperature, rows, "[N]", FLOAT32, logits.device)
+    _check_filters(top_k, top_p, min_p, rows, "[N]", logits.device)
+
+
+def _check_filters(
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    shape: tuple[int, ...],
+    axes: str,
+    device: torch.device,
+) -> None:
+    if top_k is not None:
+        _check("top_k", top_k, shape, axes, TOKENS, device)
+    if top_p is not None:
+        _check("top_p", top_p, shape, axes, FLOAT32, device)
+    if min_p is not None:
+        _check("min_p", min_p, shape, axes, FLOAT32, device)
 
 
 def _check_verify(
@@ -159,3 +218,10 @@ def check_numbers(**arguments: object) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name}: expected a number, got {type(value)}")
+
+
+def check_int(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected a number >= {least}, got {value}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RaggedKeyValues", "visible_slots"]
+__all__ = ["RaggedKeyValues", "visible_slots", "within_window"]
 
 
 class RaggedKeyValues:
@@ -48,3 +48,17 @@ def visible_slots(positions: Tensor, capacity: int, window: int | None = None) -
     position = positions[:, None, :, None]
     visible = slot <= position
     return visible if window is None else visible & (slot > position - window)
+
+
+def within_window(visible: Tensor, positions: Tensor, slot_positions: Tensor, window: int | None = None) -> Tensor:
+    """[B, 1, n, S] bool: what is left of `visible` in a layer with a window, where slots hold any positions.
+
+    Args:
+        visible: [B, n, S] bool: the slots that hold a token's own text.
+        positions: [B, n] int64.
+        slot_positions: [B, S] int64.
+        window: as in `visible_slots`.
+    """
+    if window is not None:
+        visible = visible & (slot_positions.unsqueeze(1) > positions.unsqueeze(2) - window)
+    return visible.unsqueeze(1)

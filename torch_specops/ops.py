@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import checks, cpu
 
-__all__ = ["sample", "verify_exact", "verify_sigmoid"]
+__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
 
 def _source_digest() -> str:
@@ -57,15 +57,43 @@ def verify_exact(
     temperature: Tensor | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    argmax_lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*data, temperature, draft_lse, lenience)
+    args = (*data, temperature, draft_lse, lenience, top_k, top_p, min_p, argmax_lenience)
     checks.check_verify_exact(*args)
     if target_logits.device.type != "cuda":
         return cpu.verify_exact(*args)
     from .kernels import verify
 
     return verify.verify_exact(*args)
+
+
+@_triton_op("specops::verify_block")
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    args = (*data, temperature, draft_lse, lenience, top_k, top_p, min_p)
+    checks.check_verify_block(*args)
+    if target_logits.device.type != "cuda":
+        return cpu.verify_block(*args)
+    from .kernels import verify
+
+    return verify.verify_block(*args)
 
 
 @_triton_op("specops::verify_sigmoid")
@@ -90,22 +118,75 @@ def verify_sigmoid(
 
 
 @_triton_op("specops::sample")
-def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    checks.check_sample(logits, uniforms, temperature)
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    args = (logits, uniforms, temperature, top_k, top_p, min_p)
+    checks.check_sample(*args)
     if logits.device.type != "cuda":
-        return cpu.sample(logits, uniforms, temperature)
+        return cpu.sample(*args)
     from .kernels import sample as kernel
 
-    return kernel.sample(logits, uniforms, temperature)
+    return kernel.sample(*args)
 
 
-def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(*output)
+@_triton_op("specops::filter_logits")
+def filter_logits(
+    logits: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    args = (logits, temperature, top_k, top_p, min_p)
+    checks.check_filter_logits(*args)
+    if logits.device.type != "cuda":
+        return cpu.filter_logits(*args)
+    from .kernels import filter as kernel
+
+    return kernel.filter_logits(*args)
+
+
+def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*((output,) if isinstance(output, Tensor) else output))
 
 
 def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
-    raise RuntimeError("specops::sample has no gradient")
+    raise RuntimeError("the specops ops have no gradient")
 
 
-# Without this, lse asks for the gradient of logits that require one, and a compiled model outside no_grad fails.
+# Without this, floating-point outputs ask for the gradient of logits that require one, and a compiled model outside
+# no_grad fails.
 sample.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
+filter_logits.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
+
+
+def _register_vmap(op: Any) -> None:
+    """torch.func.vmap: what is mapped over joins the rows, which do not see each other."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def joined(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            mapped = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            return mapped.flatten(0, 1)
+
+        def parted(result: Tensor) -> Tensor:
+            # Said in full: a batch of none leaves no size to be inferred.
+            return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
+
+        result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))
+        if isinstance(result, Tensor):
+            return parted(result), 0
+        return tuple(parted(each) for each in result), (0,) * len(result)
+
+    op.register_vmap(rule)
+
+
+for _op in (verify_exact, verify_sigmoid, sample, filter_logits):
+    _register_vmap(_op)

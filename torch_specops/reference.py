@@ -3,7 +3,8 @@
 Symbols (docs/math.md): p is the target's distribution, q the draft's, x a draft token, u and s the uniforms of
 the acceptance test and of the next token, l the lenience, n the number of accepted drafts.
 Paper: Leviathan et al. 2023 (arXiv 2211.17192) Algorithm 1 and appendix A.5; Chen et al. 2023 (arXiv 2302.01318)
-Algorithm 2; Wagner et al. 2024 (arXiv 2406.11016) equation 5 for the sigmoid law.
+Algorithm 2; Wagner et al. 2024 (arXiv 2406.11016) equation 5 for the sigmoid law; Sun et al. 2024 (arXiv 2403.10444)
+Algorithm 2 for blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "filter_bounds",
+    "filter_logits",
+    "filtered",
     "inverse_cdf",
     "probabilities",
     "sample",
     "scaled_logits",
     "score_logits",
     "sigmoid_scores",
+    "verify_block",
     "verify_exact",
     "verify_sigmoid",
 ]
@@ -74,6 +79,84 @@ def argmax(logits: Tensor) -> int:
     return -1 if z.max() == -math.inf else int((z == z.max()).nonzero()[0])
 
 
+def filter_bounds(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> tuple[float, int]:
+    """(cut, first) of a [V] row: what is kept are the v with x_v > cut, and those with x_v = cut and v >= first.
+
+    x are the logits with NaN as -inf and +inf as the largest float32, so that (-inf, 0) keeps every finite entry and
+    (inf, V) none. A greedy row keeps all; a row without a lawful temperature, top_p or min_p none.
+    """
+    if temperature == 0:
+        return -math.inf, 0
+    if not temperature > 0 or math.isnan(top_p) or math.isnan(min_p):
+        return math.inf, len(logits)
+    if top_k <= 0 and top_p >= 1 and min_p <= 0:
+        return -math.inf, 0
+    x, z = scaled_logits(logits, 0.0).tolist(), scaled_logits(logits, temperature).tolist()
+    # Among equal logits the higher index comes first.
+    kept = sorted((v for v in range(len(x)) if x[v] > -math.inf), key=lambda v: (x[v], v), reverse=True)
+    if not kept:
+        return -math.inf, 0
+
+    if 0 < top_k < len(kept):
+        kth = x[kept[top_k - 1]]
+        kept = [v for v in kept if x[v] >= kth]
+    z_max = z[kept[0]]
+    if top_p < 1:
+        weights = [math.exp(z[v] - z_max) for v in kept]
+        total = sum(weights)
+        num_kept, before = 1, weights[0]
+        while num_kept < len(kept) and before < top_p * total:
+            before += weights[num_kept]
+            num_kept += 1
+        kept = kept[:num_kept]
+    if min_p > 0:
+        lowest = min(math.log(min_p), 0.0)
+        kept = [v for v in kept if z[v] - z_max >= lowest]
+    return x[kept[-1]], min(v for v in kept if x[v] == x[kept[-1]])
+
+
+def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """[V] the logits with what the filters remove, and NaN, as -inf."""
+    x = scaled_logits(logits, 0.0)
+    cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
+    kept = (x > cut) | ((x == cut) & (torch.arange(len(x)) >= first))
+    return torch.where(kept & (x > -math.inf), logits, -math.inf)
+
+
+def _filters(r: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> tuple[int, float, float]:
+    return (
+        0 if top_k is None else int(top_k[r]),
+        1.0 if top_p is None else float(top_p[r]),
+        0.0 if min_p is None else float(min_p[r]),
+    )
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """`specops::filter_logits` by its law; shapes and dtypes as in `torch_specops.filter_logits`."""
+    output = torch.empty(logits.shape, dtype=logits.dtype)
+    for r in range(logits.shape[0]):
+        t = 1.0 if temperature is None else float(temperature[r])
+        output[r] = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
+    return output
+
+
+def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
+    """Whether a greedy row takes x: the argmax, or with lenience l < 1 any x of p(x) >= l max p, p the softmax at
+    temperature 1 (Leviathan et al. appendix A.5)."""
+    if argmax_lenience == 1:
+        return x == argmax(logits)
+    z = scaled_logits(logits, 0.0)
+    return bool(z[x] > -math.inf) and float(z[x] - z.max()) >= math.log(argmax_lenience)
+
+
 def verify_exact(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -83,6 +166,10 @@ def verify_exact(
     temperature: Tensor | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    argmax_lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
     num_rows, num_drafts = draft_tokens.shape
@@ -92,6 +179,7 @@ def verify_exact(
 
     for b in range(num_rows):
         t = 1.0 if temperature is None else float(temperature[b])
+        filters = _filters(b, top_k, top_p, min_p)
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -99,10 +187,10 @@ def verify_exact(
             if not 0 <= x < vocab_size or not t >= 0:
                 break
             if t == 0:
-                accepted = x == argmax(target_logits[b, i])
+                accepted = accepts_greedily(target_logits[b, i], x, argmax_lenience)
             else:
-                p = probabilities(target_logits[b, i], t)
-                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, vocab_size)
+                p = probabilities(filtered(target_logits[b, i], t, *filters), t)
+                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
                 accepted = bool(q[x] > 0) and float(accept_uniforms[b, i]) * lenience * float(q[x]) < float(p[x])
             if not accepted:
                 break
@@ -114,9 +202,9 @@ def verify_exact(
         elif t == 0:
             next_token = argmax(target_logits[b, n])
         else:
-            weights = probabilities(target_logits[b, n], t)
+            weights = probabilities(filtered(target_logits[b, n], t, *filters), t)
             if n < num_drafts and 0 <= (x := int(draft_tokens[b, n])) < vocab_size:
-                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, vocab_size)
+                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, filters, vocab_size)
                 residual = (weights - q).clamp(min=0)
                 weights = residual if residual.sum() > 0 else weights
             next_token = inverse_cdf(weights, s)
@@ -125,20 +213,88 @@ def verify_exact(
     return output_tokens, num_accepted
 
 
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
+    num_rows, num_drafts = draft_tokens.shape
+    vocab_size = target_logits.shape[-1]
+    output_tokens = torch.full((num_rows, num_drafts + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(num_rows, dtype=torch.int64)
+
+    for b in range(num_rows):
+        t = 1.0 if temperature is None else float(temperature[b])
+        if not t > 0:
+            # A greedy row, or one without a law.
+            row = slice(b, b + 1)
+            args = (target_logits[row], draft_tokens[row], None, accept_uniforms[row], sample_uniforms[row])
+            output_tokens[row], num_accepted[row] = verify_exact(*args, torch.tensor([t]))
+            continue
+
+        filters = _filters(b, top_k, top_p, min_p)
+        targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
+        drafts = []
+        # P_0, P_1 .. to the end of the block: a position without a draft, or where the target has no law.
+        reach = [1.0]
+        for i in range(num_drafts):
+            x = int(draft_tokens[b, i])
+            if not 0 <= x < vocab_size:
+                break
+            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
+            if p.sum() == 0:
+                break
+            drafts.append(q)
+            reach.append(min(reach[i] * float(p[x]) / float(q[x]), 1.0) if q[x] > 0 else 0.0)
+
+        end, n = len(drafts), 0
+        residuals = [(reach[i] * targets[i] - drafts[i]).clamp(min=0) for i in range(end)]
+        for i in range(1, end + 1):
+            if i == end or reach[i] == 1:
+                h = reach[i]
+            else:
+                h = float(residuals[i].sum() / (residuals[i].sum() + 1 - reach[i]))
+            if float(accept_uniforms[b, i - 1]) < h:
+                n = i
+        weights = residuals[n] if n < end and residuals[n].sum() > 0 else targets[n]
+        output_tokens[b, :n] = draft_tokens[b, :n]
+        output_tokens[b, n] = inverse_cdf(weights, float(sample_uniforms[b]))
+        num_accepted[b] = n
+    return output_tokens, num_accepted
+
+
 def _draft_probabilities(
-    draft_logits: Tensor | None, draft_lse: Tensor | None, b: int, i: int, x: int, t: float, vocab_size: int
+    draft_logits: Tensor | None,
+    draft_lse: Tensor | None,
+    b: int,
+    i: int,
+    x: int,
+    t: float,
+    filters: tuple[int, float, float],
+    vocab_size: int,
 ) -> Tensor:
-    """[V] q_i: one-hot at x without logits, else softmax, normalised by `draft_lse` where it was given."""
+    """[V] q_i: one-hot at x without logits, else softmax of what the filters keep, normalised by `draft_lse` where it
+    was given."""
     if draft_logits is None:
         q = torch.zeros(vocab_size, dtype=torch.float64)
         q[x] = 1.0
         return q
+    kept = filtered(draft_logits[b, i], t, *filters)
     if draft_lse is None:
-        return probabilities(draft_logits[b, i], t)
+        return probabilities(kept, t)
     lse = float(draft_lse[b, i])
     if not math.isfinite(lse):
         return torch.zeros(vocab_size, dtype=torch.float64)
-    return torch.exp(scaled_logits(draft_logits[b, i], t) - lse)
+    return torch.exp(scaled_logits(kept, t) - lse)
 
 
 def verify_sigmoid(
@@ -193,19 +349,27 @@ def verify_sigmoid(
     return output_tokens, num_accepted
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """`specops::sample` by its law; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
     for r in range(logits.shape[0]):
         t = 1.0 if temperature is None else float(temperature[r])
-        z = scaled_logits(logits[r], t)
+        kept = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
+        z = scaled_logits(kept, t)
         if not t >= 0 or not (z > -math.inf).any():
             continue
         if t == 0:
             tokens[r] = argmax(logits[r])
             lse[r] = 0.0
         else:
-            tokens[r] = inverse_cdf(probabilities(logits[r], t), float(uniforms[r]))
+            tokens[r] = inverse_cdf(probabilities(kept, t), float(uniforms[r]))
             lse[r] = torch.logsumexp(z, 0).float()
     return tokens, lse

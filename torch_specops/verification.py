@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import checks, ops
 
-__all__ = ["verify_exact", "verify_sigmoid"]
+__all__ = ["verify_block", "verify_exact", "verify_sigmoid"]
 
 
 def verify_exact(
@@ -18,6 +18,10 @@ def verify_exact(
     temperature: Tensor | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    argmax_lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
 
@@ -26,6 +30,9 @@ def verify_exact(
     2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
     have exactly the target's law. Arithmetic is float32 or better. The whole law, also for NaN, masked and padded
     input, is in docs/math.md.
+
+    With filters p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
+    sampling with the same filters. No filtered copy is written.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
@@ -38,10 +45,16 @@ def verify_exact(
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
         temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. A negative or NaN value is no
             law: nothing is accepted and the next token is -1.
-        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it. Saves reading the
-            draft rows but one. A value that is not finite makes q zero.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it, with the same filters.
+            Saves reading the draft rows but one, where nothing is filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
+        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature.
+        top_p: [B] float32, as in `filter_logits`. NaN is no law, as a NaN temperature is none.
+        min_p: [B] float32, as in `filter_logits`. NaN is no law.
+        argmax_lenience: l in (0, 1], of greedy rows. 1 accepts the argmax alone and is lossless; below, a draft x is
+            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5), and the output
+            is no longer the target's greedy one. Sampled rows ignore it.
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
@@ -49,7 +62,7 @@ def verify_exact(
 
     Raises:
         TypeError: an argument that is no tensor or number, or of another dtype.
-        ValueError: a shape that does not fit, another device, a lenience out of range.
+        ValueError: a shape that does not fit, another device, a lenience or argmax_lenience out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -64,8 +77,15 @@ def verify_exact(
         accept_uniforms=accept_uniforms,
         sample_uniforms=sample_uniforms,
     )
-    checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
-    checks.check_numbers(lenience=lenience)
+    checks.check_optional_tensors(
+        draft_logits=draft_logits,
+        temperature=temperature,
+        draft_lse=draft_lse,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    checks.check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
     return ops.verify_exact(
         target_logits,
         draft_tokens,
@@ -75,6 +95,95 @@ def verify_exact(
         temperature,
         draft_lse,
         float(lenience),
+        top_k,
+        top_p,
+        min_p,
+        float(argmax_lenience),
+    )
+
+
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
+
+    With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
+    h_K = P_K, and before K h_i = S_i / (S_i + 1 - P_i), S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i. A
+    failure does not end the walk: a likely token makes up for an unlikely one before it. The next token is drawn from
+    max(P_n p - q, 0), after K acceptances from p (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
+    emitted tokens have exactly the target's law, and every number of drafts is reached at least as often as by
+    `verify_exact`; for K = 1 the two are the same. The whole law and its proof are in docs/math.md.
+
+    It reads more than `verify_exact`: besides every row once, the row pairs at which the block may still end.
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; of the block, only what comes before a row with no finite
+            entry can be accepted.
+        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and what stands behind it is not looked at.
+        draft_logits: [B, K, V] or None, as in `verify_exact`.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        temperature: [B], as in `verify_exact`; greedy rows (0) are verified token by token, as there.
+        draft_lse: [B, K], as in `verify_exact`. Here it saves reading the draft rows once, not at all.
+        lenience: 1.0. There is no lenient block verification; the argument lets one function stand in for the other.
+        top_k: [B] int64 or int32, as in `verify_exact`.
+        top_p: [B] float32, as in `verify_exact`.
+        min_p: [B] float32, as in `verify_exact`.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, a lenience other than 1.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+        >>> rows = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2))
+        >>> block = (*rows, torch.tensor([[0.9, 0.9]]), torch.tensor([0.5]))
+        >>> torch_specops.verify_exact(*block)             # 0 is rejected: p / q = 1/2
+        (tensor([[ 1, -1, -1]]), tensor([0]))
+        >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
+        (tensor([[0, 1, 1]]), tensor([2]))
+    """
+    checks.check_tensors(
+        target_logits=target_logits,
+        draft_tokens=draft_tokens,
+        accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms,
+    )
+    checks.check_optional_tensors(
+        draft_logits=draft_logits,
+        temperature=temperature,
+        draft_lse=draft_lse,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    checks.check_numbers(lenience=lenience)
+    return ops.verify_block(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        float(lenience),
+        top_k,
+        top_p,
+        min_p,
     )
 
 

@@ -37,6 +37,11 @@ ACCEPTED, DRAWN = "bold green", "yellow"
 INTERRUPTED = 130
 
 
+class VerifyName(str, Enum):
+    exact = "exact"
+    block = "block"
+
+
 class ScheduleName(str, Enum):
     constant = "constant"
     heuristic = "heuristic"
@@ -57,6 +62,12 @@ def demo(
         typer.Option(help="heuristic: 2 drafts more after a step that accepted all of them, otherwise 1 fewer."),
     ] = ScheduleName.constant,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily, 1 samples the model's law.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass; 1 = all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Sample among tokens of at least this share of the largest.")] = 0.0,
+    verify: Annotated[
+        VerifyName, typer.Option(help="exact: draft by draft; block: all drafts jointly. The law is the same.")
+    ] = VerifyName.exact,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     threads: Annotated[
@@ -80,7 +91,7 @@ def demo(
     """
     console = Console(highlight=False, markup=False)
     with errors_in_one_line():
-        sampling = SamplingParams(temperature=temperature)
+        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         torch_device = to_device(device)
         set_threads(threads)
         if num_draft_tokens is None:
@@ -94,6 +105,7 @@ def demo(
             num_draft_tokens=num_draft_tokens,
             schedule=schedule.value,
             sampling=sampling,
+            verify=verify.value,
             compile="auto" if compile is None else compile,
         )
         steps = decoder.stream(input_ids, max_new_tokens=max_new_tokens, seed=seed)

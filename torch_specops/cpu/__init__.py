@@ -5,8 +5,10 @@ Logits are scaled and exponentiated in float32; sums, distribution functions and
 an acceptance are float64. The law is that of `reference.py`.
 """
 
+from .block import verify_block
 from .exact import verify_exact
+from .filters import filter_logits
 from .sample import sample
 from .sigmoid import verify_sigmoid
 
-__all__ = ["sample", "verify_exact", "verify_sigmoid"]
+__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]

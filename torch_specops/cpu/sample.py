@@ -7,14 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-from .rows import all_greedy, argmax, draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+from .filters import row_bounds, scale_kept
+from .rows import all_greedy, argmax, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     if temperature is not None and all_greedy(temperature):
         tokens = torch.where(temperature == 0, argmax(logits), -1)
         return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
-    z = scale(logits, inverse_temperature(temperature))
+    bounds = row_bounds(logits, temperature, top_k, top_p, min_p)
+    z = scale_kept(logits, inverse_temperature(temperature), bounds)
     z_max, z_sum = softmax_stats(z)
     tokens = draw(softmax_row(z, z_max, z_sum), uniforms)
     lse = (z_max.double() + z_sum.log()).float()

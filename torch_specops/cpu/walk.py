@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .rows import FLOAT32_MAX, argmax
+from .rows import FLOAT32_MAX, argmax, scale
 
 
 def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,20 +32,39 @@ def leading(accepted: Tensor) -> Tensor:
 
 
 def apply_greedy(
-    accepted: Tensor, greedy_tokens: Tensor | None, draft_tokens: Tensor, temperature: Tensor | None
+    accepted: Tensor,
+    greedy_tokens: Tensor | None,
+    draft_tokens: Tensor,
+    temperature: Tensor | None,
+    near: Tensor | None = None,
 ) -> Tensor:
-    """Acceptance with greedy rows decided by the argmax, rows without a lawful temperature by nothing."""
+    """Acceptance with greedy rows decided by the argmax, or by `near` [B, K] in its place; rows without a lawful
+    temperature by nothing."""
     if temperature is None or greedy_tokens is None:
         return accepted
     t = temperature.unsqueeze(-1)
-    is_argmax = (draft_tokens == greedy_tokens[:, :-1]) & (draft_tokens >= 0)
-    return torch.where(t == 0, is_argmax, accepted & (t > 0))
+    if near is None:
+        near = (draft_tokens == greedy_tokens[:, :-1]) & (draft_tokens >= 0)
+    return torch.where(t == 0, near, accepted & (t > 0))
 
 
-def greedy_rows(target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
+    """[B, K] whether exp(z - max) >= l: of single logits of greedy rows, and the maxima of their rows."""
+    return (z > -math.inf) & (z.double() - z_max.double() >= math.log(argmax_lenience))
+
+
+def greedy_rows(
+    target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor, argmax_lenience: float = 1.0
+) -> tuple[Tensor, Tensor]:
     tokens = argmax(target_logits)
+    near = None
+    if argmax_lenience < 1:
+        in_vocab = (draft_tokens >= 0) & (draft_tokens < target_logits.shape[2])
+        x, best = (torch.where(in_vocab, index, 0).long() for index in (draft_tokens, tokens[:, :-1]))
+        rows = target_logits[:, :-1]
+        near = in_vocab & near_argmax(scale(gather(rows, x), None), scale(gather(rows, best), None), argmax_lenience)
     nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
-    n = leading(apply_greedy(nothing, tokens, draft_tokens, temperature))
+    n = leading(apply_greedy(nothing, tokens, draft_tokens, temperature, near))
     # No row has a temperature above 0, so what would have been drawn is not looked at.
     return output(draft_tokens, n, n, tokens, temperature), n
 

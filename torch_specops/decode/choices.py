@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from .. import schedules
+from .. import sampling as _sampling
+from .. import schedules, verification
 from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from ..verification import verify_exact, verify_sigmoid
 from .state import Verify
@@ -50,24 +55,96 @@ def optimal_buckets(num_draft_tokens: int) -> tuple[int, ...]:
     return (0, *(bucket for bucket in schedules.BUCKETS if bucket < num_draft_tokens), num_draft_tokens)
 
 
-def as_verify(verify: str, draft: DraftSource | None) -> Verify:
+def as_verify(verify: str, draft: DraftSource | None, lenience: float, argmax_lenience: float) -> Verify:
+    for name, value in (("lenience", lenience), ("argmax_lenience", argmax_lenience)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: expected a number, got {type(value)}")
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
+        if value < 1.0 and verify != "exact":
+            raise ValueError(f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {verify!r}")
     if verify == "exact":
-        return verify_exact
+        lossy: dict[str, Any] = {"lenience": lenience, "argmax_lenience": argmax_lenience}
+        return partial(_verify_exact, **{name: value for name, value in lossy.items() if value < 1.0})
+    if verify == "block":
+        return _verify_block
     if verify != "sigmoid":
-        raise ValueError(f"verify: expected 'exact' or 'sigmoid', got {verify!r}")
+        raise ValueError(f"verify: expected 'exact', 'block' or 'sigmoid', got {verify!r}")
     if draft is None or draft.deterministic:
         raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
     return _verify_sigmoid
 
 
-def resolve_compile(compile: bool | str, device: torch.device) -> tuple[bool, str]:
+# Steps whose gain pays for compiling on a CPU: 2,400 (greedy) to 7,100 (sampled) by benchmarks/results, cpu-compile and
+# cpu-loop-austen-bytes.
+STEPS_THAT_PAY = 8000
+
+
+def resolve_compile(
+    compile: bool | str, device: torch.device, draft: DraftSource | None, num_steps: float
+) -> tuple[bool, str]:
+    """Whether to compile, and why.
+
+    Args:
+        num_steps: eager steps done, and those that what is asked for cannot do without.
+    """
     if isinstance(compile, bool):
         return compile, f"compile={compile} was asked for"
     if compile != "auto":
         raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the slowest part of a step"
-    return False, f"eager: on {device.type} compiling takes longer than most outputs take to decode"
+    if draft is not None and draft.deterministic:
+        # Text without a match has no drafts, and a forward's time is the tokens it reads.
+        return False, f"eager: on {device.type} it reads the proposed tokens alone, a compiled step always K"
+    pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
+    if num_steps >= STEPS_THAT_PAY:
+        return True, f"compiled: {pays}"
+    return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
+
+
+def _verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    sampling: SamplingTensors,
+    draft_lse: Tensor | None,
+    **lenience: Any,
+) -> tuple[Tensor, Tensor]:
+    return verify_exact(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        sampling.temperature,
+        draft_lse,
+        **sampling.filters,
+        **lenience,
+    )
+
+
+def _verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    sampling: SamplingTensors,
+    draft_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return verification.verify_block(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        sampling.temperature,
+        draft_lse,
+        **sampling.filters,
+    )
 
 
 def _verify_sigmoid(
@@ -76,12 +153,23 @@ def _verify_sigmoid(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor,
+    sampling: SamplingTensors,
     draft_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    target_logits = _filtered(target_logits, sampling)
+    uniforms = accept_uniforms, sample_uniforms
     if draft_logits is None:
         # No drafts in this step: one token from the target.
-        return verify_exact(target_logits, draft_tokens, None, accept_uniforms, sample_uniforms, temperature)
-    return verify_sigmoid(
-        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature=temperature
-    )
+        return verify_exact(target_logits, draft_tokens, None, *uniforms, sampling.temperature)
+    draft_logits = _filtered(draft_logits, sampling)
+    return verify_sigmoid(target_logits, draft_tokens, draft_logits, *uniforms, temperature=sampling.temperature)
+
+
+def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """[B, n, V] without what top-k, top-p and min-p remove: `verify_sigmoid` takes no filters of its own."""
+    if not sampling.filters:
+        return logits
+    rows = logits.shape[1]
+    each = {name: value.repeat_interleave(rows) for name, value in sampling.filters.items()}
+    temperature = sampling.temperature.repeat_interleave(rows)
+    return _sampling.filter_logits(logits.flatten(0, 1), temperature, **each).unflatten(0, logits.shape[:2])

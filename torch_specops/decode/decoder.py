@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import schedules
+from .. import checks, schedules
 from ..compilation import compile_piece
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
 from .choices import as_draft_source, as_language_model, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
-from .prompts import EosTokenIds, align_prompts, check_int, eos_tensor, per_row, row_seeds
+from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row, row_seeds
 from .records import RecordReader, Streamer, step_of, streamer_calls
 from .state import DecodeState, propose, speculative_step, verify_and_commit, without_padding
 
@@ -54,9 +54,13 @@ class SpeculativeDecoder:
             "optimal" (Leviathan et al. 2023, theorem 3.8, K at most num_draft_tokens: the acceptance rate is tracked,
             the cost of a draft is measured once, before the first step); or a `Schedule`.
         sampling: temperature 0 = greedy; None = temperature 1.
-        verify: "exact", or "sigmoid", which is lossy (`verify_sigmoid`) and needs a draft with probabilities.
-        compile: True, False, or "auto": True on CUDA; on a CPU False, because compilation takes longer there than
-            all but very long outputs take to decode (`stats.compiled` says what was done).
+        verify: "exact"; "block" (`verify_block`: the same law, accepting at least as many drafts on average); or
+            "sigmoid", which is lossy (`verify_sigmoid`) and needs a draft with probabilities.
+        lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows; below 1 "exact" is lossy, as
+            `verify_exact` says.
+        compile: True, False, or "auto": True on CUDA; on a CPU, for drafts with probabilities or none, as soon as
+            the steps done and those certain to come pay for it (about 8,000). `stats.compiled` says what was done and
+            why.
         one_graph: compile the whole step as a single graph; it takes longer to compile (K copies of the draft).
         max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up where
             steps are compiled.
@@ -85,6 +89,8 @@ class SpeculativeDecoder:
         schedule: str | Schedule = "constant",
         sampling: SamplingParams | None = None,
         verify: str = "exact",
+        lenience: float = 1.0,
+        argmax_lenience: float = 1.0,
         compile: bool | str = "auto",
         one_graph: bool = False,
         max_length: int | None = None,
@@ -93,7 +99,7 @@ class SpeculativeDecoder:
         self.draft = as_draft_source(draft)
         if self.draft is not None:
             self.draft.bind(self.target)
-        check_int("num_draft_tokens", num_draft_tokens, 1)
+        checks.check_int("num_draft_tokens", num_draft_tokens, 1)
         self.schedule = schedules.Constant(0) if draft is None else as_schedule(schedule, num_draft_tokens)
         self._cost_is_measured = schedule != "optimal" or draft is None
         if sampling is not None and not isinstance(sampling, SamplingParams):
@@ -101,15 +107,16 @@ class SpeculativeDecoder:
         self.sampling = sampling or SamplingParams()
         self.max_length = max_length
         if max_length is not None:
-            check_int("max_length", max_length, 2)
-        self._verify = as_verify(verify, self.draft)
+            checks.check_int("max_length", max_length, 2)
+        self._verify = as_verify(verify, self.draft, lenience, argmax_lenience)
         self._check_pair()
-        self.compiled, self.compile_reason = resolve_compile(compile, self.target.device)
+        self._compile = compile
+        self._num_eager_steps = 0
         self._one_graph = one_graph
+        self.compiled = False
         # By K: torch refuses a function its ninth graph, and a schedule may have as many buckets.
         self._functions: dict[int, _Functions] = {}
-        if self.compiled and not one_graph and self.draft is not None and self.draft.compiles_itself:
-            self.draft.compile()
+        self._choose_compile(0)
         self._state: DecodeState | None = None
         self._unread_length: int | None = None
         self._num_streams = 0
@@ -224,12 +231,13 @@ class SpeculativeDecoder:
             eos_token_id = getattr(self.target, "eos_token_ids", ())
         eos = eos_tensor(eos_token_id, batch)
         seeds = row_seeds(seed, batch)
-        temperature = self.sampling.temperatures(batch)
+        sampling = self.sampling.tensors(batch)
+        self._choose_compile(int((limits - lengths.cpu()).max()))
         capacity = self._capacity(int(limits.max()))
         if pad_token_id is None:
             pad_token_id = getattr(self.target, "pad_token_id", None)
         else:
-            check_int("pad_token_id", pad_token_id, 0)
+            checks.check_int("pad_token_id", pad_token_id, 0)
         self._pad_token_id = pad_token_id if pad_token_id is not None else max(int(eos[0, 0]), 0)
 
         started = time.perf_counter()
@@ -244,8 +252,8 @@ class SpeculativeDecoder:
                 finished=limits <= lengths.cpu(),
                 failed=torch.zeros(batch, dtype=torch.bool),
                 seeds=seeds,
-                temperature=temperature,
-                is_sampled=bool((temperature > 0).any()),
+                sampling=sampling,
+                is_sampled=bool((sampling.temperature > 0).any()),
             ),
             device,
         )
@@ -268,6 +276,19 @@ class SpeculativeDecoder:
         self._synchronize()
         self._stats.prefill_seconds = time.perf_counter() - started
 
+    def _choose_compile(self, num_new_tokens: int) -> None:
+        """Once compiled, always compiled: what was compiled is kept."""
+        if self.compiled:
+            return
+        certain = num_new_tokens / (max(self.schedule.buckets) + 1)
+        steps = self._num_eager_steps + certain
+        self.compiled, self.compile_reason = resolve_compile(self._compile, self.target.device, self.draft, steps)
+        if not self.compiled:
+            return
+        self._functions.clear()
+        if not self._one_graph and self.draft is not None and self.draft.compiles_itself:
+            self.draft.compile()
+
     def _capacity(self, longest: int) -> int:
         """Slots for the longest sequence and the drafts of a step beyond it."""
         if self.max_length is not None and longest > self.max_length:
@@ -288,15 +309,16 @@ class SpeculativeDecoder:
 
     def _set_state(self, values: DecodeState, device: torch.device) -> None:
         """Into the tensors of the state before, where the shapes are the same: graphs know their addresses."""
-        tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
+        new = _tensors_of(values)
         if self._state is not None and self._state.is_sampled == values.is_sampled:
-            old = {name: getattr(self._state, name) for name in tensors}
-            if all(old[name].shape == tensors[name].shape for name in tensors):
-                for name in tensors:
-                    old[name].copy_(tensors[name])
+            old = _tensors_of(self._state)
+            if {name: tensor.shape for name, tensor in old.items()} == {name: t.shape for name, t in new.items()}:
+                for name, tensor in new.items():
+                    old[name].copy_(tensor)
                 return
-        moved: dict[str, Any] = {name: value.to(device, copy=True) for name, value in tensors.items()}
-        self._state = replace(values, **moved)
+        moved: dict[str, Any] = {name: tensor.to(device, copy=True) for name, tensor in new.items()}
+        sampling = SamplingTensors(**{name: moved.pop(name) for name in _tensors_of(values.sampling)})
+        self._state = replace(values, sampling=sampling, **moved)
         self._graphs.clear()
         self._ready.clear()
 
@@ -325,6 +347,7 @@ class SpeculativeDecoder:
                 continue
             step = step_of(record, time.perf_counter() - before)
             self._stats.add(step)
+            self._num_eager_steps += not self.compiled
             active = [bool(row) for row in record[:, -2]]
             num_draft_tokens = self._next(step, active)
             self._prepare(num_draft_tokens)
@@ -450,3 +473,9 @@ class SpeculativeDecoder:
             )
         if draft.device is not None and draft.device != self.target.device:
             raise ValueError(f"draft: expected a draft on {self.target.device}, as the target is, got {draft.device}")
+
+
+def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
+    """Every tensor of a state, by name; those of its sampling too."""
+    tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
+    return tensors | _tensors_of(values.sampling) if isinstance(values, DecodeState) else tensors

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["align_prompts", "check_int", "eos_tensor", "per_row", "row_seeds"]
+from .. import checks
+
+__all__ = ["align_prompts", "eos_tensor", "per_row", "row_seeds"]
 
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 
@@ -51,13 +53,6 @@ def align_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
     return torch.where(inside, tokens, 0)[:, : int(lengths.max())], lengths
 
 
-def check_int(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value)}")
-    if value < least:
-        raise ValueError(f"{name}: expected a number >= {least}, got {value}")
-
-
 def per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
     """One int or one per row -> [B] int64."""
     if isinstance(value, Tensor):
@@ -66,7 +61,7 @@ def per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: i
     if len(values) != batch:
         raise ValueError(f"{name}: expected one number or {batch}, got {len(values)}")
     for each in values:
-        check_int(name, each, least)
+        checks.check_int(name, each, least)
     return torch.tensor(values, dtype=torch.int64)
 
 
@@ -98,6 +93,6 @@ def eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
         if len(rows) != batch:
             raise ValueError(f"eos_token_id: expected tokens for each of {batch} rows, got {len(rows)} lists")
     for token in (token for row in rows for token in row):
-        check_int("eos_token_id", token, 0)
+        checks.check_int("eos_token_id", token, 0)
     width = max(max(len(row) for row in rows), 1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
+from ..sampling import SamplingTensors
 from ..uniforms import verification_uniforms
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
     "without_padding",
 ]
 
-# (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature, draft_lse)
+# (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, sampling, draft_lse)
 Verify = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -43,7 +44,7 @@ class DecodeState:
         finished: [B] bool.
         failed: [B] bool, rows that ended because the target gave no finite logit.
         seeds: [B] int64.
-        temperature: [B] float32.
+        sampling: each row's temperature, top-k, top-p and min-p.
         is_sampled: whether any temperature is above 0; without one, no step needs a random number.
     """
 
@@ -54,7 +55,7 @@ class DecodeState:
     finished: Tensor
     failed: Tensor
     seeds: Tensor
-    temperature: Tensor
+    sampling: SamplingTensors
     is_sampled: bool
 
 
@@ -70,7 +71,7 @@ def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int
     """What the draft proposes; padding where a row has ended, or would pass its limit even without a next token."""
     if draft is None or num_draft_tokens == 0:
         return Draft(state.tokens[:, :0])
-    proposal = draft.propose(state.tokens, state.lengths, num_draft_tokens, state.temperature, state.seeds)
+    proposal = draft.propose(state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds)
     room = torch.where(state.finished, 0, state.limits - state.lengths - 1)
     index = torch.arange(num_draft_tokens, device=room.device)
     return replace(proposal, tokens=torch.where(index < room.unsqueeze(1), proposal.tokens, -1))
@@ -123,7 +124,7 @@ def verify_and_commit(
         draft_logits,
         accept_uniforms,
         sample_uniforms,
-        state.temperature,
+        state.sampling,
         draft_lse,
     )
     return _commit(state, output_tokens, num_accepted, num_proposed_of(draft_tokens))

@@ -4,7 +4,7 @@ Example:
     >>> import torch
     >>> from torch_specops.drafts import Draft, DraftSource
     >>> class Repeat(DraftSource):
-    ...     def propose(self, tokens, lengths, num_draft_tokens, temperature, seeds):
+    ...     def propose(self, tokens, lengths, num_draft_tokens, sampling, seeds):
     ...         newest = tokens.gather(1, (lengths - 1).unsqueeze(1))
     ...         return Draft(newest.expand(-1, num_draft_tokens))
     >>> Repeat().propose(torch.tensor([[5, 6, 0]]), torch.tensor([2]), 3, None, None).tokens

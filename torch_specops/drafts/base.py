@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..sampling import SamplingTensors
+
 __all__ = ["Draft", "DraftSource", "LanguageModel"]
 
 
@@ -19,8 +21,9 @@ class Draft:
 
     Args:
         tokens: [B, K] int64; -1 is padding, and what follows a padding is never verified.
-        logits: [B, K, V], exactly the logits the tokens were sampled from; None = deterministic (q is one-hot).
-        lse: [B, K] float32, logsumexp(logits / temperature) as `sample` returned it; None where logits is.
+        logits: [B, K, V], exactly the logits the tokens were sampled from, before temperature and filters; None =
+            deterministic (q is one-hot).
+        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where logits is.
     """
 
     tokens: Tensor
@@ -65,7 +68,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """Propose tokens to follow each sequence.
 
@@ -73,7 +76,8 @@ class DraftSource(ABC):
             tokens: [B, W] int64, the sequences; what stands at or after a row's length is not read.
             lengths: [B] int64, 1..W.
             num_draft_tokens: K >= 1.
-            temperature: [B] float32, the target's; a source that samples must use it, or q is not what is verified.
+            sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
+                `sample(logits, draws, sampling.temperature, **sampling.filters)` does, or q is not what is verified.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from .. import checks
 from .base import LanguageModel
 from .model import ModelDraft
 
@@ -37,10 +38,7 @@ class EarlyExit(ModelDraft):
     """
 
     def __init__(self, num_layers: int) -> None:
-        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
-            raise TypeError(f"num_layers: expected an int, got {type(num_layers)}")
-        if num_layers < 1:
-            raise ValueError(f"num_layers: expected a number >= 1, got {num_layers}")
+        checks.check_int("num_layers", num_layers, 1)
         self.num_layers = num_layers
         self._is_bound = False
 

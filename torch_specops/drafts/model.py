@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compilation import compile_piece
-from ..sampling import sample
+from ..sampling import SamplingTensors, sample
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel
 
@@ -49,17 +49,17 @@ class ModelDraft(DraftSource):
         self._uniforms = compile_piece(uniforms)
 
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._draws(seeds, lengths, num_draft_tokens, temperature).unbind(1)
+        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).unbind(1)
         newest = lengths - 1
         # A text of one token has no second newest: the same token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
         pending = tokens.gather(1, positions)
         drafts, logits, lse = [], [], []
         for index in range(num_draft_tokens):
-            token, row, row_lse = self._draw(pending, positions, draws[index].contiguous(), temperature)
+            token, row, row_lse = self._draw(pending, positions, draws[index].contiguous(), sampling)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
@@ -76,8 +76,8 @@ class ModelDraft(DraftSource):
         return self._uniforms(seeds, lengths, num_draft_tokens, "propose")
 
     def _read_and_draw(
-        self, pending: Tensor, positions: Tensor, draws: Tensor, temperature: Tensor
+        self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.model.forward(pending, positions, 1)[:, -1]
-        token, lse = sample(logits, draws, temperature)
+        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
         return token, logits, lse

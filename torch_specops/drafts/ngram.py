@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..sampling import sample
+from .. import checks
+from ..sampling import SamplingTensors, sample
 from ..uniforms import uniforms
 from .base import Draft, DraftSource
 
@@ -34,9 +35,10 @@ class NGram(DraftSource):
     Example:
         >>> import torch
         >>> from torch_specops.drafts.ngram import NGram
+        >>> from torch_specops.sampling import SamplingTensors
         >>> source = NGram.from_tokens(torch.tensor([1, 2, 3, 1, 2, 4, 1, 2, 3]), vocab_size=5)
         >>> tokens, lengths, seeds = torch.tensor([[0, 1, 2], [4, 0, 0]]), torch.tensor([3, 1]), torch.tensor([7, 8])
-        >>> source.propose(tokens, lengths, 2, torch.ones(2), seeds).tokens
+        >>> source.propose(tokens, lengths, 2, SamplingTensors(torch.ones(2)), seeds).tokens
         tensor([[3, 1],
                 [1, 2]])
     """
@@ -100,7 +102,8 @@ class NGram(DraftSource):
             ValueError: a text that is not one-dimensional, no tokens at all, a token outside the vocabulary, a number
                 out of range.
         """
-        _check_at_least_one(vocab_size=vocab_size, order=order, max_candidates=max_candidates)
+        for name, number in (("vocab_size", vocab_size), ("order", order), ("max_candidates", max_candidates)):
+            checks.check_int(name, number, 1)
         base = vocab_size + 1
         if base ** (order - 1) >= 2**63:
             raise ValueError(
@@ -137,7 +140,7 @@ class NGram(DraftSource):
         )
 
     def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor, seeds: Tensor
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """[B, K] tokens, never -1; with probabilities their logits [B, K, V] and lse [B, K] too.
 
@@ -156,7 +159,7 @@ class NGram(DraftSource):
                 token = self._continuations[context].long()
             else:
                 row = self._logits(context)
-                token, row_lse = sample(row, draws[:, index], temperature)
+                token, row_lse = sample(row, draws[:, index], sampling.temperature, **sampling.filters)
                 logits.append(row)
                 lse.append(row_lse)
             drafts.append(token)
@@ -243,11 +246,3 @@ def _check_text(text: Tensor, vocab_size: int) -> None:
     low, high = (int(bound) for bound in text.aminmax())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"tokens: expected tokens in [0, {vocab_size}), got {low if low < 0 else high}")
-
-
-def _check_at_least_one(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name}: expected an int, got {type(number)}")
-        if number < 1:
-            raise ValueError(f"{name}: expected a number >= 1, got {number}")

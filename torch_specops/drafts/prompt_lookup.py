@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
 __all__ = ["PromptLookup"]
@@ -46,7 +47,7 @@ class PromptLookup(DraftSource):
         tokens: Tensor,
         lengths: Tensor,
         num_draft_tokens: int,
-        temperature: Tensor | None = None,
+        sampling: SamplingTensors | None = None,
         seeds: Tensor | None = None,
     ) -> Draft:
         """[B, K] tokens that followed the match, from its end again where the text ends; -1 where nothing matches."""

@@ -1,5 +1,6 @@
 """Hugging Face models in the decoding loop. The only part of the package that imports transformers."""
 
+from .assisted import AssistedStats, assisted_generation
 from .generate import custom_generate
 from .loading import (
     SMOLLM2,
@@ -14,9 +15,11 @@ from .models import EncoderDecoderModel, TransformersModel, language_model
 
 __all__ = [
     "SMOLLM2",
+    "AssistedStats",
     "EncoderDecoderModel",
     "Tokenizer",
     "TransformersModel",
+    "assisted_generation",
     "custom_generate",
     "language_model",
     "load_model",

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -33,27 +32,27 @@ def windows(config: PreTrainedConfig) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor] | None:
+def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
     """For T5: what to add to its attention scores, so that they have the relative bias of each row's own positions.
 
     T5 adds a bias itself, as if every row began at position 0 (the cache says so). The mask, which is added too,
-    carries the difference to the right one.
+    carries the difference to the right one: of tokens at positions [B, n], to slots that hold positions [B or 1, S].
     """
     blocks = getattr(model.get_decoder(), "block", None)
     if blocks is None:
         return None
     attention = blocks[0].layer[0].SelfAttention
 
-    def correction(positions: Tensor, capacity: int) -> Tensor:
-        slot = torch.arange(capacity, device=positions.device)
+    def correction(positions: Tensor, slot_positions: Tensor) -> Tensor:
         buckets = attention._relative_position_bucket(
-            slot - positions.unsqueeze(2),
+            slot_positions.unsqueeze(1) - positions.unsqueeze(2),
             bidirectional=False,
             num_buckets=attention.relative_attention_num_buckets,
             max_distance=attention.relative_attention_max_distance,
         )
         wanted = attention.relative_attention_bias(buckets).permute(0, 3, 1, 2)
-        added = attention.compute_bias(positions.shape[1], capacity, device=positions.device, past_seen_tokens=0)
+        query_length, key_length = positions.shape[1], slot_positions.shape[1]
+        added = attention.compute_bias(query_length, key_length, device=positions.device, past_seen_tokens=0)
         return wanted - added
 
     return correction

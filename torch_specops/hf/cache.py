@@ -23,12 +23,14 @@ class RaggedCache(Cache):
         self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
+        self.width: int | None = None
 
     @contextmanager
-    def writing_at(self, slots: Tensor) -> Iterator[None]:
-        self.slots = slots
+    def writing_at(self, slots: Tensor, width: int | None = None) -> Iterator[None]:
+        """Within it a forward writes at `slots` [B, n], and is given the first `width` slots, or all."""
+        self.slots, self.width = slots, width
         yield
-        self.slots = None
+        self.slots = self.width = None
 
     def clear(self) -> None:
         for layer in self.layers:
@@ -54,7 +56,10 @@ class _RaggedLayer(CacheLayerMixin):
         buffer, slots = self._buffer, self._cache.slots
         assert buffer is not None and slots is not None
         buffer.write(key_states, value_states, slots)
-        return buffer.keys, buffer.values
+        width = self._cache.width
+        if width is None:
+            return buffer.keys, buffer.values
+        return buffer.keys[:, :, :width], buffer.values[:, :, :width]
 
     def clear(self) -> None:
         if self._buffer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ def custom_generate(
     draft_model: DraftSource | LanguageModel | nn.Module | None = None,
     num_draft_tokens: int = 5,
     schedule: str | Schedule = "constant",
+    verify: str = "exact",
     token_streamer: Any = None,
     seed: int | Tensor | None = None,
     compile: bool | str = "auto",
@@ -63,7 +65,7 @@ def custom_generate(
         stopping_criteria: the longest length and eos tokens.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-        num_draft_tokens, schedule, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with the
+        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with the
             model until another draft or another of these comes.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
         seed: as there.
@@ -75,7 +77,7 @@ def custom_generate(
 
     Raises:
         NotImplementedError: a generation mode with beams or of another kind, a processor or criterion other than
-            those above, a filter that `SamplingParams` does not implement, outputs beside the tokens.
+            those above, a filter that keeps more than one token at least, outputs beside the tokens.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -95,7 +97,8 @@ def custom_generate(
     max_length, eos_token_ids = _stops(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
-    decoder = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, compile)
+    kept = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
+    decoder: SpeculativeDecoder = kept.decoder
     decoder.sampling = _sampling(generation_config, processors)
     target: Any = decoder.target
     if suppresses:
@@ -117,6 +120,9 @@ def custom_generate(
         inputs=inputs,
         streamer=token_streamer,
     )
+    # An eager decoder would only hold its caches.
+    if decoder.compiled:
+        model._torch_specops = kept
     return torch.cat([input_ids, _new_tokens(output, pad_token_id).to(input_ids.device)], 1)
 
 
@@ -176,7 +182,7 @@ class _Suppressing:
 class _KeptDecoder:
     """A model's compiled decoder between two calls; a copy of the model, or a file of it, starts without one."""
 
-    def __init__(self, arguments: tuple[Any, ...] = (), decoder: SpeculativeDecoder | None = None) -> None:
+    def __init__(self, arguments: tuple[Any, ...] = (), decoder: Any = None) -> None:
         self.arguments = arguments
         self.decoder = decoder
 
@@ -190,24 +196,24 @@ def _decoder_of(
     draft_model: DraftSource | LanguageModel | nn.Module | None,
     num_draft_tokens: int,
     schedule: str | Schedule,
+    verify: str,
     compile: bool | str,
-) -> SpeculativeDecoder:
-    arguments = (id(model), model.device, model.dtype, suppresses, draft_model, num_draft_tokens, schedule, compile)
+) -> _KeptDecoder:
+    choices = (draft_model, num_draft_tokens, schedule, verify, compile)
+    arguments = (id(model), model.device, model.dtype, suppresses, *choices)
     kept = getattr(model, "_torch_specops", None)
     if kept is not None and kept.arguments == arguments:
-        return kept.decoder
+        return kept
     target = language_model(model)
     decoder = SpeculativeDecoder(
         _Suppressing(target) if suppresses else target,
         draft_model,
         num_draft_tokens=num_draft_tokens,
         schedule=schedule,
+        verify=verify,
         compile=compile,
     )
-    # An eager decoder would only hold its caches.
-    if decoder.compiled:
-        model._torch_specops = _KeptDecoder(arguments, decoder)
-    return decoder
+    return _KeptDecoder(arguments, decoder)
 
 
 def _check_mode(config: GenerationConfig) -> None:
@@ -270,10 +276,14 @@ def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> Sampl
         }.items()
         if kind in processors
     }
-    try:
-        return SamplingParams(**values)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{error} (transformers filters by top_k=50 unless generate gets top_k=0)") from error
+    for name, processor in ((type(each).__name__, each) for each in processors.values()):
+        kept, value = getattr(processor, "min_tokens_to_keep", 1), getattr(processor, "filter_value", -math.inf)
+        if kept != 1 or value != -math.inf:
+            raise NotImplementedError(
+                f"logits_processor: expected {name} to keep 1 token at least and to set the others to -inf, "
+                f"got {kept} and {value}"
+            )
+    return SamplingParams(**values)
 
 
 def _stops(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from ..kv_cache import visible_slots
+from ..kv_cache import visible_slots, within_window
 from .architecture import first_layers, layers_of, max_length, relative_bias, windows
 from .cache import CrossCache, RaggedCache
 
@@ -156,16 +156,36 @@ class TransformersModel:
         return self._config.num_hidden_layers
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        cache = self._require_cache()
-        with cache.writing_at(positions):
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=self._mask(positions),
-                position_ids=self._position_ids(positions),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=num_logits or 0,
+        with self._require_cache().writing_at(positions):
+            return self._read(tokens, positions, self._mask(positions), num_logits)
+
+    def forward_tree(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
+    ) -> Tensor:
+        """Read nodes of a tree of texts (`TreeModel`).
+
+        Raises:
+            ValueError: a family whose attention was not tested with slots in any order.
+        """
+        if self._config.model_type not in TESTED_FAMILIES:
+            raise ValueError(
+                f"model: trees, which beam search reads, were not tested with {type(self.model).__name__}; "
+                f"expected one of {', '.join(sorted(TESTED_FAMILIES))}"
             )
+        with self._require_cache().writing_at(slots, visible.shape[2]):
+            return self._read(tokens, positions, self._tree_mask(positions, visible, slot_positions), None)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
+    ) -> Tensor:
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=self._position_ids(positions),
+            past_key_values=self._require_cache(),
+            use_cache=True,
+            logits_to_keep=num_logits or 0,
+        )
         return _as_float(output.logits)
 
     def first_layers(self, num_layers: int) -> TransformersModel:
@@ -186,11 +206,18 @@ class TransformersModel:
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        masks = {kind: self._one_mask(positions, window) for kind, window in self._windows.items()}
+        capacity = self._require_cache().capacity
+        return self._masks(lambda window: visible_slots(positions, capacity, window))
+
+    def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        return self._masks(lambda window: within_window(visible, positions, slot_positions, window))
+
+    def _masks(self, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What attention takes, of what it may see in a layer with a window."""
+        masks = {kind: self._as_mask(visible(window)) for kind, window in self._windows.items()}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
-    def _one_mask(self, positions: Tensor, window: int | None) -> Tensor:
-        visible = visible_slots(positions, self._require_cache().capacity, window)
+    def _as_mask(self, visible: Tensor) -> Tensor:
         if not self._additive_mask:
             return visible
         # Eager attention adds its mask, and would add a boolean one as 0 and 1.
@@ -250,30 +277,40 @@ class EncoderDecoderModel(TransformersModel):
 
     _cross_cache: CrossCache | None = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        cache = self._require_cache()
+    def _read(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
+    ) -> Tensor:
         arguments: dict[str, Any] = {}
         if self._takes_positions:
             arguments["decoder_position_ids"] = self._position_ids(positions)
         if self._takes_encoder_mask:
             arguments["attention_mask"] = self._encoder_mask
-        with cache.writing_at(positions):
-            output = self.model(
-                decoder_input_ids=tokens,
-                decoder_attention_mask=self._mask(positions),
-                encoder_outputs=(self._encoder_states,),
-                past_key_values=self._both,
-                use_cache=True,
-                **arguments,
-            )
+        output = self.model(
+            decoder_input_ids=tokens,
+            decoder_attention_mask=mask,
+            encoder_outputs=(self._encoder_states,),
+            past_key_values=self._both,
+            use_cache=True,
+            **arguments,
+        )
         logits = _as_float(output.logits)
         return logits if num_logits is None else logits[:, -num_logits:]
 
     def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         if self._relative_bias is None:
             return super()._mask(positions)
-        visible = visible_slots(positions, self._require_cache().capacity)
-        bias = self._relative_bias(positions, self._require_cache().capacity)
+        capacity = self._require_cache().capacity
+        slot_positions = torch.arange(capacity, device=positions.device).unsqueeze(0)
+        return self._with_bias(visible_slots(positions, capacity), positions, slot_positions)
+
+    def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        if self._relative_bias is None:
+            return super()._tree_mask(positions, visible, slot_positions)
+        return self._with_bias(visible.unsqueeze(1), positions, slot_positions)
+
+    def _with_bias(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor:
+        assert self._relative_bias is not None
+        bias = self._relative_bias(positions, slot_positions)
         return torch.where(visible, bias, torch.finfo(bias.dtype).min)
 
 

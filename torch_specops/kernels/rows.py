@@ -63,18 +63,49 @@ def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
-    """[TILE] scaled logits of a tile counted from the row's own boundary, `lead` = row_lead(row_ptr)."""
+def load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
+    """[TILE] raw logits of a tile counted from the row's own boundary, `lead` = row_lead(row_ptr)."""
     if UNIT_STRIDE:
         x = load_aligned(row_ptr, lead, vocab_size, tile, TILE)
     else:
         v = tile_tokens(lead, tile, TILE)
         x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=v < vocab_size, other=float("-inf"))
+    return x
+
+
+@triton.jit
+def load_own_tile(
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    tile,
+    inverse_t,
+    TILE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    bounds_ptr=None,
+    FILTERED: tl.constexpr = False,
+):
+    """[TILE] scaled logits of a tile counted from the row's own boundary; -inf outside the bounds, if there are any."""
+    x = load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE)
+    if FILTERED:
+        x = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr)
     return scale(x, inverse_t)
 
 
 @triton.jit
-def load_tile_of(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
+def load_tile_of(
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    tile,
+    inverse_t,
+    TILE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    bounds_ptr=None,
+    FILTERED: tl.constexpr = False,
+):
     """[TILE] scaled logits of a tile counted from another row's boundary: wide where the two happen to agree."""
     v = tile_tokens(lead, tile, TILE)
     inside = (v >= 0) & (v < vocab_size)
@@ -85,6 +116,8 @@ def load_tile_of(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.
             x = tl.load(row_ptr + v, mask=inside, other=float("-inf"))
     else:
         x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf"))
+    if FILTERED:
+        x = within_bounds(x, v, bounds_ptr)
     return scale(x, inverse_t)
 
 
@@ -92,6 +125,37 @@ def load_tile_of(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE: tl.
 def tile_tokens(lead, tile, TILE: tl.constexpr):
     """[TILE] token ids of a tile; below 0 or past the vocabulary outside the row."""
     return tile * TILE + tl.arange(0, TILE) - lead
+
+
+@triton.jit
+def finite(x):
+    """Raw logits in float32 as the filters order them: +inf counts as the largest float32; NaN stays and compares
+    with nothing."""
+    x = x.to(tl.float32)
+    return tl.where(x > FLOAT32_MAX, FLOAT32_MAX, x)
+
+
+@triton.jit
+def keep(x, v, cut, first):
+    """Raw logits of token ids v in float32, -inf where the filters removed them: what is kept lies above the cut, or at
+    it from id `first` on."""
+    value = finite(x)
+    return tl.where((value > cut) | ((value == cut) & (v >= first)), x.to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def within_bounds(x, v, bounds_ptr):
+    """`keep` by the bounds of one row, as `filter` stored them."""
+    return keep(x, v, tl.load(bounds_ptr), tl.load(bounds_ptr + 1).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def bounds_of(bounds_ptr, b, row, num_bounds, FILTERED: tl.constexpr):
+    """Where the bounds of a sequence's row (or rows) are, of num_bounds a sequence."""
+    row_bounds_ptr = bounds_ptr
+    if FILTERED:
+        row_bounds_ptr = bounds_ptr + (b * num_bounds + row) * 2
+    return row_bounds_ptr
 
 
 @triton.jit

@@ -4,6 +4,7 @@ Bytes: V * s per row, read once, and one tile of it again (in L2). Two launches:
 1. `stats_kernel`, one program per (row, tile): the tile's maximum and sum of exponentials, 8 bytes.
 2. `draw_kernel`, one program per row: combine the partials in tile order, pick the tile that s falls into, rescan it.
 Scratch: 8 bytes per tile, V / TILE of them a row. No float atomics: bitwise repeatable.
+With filters the search for the rows' bounds comes first (`filter/bounds.py`); both kernels mask what they load.
 """
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .filter import filter_bounds
 from .launch import wrap_triton
 from .rows import (
     FLOAT32_MAX,
@@ -37,12 +39,14 @@ def stats_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N]
     partial_ptr,  # [N, num_tiles, 2]
+    bounds_ptr,  # [N, 2]
     stride_n,
     stride_v,
     stride_t,
     vocab_size,
     num_tiles,
     HAS_TEMPERATURE: tl.constexpr,
+    FILTERED: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -55,7 +59,18 @@ def stats_kernel(
     row_ptr = logits_ptr + row * stride_n
     lead = row_lead(row_ptr, UNIT_STRIDE)
     inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-    z = load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+    z = load_own_tile(
+        row_ptr,
+        stride_v,
+        lead,
+        vocab_size,
+        tile,
+        inverse_t,
+        TILE,
+        UNIT_STRIDE,
+        bounds_ptr + row * 2,
+        FILTERED,
+    )
     if temperature == 0:
         first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
     else:
@@ -70,6 +85,7 @@ def draw_kernel(
     uniforms_ptr,  # [N]
     temperature_ptr,  # [N]
     partial_ptr,  # [N, num_tiles, 2]
+    bounds_ptr,  # [N, 2]
     tokens_ptr,  # [N]
     lse_ptr,  # [N]
     stride_n,
@@ -79,6 +95,7 @@ def draw_kernel(
     vocab_size,
     num_tiles,
     HAS_TEMPERATURE: tl.constexpr,
+    FILTERED: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -103,7 +120,18 @@ def draw_kernel(
         row_ptr = logits_ptr + row * stride_n
         lead = row_lead(row_ptr, UNIT_STRIDE)
         inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-        z = load_own_tile(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, TILE, UNIT_STRIDE)
+        z = load_own_tile(
+            row_ptr,
+            stride_v,
+            lead,
+            vocab_size,
+            tile,
+            inverse_t,
+            TILE,
+            UNIT_STRIDE,
+            bounds_ptr + row * 2,
+            FILTERED,
+        )
         token = pick_token(tl.exp(z - shift) * weight, tile_tokens(lead, tile, TILE), threshold)
         lse = row_max + tl.log(row_sum)
     lawful = (token >= 0) & (temperature >= 0)
@@ -112,7 +140,14 @@ def draw_kernel(
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, temperature: Tensor | None = None, *, tile: int | None = None
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    *,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch `specops::sample`; arguments as the op's, checked there. `tile` overrides the table (tests,
     benchmarks)."""
@@ -124,22 +159,28 @@ def sample(
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     partial = torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device)
+    filtered = top_k is not None or top_p is not None or min_p is not None
     # An absent tensor is passed as a present one that the kernel does not touch.
+    bounds = partial
+    if filtered:
+        bounds = filter_bounds(logits.unsqueeze(1), temperature, top_k, top_p, min_p, tile=tile)
     t = uniforms if temperature is None else temperature
     flags = {
         "HAS_TEMPERATURE": temperature is not None,
+        "FILTERED": filtered,
         "UNIT_STRIDE": logits.stride(1) == 1,
         "TILE": tile,
         "num_warps": launch.num_warps(tile),
     }
     wrap_triton(stats_kernel)[(num_rows * num_tiles,)](
-        logits, t, partial, logits.stride(0), logits.stride(1), t.stride(0), vocab_size, num_tiles, **flags
+        logits, t, partial, bounds, logits.stride(0), logits.stride(1), t.stride(0), vocab_size, num_tiles, **flags
     )
     wrap_triton(draw_kernel)[(num_rows,)](
         logits,
         uniforms,
         t,
         partial,
+        bounds,
         tokens,
         lse,
         logits.stride(0),

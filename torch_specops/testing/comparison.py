@@ -11,7 +11,9 @@ from torch import Tensor
 
 from .. import reference
 from .inputs import Case
-from .rounding import Laws, is_open, lawful_results, lse_bound
+from .rounding import Laws, is_open, lawful_results, lse_is_lawful
+from .rounding_block import lawful_block_results
+from .rounding_filters import filters_of, lawful_rows, single_rows
 
 __all__ = ["Comparison", "compare", "rounding_rows"]
 
@@ -51,15 +53,19 @@ def rounding_rows(case: Case) -> Tensor:
         tensor([False, False, False, False, False, False])
     """
     args = _on_cpu(case.args)
+    if case.op == "filter_logits":
+        is_open_row = [len(_filtered(args, r)) > 1 for r in range(args["logits"].shape[0])]
+        return torch.tensor(is_open_row, dtype=torch.bool)
     batch = (args["logits"] if case.op == "sample" else args["target_logits"]).shape[0]
-    return torch.tensor([is_open(lawful_results(case.op, args, b)) for b in range(batch)], dtype=torch.bool)
+    return torch.tensor([is_open(_laws(case.op, args, b)) for b in range(batch)], dtype=torch.bool)
 
 
-def compare(case: Case, got: tuple[Tensor, ...]) -> Comparison:
+def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     """Compare the result of an op with the oracle's, row by row.
 
     A row off the margin must equal the oracle's; a rounding row must be one of its lawful results. `sample`'s lse must
-    lie within its float32 bound. Wrong shapes, dtypes or a wrong number of outputs raise AssertionError.
+    lie within its float32 bound; what `filter_logits` keeps must be the same bits. Wrong shapes, dtypes or a wrong
+    number of outputs raise AssertionError.
 
     Example:
         >>> from torch_specops.testing import compare, sample_inputs
@@ -69,16 +75,18 @@ def compare(case: Case, got: tuple[Tensor, ...]) -> Comparison:
         Comparison(rows=8, rounding=0, wrong=[], disagreements=0)
     """
     args = _on_cpu(case.args)
-    expected = getattr(reference, case.op)(**args)
-    got = tuple(x.cpu() for x in got)
+    expected = _as_tuple(getattr(reference, case.op)(**args))
+    got = tuple(x.cpu() for x in _as_tuple(got))
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in expected], (
         f"{case.name}: expected {[(list(x.shape), x.dtype) for x in expected]}, "
         f"got {[(list(x.shape), x.dtype) for x in got]}"
     )
+    if case.op == "filter_logits":
+        return _compare_filtered(args, expected[0], got[0])
     check = _sample_row_is_lawful if case.op == "sample" else _verify_row_is_lawful
     rounding, wrong, disagreements = 0, [], 0
     for b in range(expected[0].shape[0]):
-        laws = lawful_results(case.op, args, b)
+        laws = _laws(case.op, args, b)
         may_differ = is_open(laws)
         rounding += may_differ
         lawful = check(args, b, laws, expected, got)
@@ -88,6 +96,40 @@ def compare(case: Case, got: tuple[Tensor, ...]) -> Comparison:
         elif not equal:
             disagreements += 1
     return Comparison(expected[0].shape[0], rounding, wrong, disagreements)
+
+
+def _laws(op: str, args: dict[str, Any], b: int) -> Laws:
+    if op != "verify_block":
+        return lawful_results(op, args, b)
+    laws: Laws = {}
+    for single in single_rows(args, b):
+        for n, tokens in lawful_block_results(single, 0).items():
+            laws[n] = laws[n] | tokens if n in laws else tokens
+    return laws
+
+
+def _filtered(args: dict[str, Any], r: int) -> list[Tensor]:
+    t = 1.0 if args.get("temperature") is None else float(args["temperature"][r])
+    return [
+        torch.full_like(row, -math.inf) if not t >= 0 else torch.where(row.isnan(), -math.inf, row)
+        for row in lawful_rows(args["logits"][r], t, filters_of(args, r))
+    ]
+
+
+def _compare_filtered(args: dict[str, Any], expected: Tensor, got: Tensor) -> Comparison:
+    rounding, wrong, disagreements = 0, [], 0
+    for r in range(expected.shape[0]):
+        lawful = _filtered(args, r)
+        rounding += len(lawful) > 1
+        if not any(_same_bits(row, got[r]) for row in lawful):
+            wrong.append(r)
+        elif not _same_bits(expected[r], got[r]):
+            disagreements += 1
+    return Comparison(expected.shape[0], rounding, wrong, disagreements)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
 
 
 def _verify_row_is_lawful(
@@ -112,7 +154,11 @@ def _sample_row_is_lawful(
     t = 1.0 if args.get("temperature") is None else float(args["temperature"][b])
     if not math.isfinite(exact) or t == 0:
         return token_is_lawful and lse == exact
-    return token_is_lawful and abs(lse - exact) <= lse_bound(args["logits"][b], t, exact)
+    return token_is_lawful and lse_is_lawful(args, b, lse, token)
+
+
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def _on_cpu(args: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def sample_inputs(
     """The cases every backend is tested on; the same numbers on every device, whatever the other arguments.
 
     Args:
-        op: "verify_exact", "verify_sigmoid" or "sample".
+        op: "verify_exact", "verify_block", "verify_sigmoid", "sample" or "filter_logits".
         device: where the tensors go, with their strides.
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
@@ -64,9 +64,11 @@ def sample_inputs(
         ['k1-V5', 'k3-V5']
     """
     builders: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, dict[str, Any]]]] = {
-        "verify_exact": (_verify_args, VERIFY_OPTIONS | EXACT_OPTIONS),
+        "verify_exact": (_verify_args, VERIFY_OPTIONS | EXACT_OPTIONS | ARGMAX_OPTIONS),
+        "verify_block": (_verify_args, VERIFY_OPTIONS | BLOCK_OPTIONS),
         "verify_sigmoid": (_sigmoid_args, VERIFY_OPTIONS | SIGMOID_OPTIONS),
-        "sample": (_sample_args, SAMPLE_OPTIONS),
+        "sample": (_sample_args, SAMPLE_OPTIONS | SAMPLE_FILTER_OPTIONS),
+        "filter_logits": (_filter_args, SAMPLE_OPTIONS | SAMPLE_FILTER_OPTIONS),
     }
     if op not in builders:
         raise ValueError(f"op: expected one of {', '.join(builders)}, got {op!r}")
@@ -101,6 +103,8 @@ def _verify_args(
     one_hot: bool = False,
     lse: bool = False,
     lenience: float = 1.0,
+    argmax_lenience: float = 1.0,
+    filters: dict[str, Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     # Larger vocabularies get larger logits, as those of models are, so that the likely tokens stay few.
     spread = 2.0 + math.log10(vocab_size)
@@ -112,10 +116,17 @@ def _verify_args(
     target, draft = target.to(dtypes[0]), draft.to(dtypes[1])
     t = None if temperature is None else _cycle(temperature, batch).float()
 
+    row_filters = {
+        key: _cycle(values, batch).to(torch.int64 if key == "top_k" else torch.float32)
+        for key, values in (filters or {}).items()
+    }
     flat_t = None if t is None else t.repeat_interleave(num_drafts)
     uniforms = torch.rand(batch * num_drafts, generator=generator)
     drafted, draft_lse = reference.sample(
-        (target[:, :num_drafts] if one_hot else draft).reshape(-1, vocab_size), uniforms, flat_t
+        (target[:, :num_drafts] if one_hot else draft).reshape(-1, vocab_size),
+        uniforms,
+        flat_t,
+        **{key: values.repeat_interleave(num_drafts) for key, values in row_filters.items()},
     )
     # A row that cannot be sampled still gets a token of the vocabulary: its row must reject it, not its being padding.
     anything = torch.randint(vocab_size, drafted.shape, generator=generator)
@@ -142,6 +153,9 @@ def _verify_args(
         args["draft_lse"] = draft_lse.view(batch, num_drafts)
     if lenience != 1.0:
         args["lenience"] = lenience
+    if argmax_lenience != 1.0:
+        args["argmax_lenience"] = argmax_lenience
+    args |= row_filters
     if layout is not None:
         args = {key: layout(value) if isinstance(value, Tensor) else value for key, value in args.items()}
     return args
@@ -167,9 +181,14 @@ def _sample_args(
     """Rows of `sample` are the first rows of a verify case."""
     verify = _verify_args(generator, vocab_size, name, num_drafts=1, **options)
     args = {"logits": verify["target_logits"][:, 0].contiguous(), "uniforms": verify["sample_uniforms"]}
-    if "temperature" in verify:
-        args["temperature"] = verify["temperature"]
+    args |= {key: verify[key] for key in ("temperature", "top_k", "top_p", "min_p") if key in verify}
     return args if layout is None else {key: layout(value) for key, value in args.items()}
+
+
+def _filter_args(generator: torch.Generator, vocab_size: int, name: str, **options: Any) -> dict[str, Any]:
+    args = _sample_args(generator, vocab_size, name, **options)
+    del args["uniforms"]
+    return args
 
 
 def _cycle(values: Sequence[float], count: int) -> Tensor:
@@ -371,7 +390,35 @@ VERIFY_OPTIONS: dict[str, dict[str, Any]] = {
     "tie_same_excluded_token": {"edit": _same, "tokens": _token_zero, "temperature": (1.0, 0.7)},
 }
 
-EXACT_OPTIONS: dict[str, dict[str, Any]] = {
+# Rows with and without each filter share a batch, six rows and more.
+TOP_K = {"top_k": (1, 0, 5, 3, 10**6, 20)}
+TOP_P = {"top_p": (0.9, 0.5, 1.0, 0.0, 0.97, 2.0)}
+MIN_P = {"min_p": (0.1, 0.0, 0.5, 1.0, 0.02, -1.0)}
+ALL_FILTERS = {"top_k": (50, 0, 5, 8, 3), "top_p": (0.9, 0.6, 1.0, 0.95), "min_p": (0.0, 0.2, 0.05)}
+FILTER_OPTIONS: dict[str, dict[str, Any]] = {
+    "top_k": {"filters": TOP_K, "noise": (0.1, 0.3)},
+    "top_p": {"filters": TOP_P, "noise": (0.1, 0.3)},
+    "min_p": {"filters": MIN_P, "noise": (0.1, 0.3)},
+    "filters": {"filters": ALL_FILTERS, "num_drafts": 8, "noise": (0.1, 0.3), "batch": 8},
+    "filters_temperature": {"filters": ALL_FILTERS, "temperature": MIXED_TEMPERATURE, "dtypes": HALVES},
+    "filters_plateaus": {"filters": ALL_FILTERS, "edit": _plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "filters_plateaus_hot": {"filters": TOP_P, "edit": _plateaus, "temperature": (3.0, 0.5, 100.0)},
+    "filters_masked": {"filters": ALL_FILTERS, "edit": _mask},
+    "filters_nonfinite": {"filters": ALL_FILTERS, "edit": _fill_mixed, "temperature": (1.0, 0.7)},
+    "filters_overflow": {"filters": ALL_FILTERS, "edit": _overflow, "temperature": (0.25, 1e-3, 1.0)},
+    "filters_opposite": {"filters": ALL_FILTERS, "edit": _opposite},
+    "filters_strided": {"filters": ALL_FILTERS, "layout": _batch_sliced, "temperature": MIXED_TEMPERATURE},
+    "filters_without_law": {
+        "filters": {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)},
+        "temperature": (1.0, 1.0, 0.7, 0.0, -1.0),
+    },
+}
+
+EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
+    "filters_lse": {"filters": ALL_FILTERS, "lse": True, "temperature": (0.7, 0.0, 1.5), "noise": (0.1, 0.3)},
+    "filters_one_hot": {"filters": ALL_FILTERS, "one_hot": True, "temperature": MIXED_TEMPERATURE},
+    "filters_padded": {"filters": ALL_FILTERS, "tokens": _pad_ragged, "num_drafts": 8, "batch": 8, "noise": (0.1, 0.3)},
+    "filters_removed_token": {"filters": ALL_FILTERS, "tokens": _token_zero, "accept": (0.0,), "noise": (0.1,)},
     "one_hot": {"one_hot": True},
     "one_hot_cold": {"one_hot": True, "temperature": (0.3, 0.0), "dtypes": HALVES},
     "one_hot_padded": {"one_hot": True, "tokens": _pad_ragged, "batch": 8, "temperature": (0.5,)},
@@ -385,6 +432,22 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = {
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
     "lenience_lse": {"lenience": 0.3, "lse": True, "temperature": MIXED_TEMPERATURE},
+}
+
+ARGMAX_OPTIONS: dict[str, dict[str, Any]] = {
+    "argmax_lenience": {"argmax_lenience": 0.3, "temperature": (0.0,), "noise": (0.3, 1.0), "num_drafts": 8},
+    "argmax_lenience_mixed": {"argmax_lenience": 0.01, "temperature": MIXED_TEMPERATURE, "lenience": 0.5},
+    "argmax_lenience_plateaus": {"argmax_lenience": 0.9, "temperature": (0.0,), "edit": _plateaus},
+    "argmax_lenience_masked": {"argmax_lenience": 1e-6, "temperature": (0.0,), "edit": _mask, "tokens": _token_zero},
+    "argmax_lenience_nonfinite": {"argmax_lenience": 0.5, "temperature": (0.0, 1.0), "edit": _fill_mixed},
+    "argmax_lenience_padded": {"argmax_lenience": 0.2, "temperature": (0.0,), "tokens": _pad_middle},
+}
+
+BLOCK_OPTIONS: dict[str, dict[str, Any]] = {
+    name: options for name, options in EXACT_OPTIONS.items() if "lenience" not in options
+} | {
+    "long": {"num_drafts": 20, "noise": (0.05, 0.1, 0.3)},
+    "long_one_hot": {"num_drafts": 20, "one_hot": True, "temperature": (0.05, 0.2)},
 }
 
 # Nearly equal scores reject only when the uniforms come close to one.
@@ -403,4 +466,9 @@ SAMPLE_OPTIONS: dict[str, dict[str, Any]] = {
     for name, options in VERIFY_OPTIONS.items()
     if not name.startswith(("pad_", "k", "int32", "b0", "draft_", "masked_token", "tie_u", "tie_same"))
 } | {"k3": {}, "b0": {"batch": 0}, "float64_uniforms": {"uniform_dtype": torch.float64}}
+# A sample has one row a sequence, no drafts.
+SAMPLE_FILTER_OPTIONS: dict[str, dict[str, Any]] = {
+    name: {key: value for key, value in options.items() if key not in ("noise", "num_drafts")}
+    for name, options in FILTER_OPTIONS.items()
+}
 SAMPLE_OPTIONS = {"k3": SAMPLE_OPTIONS.pop("k3")} | SAMPLE_OPTIONS

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .rounding_bounds import ENTRY, EPS, SUM, TINY, exponential
+from .rounding_filters import argmax_lenience_is_open, filters_of, lawful_row_pairs, lawful_rows
 
-__all__ = ["Laws", "is_open", "lawful_results", "lse_bound"]
+__all__ = ["Laws", "is_open", "lawful_results", "lse_is_lawful"]
 
 INF = math.inf
-
-# Unit roundoff of float32; what an entry of a softmax or sigmoid may lose besides the rounding of its argument (exp
-# and sigmoid 4, rescaling a tile 5, normalising 3); what a sum or prefix sum over a vocabulary may lose (trees of
-# depth 13 in a tile, then some tens of tiles).
-EPS = 2.0**-24
-ENTRY = 12
-SUM = 48
-# Smaller weights may be flushed to zero in float32.
-TINY = 1e-37
 
 
 @dataclass(frozen=True)
@@ -68,6 +61,7 @@ def lawful_results(op: str, args: dict[str, Any], b: int) -> Laws:
     scores = (args.get("alpha", -1e3), args.get("beta", 1e3)) if op == "verify_sigmoid" else None
     vocab_size = rows.shape[-1]
     nothing = torch.zeros(vocab_size, dtype=torch.bool)
+    filters = filters_of(args, b)
 
     if not t >= 0:
         return {0: nothing}
@@ -75,34 +69,68 @@ def lawful_results(op: str, args: dict[str, Any], b: int) -> Laws:
     for i, x in enumerate(drafts):
         in_vocab = 0 <= x < vocab_size
         if t == 0:
-            top = reference.argmax(rows[i])
-            if in_vocab and x == top:
-                continue
-            return {i: _single(top, nothing)}
+            lenience = args.get("argmax_lenience", 1.0)
+            accepted = in_vocab and reference.accepts_greedily(rows[i], x, lenience)
+            either = in_vocab and argmax_lenience_is_open(rows[i], x, lenience)
+            if not accepted or either:
+                laws[i] = _single(reference.argmax(rows[i]), nothing)
+            if not accepted and not either:
+                return laws
+            continue
         if not in_vocab:
-            laws[i] = _target_weights(rows[i], t, scores).tokens(s)
-            return laws
-        p, q, residual = _pair(args, b, i, x, t, scores)
-        ul = float(args["accept_uniforms"][b, i]) * args.get("lenience", 1.0)
-        slack = 1 + ENTRY * EPS
-        p_low, p_high = float(p.value[x] - p.error[x]), float(p.value[x] + p.error[x])
-        q_low, q_high = float(q.value[x] - q.error[x]), float(q.value[x] + q.error[x])
-        if _has_mass(args, b, i, x, t):
-            # A probability that vanishes, of a token that is not excluded, may count as zero or as positive.
-            q_high = max(q_high, TINY)
-        may_accept = q_high > 0 and p_high > 0 and ul * max(q_low, 0.0) < p_high * slack
-        may_reject = q_low <= 0 or ul * q_high * slack >= p_low
-        if may_reject:
             laws[i] = nothing
-            if residual.possible().any():
-                laws[i] = laws[i] | residual.tokens(s)
-            if not residual.certain():
-                laws[i] = laws[i] | _target_weights(rows[i], t, scores).tokens(s)
+            for row in lawful_rows(rows[i], t, filters):
+                laws[i] = laws[i] | _target_weights(row, t, scores).tokens(s)
+            return laws
+        may_accept = False
+        draft = None if args["draft_logits"] is None else args["draft_logits"][b, i]
+        for target_row, draft_row in lawful_row_pairs(rows[i], draft, t, filters):
+            accepted, tokens = _test(_position(args, b, i, target_row, draft_row), x, t, s, scores)
+            may_accept = may_accept or accepted
+            if tokens is not None:
+                laws[i] = laws.get(i, nothing) | tokens
         if not may_accept:
             return laws
     k = len(drafts)
-    laws[k] = _single(reference.argmax(rows[k]), nothing) if t == 0 else _softmax(rows[k], t)[0].tokens(s)
+    laws[k] = nothing
+    for row in lawful_rows(rows[k], t, filters):
+        laws[k] = laws[k] | (_single(reference.argmax(row), nothing) if t == 0 else _softmax(row, t)[0].tokens(s))
     return laws
+
+
+def _position(args: dict[str, Any], b: int, i: int, target: Tensor, draft: Tensor | None) -> dict[str, Any]:
+    """The arguments of one position alone: batch and position 0, with these rows."""
+    lse = args.get("draft_lse")
+    return args | {
+        "target_logits": target[None, None],
+        "draft_logits": None if draft is None else draft[None, None],
+        "draft_lse": None if lse is None else lse[b : b + 1, i : i + 1],
+        "accept_uniforms": args["accept_uniforms"][b : b + 1, i : i + 1],
+    }
+
+
+def _test(
+    args: dict[str, Any], x: int, t: float, s: float, scores: tuple[float, float] | None
+) -> tuple[bool, Tensor | None]:
+    """Of one position: whether x may be accepted, and if it may be rejected, the tokens that may come next."""
+    p, q, residual = _pair(args, 0, 0, x, t, scores)
+    ul = float(args["accept_uniforms"][0, 0]) * args.get("lenience", 1.0)
+    slack = 1 + ENTRY * EPS
+    p_low, p_high = float(p.value[x] - p.error[x]), float(p.value[x] + p.error[x])
+    q_low, q_high = float(q.value[x] - q.error[x]), float(q.value[x] + q.error[x])
+    if _has_mass(args, 0, 0, x, t):
+        # A probability that vanishes, of a token that is not excluded, may count as zero or as positive.
+        q_high = max(q_high, TINY)
+    may_accept = q_high > 0 and p_high > 0 and ul * max(q_low, 0.0) < p_high * slack
+    may_reject = q_low <= 0 or ul * q_high * slack >= p_low
+    if not may_reject:
+        return may_accept, None
+    tokens = torch.zeros_like(p.value, dtype=torch.bool)
+    if residual.possible().any():
+        tokens |= residual.tokens(s)
+    if not residual.certain():
+        tokens |= _target_weights(args["target_logits"][0, 0], t, scores).tokens(s)
+    return may_accept, tokens
 
 
 def _single(token: int, nothing: Tensor) -> Tensor:
@@ -159,7 +187,7 @@ def _softmax(logits: Tensor, t: float) -> tuple[_Weights, _Weights]:
     if z.max() == -INF:
         zero = torch.zeros_like(z)
         return _Weights(zero, zero), _Weights(zero, zero)
-    weight, error = _exponential(z, z.max())
+    weight, error = exponential(z, z.max())
     total = weight.sum()
     weight, error = weight / total, error / total
     error = error + torch.where(weight < TINY, weight, 0.0)
@@ -170,18 +198,8 @@ def _softmax_by_lse(logits: Tensor, t: float, lse: float) -> _Weights:
     z = reference.scaled_logits(logits, t)
     if not math.isfinite(lse):
         return _Weights(torch.zeros_like(z), torch.zeros_like(z))
-    weight, error = _exponential(z, torch.tensor(lse, dtype=torch.float64))
+    weight, error = exponential(z, torch.tensor(lse, dtype=torch.float64))
     return _Weights(weight, error + torch.where(weight < TINY, weight, 0.0))
-
-
-def _exponential(z: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(z - a) and the bound of `rounding_rows`; not linearised, as a large |z| may move a weight by any factor."""
-    finite = torch.where(z > -INF, z, 0.0)
-    gap = torch.where(z > -INF, z - a, -INF)
-    slack = torch.where(finite == a, 0.0, EPS * (2 * finite.abs() + a.abs() + 3 * (finite - a).abs()))
-    weight = torch.exp(gap)
-    upper, lower = torch.exp(gap + slack), torch.exp(gap - slack)
-    return weight, torch.maximum(upper - weight, weight - lower) + ENTRY * EPS * weight
 
 
 def _score(logits: Tensor, t: float, alpha: float, beta: float) -> _Weights:
@@ -214,7 +232,14 @@ def _score_residual(target: Tensor, draft: Tensor, t: float, alpha: float, beta:
     return _Weights(torch.where(both, value, p.value), torch.where(both, error, p.error))
 
 
-def lse_bound(logits: Tensor, t: float, lse: float) -> float:
-    """The float32 error of `sample`'s lse: that of the sum of weights, of the scaled maximum, and of the result."""
-    z_max = float(reference.scaled_logits(logits, t).max())
-    return float(_softmax(logits, t)[0].error.sum()) + EPS * (SUM + 3 * abs(z_max) + 2 * abs(lse))
+def lse_is_lawful(args: dict[str, Any], r: int, lse: float, token: int) -> bool:
+    """Whether row r of `sample` may return this lse with this token: that of a lawful filtering, up to the float32
+    error of the sum of weights, of the scaled maximum, and of the result."""
+    t = 1.0 if args.get("temperature") is None else float(args["temperature"][r])
+    for row in lawful_rows(args["logits"][r], t, filters_of(args, r)):
+        z = reference.scaled_logits(row, t)
+        exact = float(torch.logsumexp(z, 0))
+        bound = float(_softmax(row, t)[0].error.sum()) + EPS * (SUM + 3 * abs(float(z.max())) + 2 * abs(exact))
+        if z[token] > -INF and abs(lse - exact) <= bound:
+            return True
+    return False

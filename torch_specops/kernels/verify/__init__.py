@@ -1,6 +1,7 @@
-"""The verify ops on CUDA: `exact.py` and `sigmoid.py`, each maths, kernels and launcher."""
+"""The verify ops on CUDA: `block.py`, `exact.py` and `sigmoid.py`, each maths, kernels and launcher."""
 
+from .block import verify_block
 from .exact import verify_exact
 from .sigmoid import verify_sigmoid
 
-__all__ = ["verify_exact", "verify_sigmoid"]
+__all__ = ["verify_block", "verify_exact", "verify_sigmoid"]

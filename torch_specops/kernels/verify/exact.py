@@ -11,12 +11,17 @@ and the row pair of the rejection once more (in L2). Rows behind a padded draft,
 the whole of a sequence without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch
 is 8 bytes per (row, tile) and per (sequence, tile).
 
+With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
+bytes and launches), and whatever is loaded of a row is masked by the row's own bounds.
+
 Three launches, each a grid over what it writes, so there are no races, atomics or counters:
 1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
-2. `residual_kernel`, one program per (sequence, tile): combines the partials, walks the drafts to n (every program
-   of a sequence computes the same n in the same order), and sums its tile's residual weights.
+2. `residual_kernel` (`exact_residual.py`), one program per (sequence, tile): combines the partials, walks the drafts
+   to n (every program of a sequence computes the same n in the same order), and sums its tile's residual weights.
 3. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
 """
+
+import math
 
 import torch
 import triton
@@ -24,25 +29,24 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch
+from ..filter import filter_bounds
 from ..launch import wrap_triton
 from ..rows import (
-    FLOAT32_MAX,
+    bounds_of,
     combine_argmax,
-    combine_stats,
     inverse_temperature,
     load_own_tile,
     load_partials,
-    load_tile_of,
     pick_tile,
     pick_token,
-    reciprocal,
     row_lead,
     tile_argmax,
     tile_stats,
     tile_tokens,
 )
 from . import walk
-from .walk import count_valid, stats_from_lse, store_output, token_weight
+from .exact_residual import residual_kernel, residual_weights
+from .walk import count_valid, store_output
 
 __all__ = ["verify_exact"]
 
@@ -61,6 +65,7 @@ __all__ = ["verify_exact"]
         "num_drafts",
         "vocab_size",
         "num_tiles",
+        "num_bounds",
     ]
 )
 def stats_kernel(
@@ -87,6 +92,9 @@ def stats_kernel(
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    bounds_ptr=None,  # [B, K+1 or 2K+1, 2] bounds of the target rows, then of the draft rows
+    num_bounds=0,
+    FILTERED: tl.constexpr = False,
 ):
     program = tl.program_id(0).to(tl.int64)
     tile = (program % num_tiles).to(tl.int32)
@@ -106,7 +114,18 @@ def stats_kernel(
         if (r <= num_valid) & (temperature >= 0):
             row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
             lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-            z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+            z = load_own_tile(
+                row_ptr,
+                stride_target_v,
+                lead,
+                vocab_size,
+                tile,
+                inverse_t,
+                TILE,
+                TARGET_UNIT_STRIDE,
+                bounds_of(bounds_ptr, b, r, num_bounds, FILTERED),
+                FILTERED,
+            )
             if temperature == 0:
                 first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
             else:
@@ -118,214 +137,21 @@ def stats_kernel(
         if (i >= 0) & (i < num_valid) & (temperature > 0):
             row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
             lead = row_lead(row_ptr, DRAFT_UNIT_STRIDE)
-            z = load_own_tile(row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
-            first, second = tile_stats(z)
-            tl.store(partial_ptr + program * 2, first)
-            tl.store(partial_ptr + program * 2 + 1, second)
-
-
-@triton.jit
-def residual_weights(
-    p,
-    z_p,
-    v,
-    draft_row_ptr,
-    stride_draft_v,
-    lead,
-    vocab_size,
-    tile,
-    inverse_t,
-    q_shift,
-    q_weight,
-    x,
-    ONE_HOT: tl.constexpr,
-    DRAFT_UNIT_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
-    difference of two rounded distributions need not show: their sums may have been taken in another order, or come
-    with `draft_lse`."""
-    if ONE_HOT:
-        weight = tl.where(v == x, 0.0, p)
-        differs = 1.0
-    else:
-        z_q = load_tile_of(draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, TILE, DRAFT_UNIT_STRIDE)
-        weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
-        differs = tl.max((z_p != z_q).to(tl.float32), 0)
-    return weight, differs
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_u_b",
-        "stride_u_k",
-        "stride_t",
-        "stride_lse_b",
-        "stride_lse_k",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "num_draft_tiles",
-    ]
-)
-def residual_kernel(
-    target_ptr,  # [B, K+1, V]
-    draft_ptr,  # [B, K, V]
-    draft_tokens_ptr,  # [B, K]
-    accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B]
-    draft_lse_ptr,  # [B, K]
-    partial_ptr,  # [B, R, num_tiles, 2]
-    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
-    state_ptr,  # [B, 4] shift and weight of p_n, of q_n
-    num_accepted_ptr,  # [B]
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    stride_tokens_b,
-    stride_tokens_k,
-    stride_u_b,
-    stride_u_k,
-    stride_t,
-    stride_lse_b,
-    stride_lse_k,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    lenience,
-    HAS_TEMPERATURE: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-    DRAFT_STATS: tl.constexpr,
-    TARGET_UNIT_STRIDE: tl.constexpr,
-    DRAFT_UNIT_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WALK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    b = program // num_tiles
-    rows_per_sequence = num_drafts + 1
-    if DRAFT_STATS:
-        rows_per_sequence += num_drafts
-    first_row = b * rows_per_sequence
-    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
-
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-
-    # The walk, WALK drafts at a time; nothing is live behind a failure. A loop whose end depends on the data would make
-    # every reduction in it a call.
-    n = 0
-    walking = (num_valid > 0) & (temperature >= 0)
-    for start in range(0, num_drafts, WALK):
-        lane = tl.arange(0, WALK)
-        i = (start + lane).to(tl.int64)
-        live = walking & (i < num_valid)
-        x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-        first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-        if temperature == 0:
-            accepted = live & (combine_argmax(first, second).to(tl.int64) == x)
-        else:
-            p_max, p_sum = combine_stats(first, second)
-            p_x = token_weight(
-                target_ptr + b * stride_target_b,
-                i * stride_target_k,
-                x * stride_target_v,
-                inverse_t,
-                p_max,
-                p_sum,
-                live,
-            )
-            if ONE_HOT:
-                q_x = tl.full((WALK,), 1.0, tl.float64)
-                q_sum = tl.full((WALK,), 1.0, tl.float32)
-            else:
-                if DRAFT_STATS:
-                    first, second = load_partials(partial_ptr, first_row + num_drafts + 1 + i, num_tiles, live, BLOCK_T)
-                    q_max, q_sum = combine_stats(first, second)
-                else:
-                    lse = tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k, mask=live, other=0.0)
-                    q_max, q_sum = stats_from_lse(lse)
-                q_x = token_weight(
-                    draft_ptr + b * stride_draft_b,
-                    i * stride_draft_k,
-                    x * stride_draft_v,
-                    inverse_t,
-                    q_max,
-                    q_sum,
-                    live,
-                )
-            u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
-            # u * l * q < p with both sides multiplied by the two sums: float64 division would cost a call.
-            threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
-            accepted = live & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
-        run = tl.min(tl.where(accepted, WALK, lane), 0)
-        n += run
-        walking = walking & (run == WALK)
-    if temperature > 0:
-        only = first_row + n + tl.zeros((1,), tl.int64)
-        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        row_max, row_sum = combine_stats(first, second)
-        p_shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
-        p_weight = reciprocal(tl.max(row_sum, 0))
-        q_shift = 0.0
-        q_weight = 0.0
-        if n < num_valid:
-            if DRAFT_STATS:
-                first, second = load_partials(partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T)
-                row_max, row_sum = combine_stats(first, second)
-                q_shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
-                q_weight = reciprocal(tl.max(row_sum, 0))
-            elif not ONE_HOT:
-                lse = tl.load(draft_lse_ptr + b * stride_lse_b + n.to(tl.int64) * stride_lse_k)
-                q_shift, q_weight = stats_from_lse(lse)
-            target_row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
-            lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-            z_p = load_own_tile(
-                target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
-            )
-            weight, differs = residual_weights(
-                tl.exp(z_p - p_shift) * p_weight,
-                z_p,
-                tile_tokens(lead, tile, TILE),
-                draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
+            z = load_own_tile(
+                row_ptr,
                 stride_draft_v,
                 lead,
                 vocab_size,
                 tile,
                 inverse_t,
-                q_shift,
-                q_weight,
-                tl.load(tokens_ptr + n.to(tl.int64) * stride_tokens_k).to(tl.int32),
-                ONE_HOT,
-                DRAFT_UNIT_STRIDE,
                 TILE,
+                DRAFT_UNIT_STRIDE,
+                bounds_of(bounds_ptr, b, r, num_bounds, FILTERED),
+                FILTERED,
             )
-            tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
-            tl.store(mass_ptr + program * 2 + 1, differs)
-        if tile == 0:
-            tl.store(state_ptr + b * 4, p_shift)
-            tl.store(state_ptr + b * 4 + 1, p_weight)
-            tl.store(state_ptr + b * 4 + 2, q_shift)
-            tl.store(state_ptr + b * 4 + 3, q_weight)
-    if tile == 0:
-        tl.store(num_accepted_ptr + b, n.to(tl.int64))
+            first, second = tile_stats(z)
+            tl.store(partial_ptr + program * 2, first)
+            tl.store(partial_ptr + program * 2 + 1, second)
 
 
 @triton.jit(
@@ -343,6 +169,7 @@ def residual_kernel(
         "num_drafts",
         "vocab_size",
         "num_tiles",
+        "num_bounds",
     ]
 )
 def draw_kernel(
@@ -354,6 +181,7 @@ def draw_kernel(
     partial_ptr,  # [B, R, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
     state_ptr,  # [B, 4]
+    bounds_ptr,  # [B, K+1 or 2K+1, 2]
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,
@@ -369,9 +197,11 @@ def draw_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    num_bounds,
     HAS_TEMPERATURE: tl.constexpr,
     ONE_HOT: tl.constexpr,
     DRAFT_STATS: tl.constexpr,
+    FILTERED: tl.constexpr,
     TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -415,7 +245,16 @@ def draw_kernel(
             lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
             v = tile_tokens(lead, tile, TILE)
             z_p = load_own_tile(
-                target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+                target_row_ptr,
+                stride_target_v,
+                lead,
+                vocab_size,
+                tile,
+                inverse_t,
+                TILE,
+                TARGET_UNIT_STRIDE,
+                bounds_of(bounds_ptr, b, n, num_bounds, FILTERED),
+                FILTERED,
             )
             weight = tl.exp(z_p - p_shift) * p_weight
             if has_residual:
@@ -435,6 +274,8 @@ def draw_kernel(
                     ONE_HOT,
                     DRAFT_UNIT_STRIDE,
                     TILE,
+                    bounds_of(bounds_ptr, b, num_drafts + 1 + n, num_bounds, FILTERED),
+                    FILTERED,
                 )
             next_token = pick_token(weight, v, threshold)
     store_output(
@@ -451,6 +292,10 @@ def verify_exact(
     temperature: Tensor | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    argmax_lenience: float = 1.0,
     *,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -474,13 +319,18 @@ def verify_exact(
     mass = torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device)
     state = torch.empty(batch, 4, dtype=torch.float32, device=device)
 
+    filtered = top_k is not None or top_p is not None or min_p is not None
     # An absent tensor is passed as a present one that the kernels do not touch.
+    bounds = mass
+    if filtered:
+        bounds = filter_bounds(target_logits, temperature, top_k, top_p, min_p, draft_logits, tile=tile)
     draft = target_logits if draft_logits is None else draft_logits
     t = sample_uniforms if temperature is None else temperature
     lse = accept_uniforms if draft_lse is None else draft_lse
     flags = {
         "HAS_TEMPERATURE": temperature is not None,
         "DRAFT_STATS": draft_stats,
+        "FILTERED": filtered,
         "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
         "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
         "TILE": tile,
@@ -501,6 +351,8 @@ def verify_exact(
         num_drafts,
         vocab_size,
         num_tiles,
+        bounds_ptr=bounds,
+        num_bounds=bounds.shape[1],
         **flags,
     )
     wrap_triton(residual_kernel)[(batch * num_tiles,)](
@@ -513,6 +365,7 @@ def verify_exact(
         partial,
         mass,
         state,
+        bounds,
         num_accepted,
         *target_logits.stride(),
         *draft.stride(),
@@ -523,8 +376,11 @@ def verify_exact(
         num_drafts,
         vocab_size,
         num_tiles,
+        bounds.shape[1],
         lenience,
+        math.log(argmax_lenience),
         ONE_HOT=draft_logits is None,
+        ARGMAX_LENIENT=argmax_lenience < 1,
         WALK=walk.width(block_t),
         BLOCK_T=block_t,
         **flags,
@@ -538,6 +394,7 @@ def verify_exact(
         partial,
         mass,
         state,
+        bounds,
         num_accepted,
         output_tokens,
         *target_logits.stride(),
@@ -548,6 +405,7 @@ def verify_exact(
         num_drafts,
         vocab_size,
         num_tiles,
+        bounds.shape[1],
         ONE_HOT=draft_logits is None,
         BLOCK_T=block_t,
         **flags,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..rows import FLOAT32_MAX, scale
+from ..rows import FLOAT32_MAX, keep, scale
 
 # Drafts tested side by side, and partials held for them; a longer chain takes several turns, so that registers stay
 # bounded for any K and V.
@@ -25,15 +25,40 @@ def count_valid(tokens_ptr, stride_k, num_drafts, vocab_size, BLOCK_K: tl.conste
 
 
 @triton.jit
-def load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live):
-    """[WALK] single scaled logits, one per row; -inf where not live."""
-    return scale(tl.load(sequence_ptr + row_offset + token_offset, mask=live, other=float("-inf")), inverse_t)
+def load_scaled(
+    sequence_ptr,
+    row_offset,
+    token_offset,
+    inverse_t,
+    live,
+    token=None,
+    bounds_ptr=None,
+    FILTERED: tl.constexpr = False,
+):
+    """[WALK] single scaled logits, one per row; -inf where not live, or outside the bounds [WALK, 2] of their rows."""
+    x = tl.load(sequence_ptr + row_offset + token_offset, mask=live, other=float("-inf"))
+    if FILTERED:
+        cut = tl.load(bounds_ptr, mask=live, other=float("inf"))
+        first = tl.load(bounds_ptr + 1, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        x = keep(x, token, cut, first)
+    return scale(x, inverse_t)
 
 
 @triton.jit
-def token_weight(sequence_ptr, row_offset, token_offset, inverse_t, z_max, z_sum, live):
+def token_weight(
+    sequence_ptr,
+    row_offset,
+    token_offset,
+    inverse_t,
+    z_max,
+    z_sum,
+    live,
+    token=None,
+    bounds_ptr=None,
+    FILTERED: tl.constexpr = False,
+):
     """[WALK] exp(z - max) of single logits in float64, a probability times the row's sum; 0 for a row without one."""
-    z = load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live)
+    z = load_scaled(sequence_ptr, row_offset, token_offset, inverse_t, live, token, bounds_ptr, FILTERED)
     weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64))
     return tl.where(z_sum > 0, weight, 0.0)
 

@@ -1,0 +1,429 @@
+"""Leviathan et al. 2023 (arXiv 2211.17192), tables 2 to 5, on models that are at hand.
+
+    python benchmarks/papers/leviathan_measured.py [--only alpha/austen] [--large]
+
+Tables 3 and 5: alpha on text that the target wrote itself, as the paper has it (section 4.2), once by the formula,
+E sum min(p / l, q), and once by drawing drafts and verifying them with the op. Tables 2 and 4: the speed of the
+decoding loop over the same loop without drafts, in turns, beside theorem 3.8 with the measured alpha and c.
+
+A stopped run goes on where it was. About 6 minutes on one core. The paper's T5 and LaMDA models are not at hand; see
+`subjects.py` for what is measured in their place.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from rich.console import Console
+from rich.table import Table
+from subjects import continuations, draft_law, draft_source, prompts, target, target_logits
+from torch import Tensor
+
+import torch_specops
+from torch_specops.analysis import (
+    acceptance_probability,
+    alpha_from_counts,
+    expected_tokens_per_step,
+    optimal_num_draft_tokens,
+    token_acceptance_probability,
+    walltime_factor,
+)
+from torch_specops.drafts import DraftSource
+from torch_specops.hf import TransformersModel
+
+LENIENCES = (1.0, 0.5, 0.3, 0.1)
+TEMPERATURES = (0.0, 1.0)
+SMOLLM2_DRAFTS = ("unigram", "bigram", "prompt lookup", "early exit 10", "early exit 20", "early exit 25")
+DRAFTS = {
+    "austen": ("unigram", "bigram", "trigram", "prompt lookup", "small model", "early exit 2", "early exit 6"),
+    "prose": SMOLLM2_DRAFTS,
+    "code": SMOLLM2_DRAFTS,
+}
+# Draft, K. The baseline without drafts runs beside them.
+PROVIDERS = {
+    "austen": [
+        ["small model", 1],
+        ["small model", 3],
+        ["small model", 5],
+        ["small model", 7],
+        ["bigram", 3],
+        ["early exit 6", 3],
+    ],
+    "code": [["prompt lookup", 3], ["prompt lookup", 10], ["bigram", 3], ["early exit 25", 3]],
+}
+WRITTEN = {"austen": (16, 64, 640), "prose": (8, 64, 64), "code": (8, 64, 64)}
+WRITTEN_LARGE = {"austen": (64, 64, 640), "prose": (64, 128, 256), "code": (64, 128, 256)}
+TIMED = {"austen": (4, 64, 96), "code": (1, 64, 48)}
+TIMED_LARGE = {"austen": (16, 64, 512), "code": (16, 128, 256)}
+# Rows of [V] float64 that are looked at together.
+CHUNK = 64
+
+
+def sizes(shape: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("num_prompts", "prompt_length", "num_tokens"), shape, strict=True))
+
+
+def alpha(
+    subject: str, draft: str, temperature: float, leniences: Sequence[float], prompt_length: int, written: Tensor
+) -> dict[str, Any]:
+    """Acceptance at every position behind the prompts, for each lenience.
+
+    Returns:
+        by lenience: alpha; its standard error over sequences (positions of one are not independent); alpha as
+        `verify_exact` accepts drafts that were drawn; and the mean total variation between the emitted law and p.
+        `drafted`: the share of positions that the draft has a token for.
+    """
+    p_logits = target_logits(subject, written, prompt_length)
+    q_logits, q_tokens = draft_law(subject, draft, written, prompt_length, temperature)
+    generator = torch.Generator(device=written.device).manual_seed(0)
+    temperatures = torch.full((len(p_logits),), temperature, device=written.device)
+    result: dict[str, Any] = {"positions": len(p_logits), "drafted": 1.0}
+    if q_tokens is not None:
+        result["drafted"] = (q_tokens >= 0).double().mean().item()
+    for lenience in leniences:
+        expected, simulated, distance = [], [], []
+        for rows in torch.arange(len(p_logits)).split(CHUNK):
+            p, t = p_logits[rows], temperatures[rows]
+            draws = torch.rand(3, len(rows), generator=generator, device=written.device)
+            lenient = {"lenience" if temperature > 0 else "argmax_lenience": lenience} if lenience < 1 else {}
+            if q_logits is None:
+                assert q_tokens is not None
+                q, lse, tokens = None, None, q_tokens[rows]
+                expected.append(token_acceptance_probability(p, tokens, None, temperature, **lenient))
+            else:
+                q = q_logits[rows]
+                tokens, lse = torch_specops.sample(q, draws[0], t)
+                expected.append(acceptance_probability(p, q, temperature, **lenient))
+                if temperature > 0:
+                    distance.append(emitted_distance(p, q, temperature, lenience))
+            accepted = torch_specops.verify_exact(
+                p.unsqueeze(1).expand(-1, 2, -1),
+                tokens.unsqueeze(1),
+                None if q is None else q.unsqueeze(1),
+                draws[1].unsqueeze(1),
+                draws[2],
+                t,
+                None if lse is None else lse.unsqueeze(1),
+                **lenient,
+            )[1]
+            simulated.append(accepted.double())
+        by_sequence = torch.cat(expected).view(len(written), -1).mean(1)
+        drawn = torch.cat(simulated)
+        result[str(lenience)] = {
+            "alpha": rounded(by_sequence.mean()),
+            "standard_error": rounded(by_sequence.std() / math.sqrt(len(written))),
+            "simulated": rounded(drawn.mean()),
+            "simulated_error": rounded(drawn.std() / math.sqrt(len(drawn))),
+            "total_variation": rounded(torch.cat(distance).mean()) if distance else None,
+        }
+    return result
+
+
+def emitted_distance(p_logits: Tensor, q_logits: Tensor, temperature: float, lenience: float) -> Tensor:
+    """[N] total variation between p and the law of what is emitted, min(q, p / l) + the residual after a rejection
+    (docs/math.md, section 8)."""
+    p, q = ((logits.double() / temperature).softmax(-1) for logits in (p_logits, q_logits))
+    kept = torch.minimum(q, p / lenience)
+    residual = (p - q).clamp(min=0)
+    residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-300)
+    emitted = kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * residual
+    return (emitted - p).abs().sum(-1) / 2
+
+
+def rounded(value: Tensor, digits: int = 5) -> float:
+    return round(value.item(), digits)
+
+
+def speed(
+    subject: str,
+    temperature: float,
+    providers: Sequence[tuple[str, int]],
+    rounds: int,
+    num_prompts: int,
+    prompt_length: int,
+    num_tokens: int,
+    device: str,
+) -> dict[str, Any]:
+    """Seconds for all prompts, one after another: without drafts and with each provider, in turns."""
+    model = target(subject, device)
+    rows = prompts(subject, num_prompts, prompt_length).to(device).split(1)
+    sampling = torch_specops.SamplingParams(temperature=temperature)
+    settings: list[dict[str, Any]] = [{}]
+    for draft, count in providers:
+        settings.append({"draft": draft_source(subject, draft, temperature, device), "num_draft_tokens": count})
+    decoders = [torch_specops.SpeculativeDecoder(model.model, sampling=sampling, **each) for each in settings]
+
+    def run(decoder: torch_specops.SpeculativeDecoder) -> tuple[float, list[Any]]:
+        steps: list[Any] = []
+        started = time.perf_counter()
+        for index, row in enumerate(rows):
+            decoder.generate(row, max_new_tokens=num_tokens, seed=index, eos_token_id=(), streamer=steps.append)
+        return time.perf_counter() - started, steps
+
+    steps = [run(decoder)[1] for decoder in decoders]
+    seconds: list[list[float]] = [[] for _ in decoders]
+    for index in range(rounds):
+        # A decoder that always came first would always find the same caches.
+        order = list(range(len(decoders)))
+        for which in order[index % len(order) :] + order[: index % len(order)]:
+            seconds[which].append(run(decoders[which])[0])
+
+    clock = Clock(model, rows[0], num_tokens // 2 + prompt_length, temperature)
+    plain_step = statistics.median(seconds[0]) / len(steps[0])
+    result: dict[str, Any] = {
+        "seconds": seconds[0],
+        "tokens_per_second": num_prompts * num_tokens / statistics.median(seconds[0]),
+        # What a step takes beside the target's forward, in forwards of one token.
+        "outside": max(plain_step / clock.forward(1) - 1, 0.0),
+        "providers": [],
+    }
+    for (draft, count), decoder, timed, taken in zip(providers, decoders[1:], seconds[1:], steps[1:], strict=True):
+        assert decoder.draft is not None
+        ratios = [plain / each for plain, each in zip(seconds[0], timed, strict=True)]
+        accepted, proposed = (
+            torch.tensor([getattr(step, name)[0] for step in taken]) for name in ("num_accepted", "num_proposed")
+        )
+        result["providers"].append(
+            {
+                "draft": draft,
+                "num_draft_tokens": count,
+                "seconds": timed,
+                "speed": statistics.median(seconds[0]) / statistics.median(timed),
+                "speed_range": [min(ratios), max(ratios)],
+                "mean_acceptance_length": num_prompts * num_tokens / len(taken),
+                "mean_drafts": proposed.double().mean().item(),
+                "alpha_of_the_loop": alpha_from_counts(accepted, proposed).item(),
+                # Definition 3.7: one draft, in forwards of the target over one token.
+                "cost_ratio": clock.draft(decoder.draft, count) / count / clock.forward(1),
+                # Theorem 3.8 takes this for 1.
+                "width_ratio": clock.forward(count + 1) / clock.forward(1),
+            }
+        )
+    return result
+
+
+class Clock:
+    """Median seconds of single calls, at one length of the text."""
+
+    def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float) -> None:
+        self._model = model
+        repeats = -(-length // row.shape[1])
+        self._tokens = row.repeat(1, repeats + 1)
+        self._lengths = torch.tensor([length], device=row.device)
+        self._sampling = torch_specops.SamplingParams(temperature=temperature).tensors(1, row.device)
+        self._length = length
+        self._forwards: dict[int, float] = {}
+
+    def forward(self, width: int) -> float:
+        if width not in self._forwards:
+            positions = torch.arange(self._length + width, device=self._tokens.device).unsqueeze(0)
+            self._model.start(1, self._length + width)
+            self._read(positions[:, : self._length])
+            self._forwards[width] = self._median(lambda: self._read(positions[:, self._length :]))
+        return self._forwards[width]
+
+    @torch.inference_mode()
+    def _read(self, positions: Tensor) -> Tensor:
+        return self._model.forward(self._tokens[:, positions[0]], positions, positions.shape[1])
+
+    @torch.inference_mode()
+    def draft(self, source: DraftSource, num_draft_tokens: int) -> float:
+        source.start(self._tokens, self._lengths, self._length + num_draft_tokens + 2)
+        seeds = torch.zeros_like(self._lengths)
+        return self._median(
+            lambda: source.propose(self._tokens, self._lengths, num_draft_tokens, self._sampling, seeds)
+        )
+
+    def _median(self, call: Any, repetitions: int = 21) -> float:
+        times = []
+        for _ in range(repetitions):
+            started = time.perf_counter()
+            call()
+            if self._tokens.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+
+def predictions(found: dict[str, Any], subject: str, temperature: float, provider: dict[str, Any]) -> dict[str, float]:
+    """Theorem 3.8 with the alpha of table 3 and the measured c; and the same with what this machine adds: a forward
+    over K + 1 tokens takes `width_ratio` forwards, and a step has its `outside`."""
+    measured = found[f"alpha/{subject}/{provider['draft']}/T={temperature}"]["1.0"]["alpha"]
+    count, cost = provider["num_draft_tokens"], provider["cost_ratio"]
+    outside = found[f"speed/{subject}/T={temperature}"]["outside"]
+    tokens = expected_tokens_per_step(measured, count).item()
+    return {
+        "alpha": measured,
+        "expected_tokens": tokens,
+        "theorem": walltime_factor(measured, cost, count).item(),
+        "machine": tokens * (1 + outside) / (count * cost + provider["width_ratio"] + outside),
+        "measured_tokens": provider["mean_acceptance_length"]
+        * (1 + outside)
+        / (count * cost + provider["width_ratio"] + outside),
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
+    timed_sizes = TIMED_LARGE if chosen.large else TIMED
+    cells: list[Cell] = []
+    runner: list[Cells] = []
+
+    def write(**settings: Any) -> list[list[int]]:
+        return continuations(device=chosen.device, **settings)
+
+    def measure_alpha(num_prompts: int, num_tokens: int, **settings: Any) -> dict[str, Any]:
+        text = runner[0].results[f"text/{settings['subject']}/T={settings['temperature']}"]
+        written = torch.tensor(text, device=chosen.device)
+        assert written.shape == (num_prompts, settings["prompt_length"] + num_tokens)
+        return alpha(written=written, **settings)
+
+    def measure_speed(**settings: Any) -> dict[str, Any]:
+        return speed(device=chosen.device, **settings)
+
+    for subject, drafts in DRAFTS.items():
+        for temperature in TEMPERATURES:
+            common = {"subject": subject, "temperature": temperature}
+            written = sizes(written_sizes[subject])
+            cells.append(Cell(f"text/{subject}/T={temperature}", write, common | written))
+            for draft in drafts:
+                settings = common | written | {"draft": draft, "leniences": LENIENCES}
+                cells.append(Cell(f"alpha/{subject}/{draft}/T={temperature}", measure_alpha, settings))
+    for subject, providers in PROVIDERS.items():
+        for temperature in TEMPERATURES:
+            settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}
+            settings |= sizes(timed_sizes[subject])
+            cells.append(Cell(f"speed/{subject}/T={temperature}", measure_speed, settings))
+
+    console = Console()
+    runner.append(Cells(results_path("leviathan_measured", chosen), cells, chosen.device))
+    found = runner[0].run(chosen.only, console)
+    if all(cell.key in found for cell in cells):
+        show(console, found)
+        if chosen.out is None and not chosen.large:
+            draw(found)
+    return found
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    table = Table("target, text", "draft", "T", "alpha", "drawn", "drafted", title="Table 3: alpha")
+    for subject, drafts in DRAFTS.items():
+        for temperature in TEMPERATURES:
+            for draft in drafts:
+                cell = found[f"alpha/{subject}/{draft}/T={temperature}"]
+                at_one = cell["1.0"]
+                table.add_row(
+                    subject,
+                    draft,
+                    f"{temperature:.0f}",
+                    f"{at_one['alpha']:.3f} +- {at_one['standard_error']:.3f}",
+                    f"{at_one['simulated']:.3f} +- {at_one['simulated_error']:.3f}",
+                    f"{cell['drafted']:.2f}",
+                )
+    console.print(table)
+
+    table = Table(
+        *("text", "draft", "T", "K", "alpha", "c", "width", "tokens/step", "eq. 1", "theorem 3.8"),
+        *("on this machine", "with tokens/step", "measured"),
+        title="Tables 2 and 4: speed over the loop without drafts",
+    )
+    for subject in PROVIDERS:
+        for temperature in TEMPERATURES:
+            for provider in found[f"speed/{subject}/T={temperature}"]["providers"]:
+                expected = predictions(found, subject, temperature, provider)
+                low, high = provider["speed_range"]
+                table.add_row(
+                    subject,
+                    provider["draft"],
+                    f"{temperature:.0f}",
+                    str(provider["num_draft_tokens"]),
+                    f"{expected['alpha']:.2f}",
+                    f"{provider['cost_ratio']:.3f}",
+                    f"{provider['width_ratio']:.2f}",
+                    f"{provider['mean_acceptance_length']:.2f}",
+                    f"{expected['expected_tokens']:.2f}",
+                    f"{expected['theorem']:.2f}",
+                    f"{expected['machine']:.2f}",
+                    f"{expected['measured_tokens']:.2f}",
+                    f"{provider['speed']:.2f} ({low:.2f} to {high:.2f})",
+                )
+    console.print(table)
+
+    columns = (f"l = {lenience}" for lenience in LENIENCES)
+    table = Table("text", "draft", "T", *columns, title="Table 5: alpha, [total variation], factor at c = 0.015")
+    for subject, drafts in DRAFTS.items():
+        for temperature in TEMPERATURES:
+            for draft in drafts:
+                row = []
+                for lenience in LENIENCES:
+                    cell = found[f"alpha/{subject}/{draft}/T={temperature}"][str(lenience)]
+                    best = optimal_num_draft_tokens(cell["alpha"], 0.015)
+                    factor = walltime_factor(cell["alpha"], 0.015, best).item()
+                    distance = cell["total_variation"]
+                    row.append(f"{cell['alpha']:.2f}" + (f" [{distance:.2f}]" if distance else "") + f" {factor:.1f}")
+                table.add_row(subject, draft, f"{temperature:.0f}", *row)
+    console.print(table)
+
+
+def draw(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(DRAFTS), figsize=(9, 3.2), layout="constrained", sharex=True)
+    for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
+        for shift, temperature in ((-0.2, 0.0), (0.2, 1.0)):
+            at_one = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
+            axis.barh(
+                [index + shift for index in range(len(drafts))],
+                [cell["alpha"] for cell in at_one],
+                0.38,
+                xerr=[cell["standard_error"] for cell in at_one],
+                label=f"T = {temperature:.0f}",
+            )
+        axis.set_yticks(range(len(drafts)), drafts)
+        axis.invert_yaxis()
+        axis.set_title(subject, fontsize="medium")
+        axis.set_xlabel("alpha")
+    axes[0].legend()
+    save_svg(figure, FIGURES / "leviathan_table_3.svg")
+
+    figure, axis = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
+    for index, subject in enumerate(PROVIDERS):
+        for temperature, marker in ((0.0, "o"), (1.0, "s")):
+            providers = found[f"speed/{subject}/T={temperature}"]["providers"]
+            expected = [predictions(found, subject, temperature, provider) for provider in providers]
+            measured = [provider["speed"] for provider in providers]
+            label = f"{subject}, T = {temperature:.0f}"
+            axis.plot([each["machine"] for each in expected], measured, marker, color=f"C{index}", label=label)
+            axis.plot([each["theorem"] for each in expected], measured, marker, color=f"C{index}", fillstyle="none")
+    axis.axline((1, 1), slope=1, color="grey", linewidth=1)
+    axis.set_xlabel("predicted: theorem 3.8 (hollow), with this machine's widths (full)")
+    axis.set_ylabel("measured")
+    axis.set_title("Speed over the loop without drafts (tables 2 and 4)", fontsize="medium")
+    axis.legend()
+    save_svg(figure, FIGURES / "leviathan_table_4.svg")
+
+    figure, axes = pyplot.subplots(1, len(DRAFTS), figsize=(9, 3.2), layout="constrained", sharey=True)
+    for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
+        for draft in drafts:
+            cell = found[f"alpha/{subject}/{draft}/T=1.0"]
+            axis.plot(LENIENCES, [cell[str(each)]["alpha"] for each in LENIENCES], "o-", markersize=3, label=draft)
+        axis.set_xlabel("lenience l")
+        axis.set_title(subject, fontsize="medium")
+        axis.legend(fontsize="x-small")
+    axes[0].set_ylabel("alpha at T = 1")
+    save_svg(figure, FIGURES / "leviathan_table_5.svg")
+    pyplot.close("all")
+
+
+if __name__ == "__main__":
+    main()

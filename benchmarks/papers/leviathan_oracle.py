@@ -1,0 +1,331 @@
+"""Leviathan et al. 2023 (arXiv 2211.17192), section 3.5 and section 6: what an oracle for gamma would gain, measured on
+traces of acceptances; and a draft model that is itself accelerated by a cheaper draft.
+
+    python benchmarks/papers/leviathan_oracle.py
+
+A trace says of every position of a text that the target wrote whether the draft would have been accepted there. It is
+exact: given that token y was emitted, a draft was accepted with probability min(1, q(y) / p(y)), whatever the steps
+were, so that one coin per position gives a trace with the law of the decoding loop's. A cell checks that against the
+loop. On a trace every choice of K can be tried at any cost ratio, and the best one in hindsight is a shortest path.
+
+About 3 minutes on one core; a stopped run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from rich.console import Console
+from rich.table import Table
+from subjects import continuations, draft_law, draft_source, prompts, small_model, table, target, target_logits
+from torch import Tensor
+
+import torch_specops
+from torch_specops.analysis import (
+    optimal_num_draft_tokens,
+    oracle_walltime_factor,
+    token_acceptance_probability,
+    walltime_factor,
+)
+from torch_specops.drafts import ModelDraft
+from torch_specops.drafts.hierarchical import HierarchicalDraft
+from torch_specops.hf import TransformersModel
+from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule
+
+COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
+MOST = 40
+TRACES = {
+    "austen": ("bigram", "small model", "early exit 6"),
+    "code": ("prompt lookup", "early exit 25"),
+}
+WRITTEN = {"austen": (16, 64, 640), "code": (8, 64, 64)}
+WRITTEN_LARGE = {"austen": (64, 64, 640), "code": (64, 128, 256)}
+SIZES = ("num_prompts", "prompt_length", "num_tokens")
+
+
+def trace(subject: str, draft: str, temperature: float, prompt_length: int, written: Tensor) -> list[str]:
+    """Per sequence a character per position: 1 where the draft was accepted, 0 where it was not, or was none."""
+    tokens = written[:, prompt_length:].flatten()
+    q_logits, q_tokens = draft_law(subject, draft, written, prompt_length, temperature)
+    if q_logits is None:
+        # One-hot: the residual leaves the draft out, so it was emitted if and only if it was accepted.
+        assert q_tokens is not None
+        accepted = q_tokens == tokens
+    else:
+        p_logits = target_logits(subject, written, prompt_length)
+        # With p and q in each other's place: min(1, q(y) / p(y)).
+        chance = [
+            token_acceptance_probability(q_logits[rows], tokens[rows], p_logits[rows], temperature)
+            for rows in torch.arange(len(tokens)).split(64)
+        ]
+        generator = torch.Generator(device=written.device).manual_seed(0)
+        accepted = torch.rand(len(tokens), generator=generator, dtype=torch.float64) < torch.cat(chance).cpu()
+    return ["".join(map(str, row)) for row in accepted.long().view(len(written), -1).tolist()]
+
+
+def runs(row: str) -> list[int]:
+    """For every position, how many drafts from there on are accepted in a row. A step leaves the last position to its
+    next token."""
+    lengths = [0] * len(row)
+    for position in range(len(row) - 2, -1, -1):
+        lengths[position] = lengths[position + 1] + 1 if row[position] == "1" else 0
+    return lengths
+
+
+def decoded(rows: Sequence[str], schedule: Schedule, cost: float) -> float:
+    """Speed over decoding without drafts: tokens / (1 + c K per step)."""
+    spent = 0.0
+    for row in rows:
+        accepted = runs(row)
+        schedule.reset()
+        position, count = 0, schedule.first()
+        while position < len(row):
+            proposed = min(count, len(row) - position - 1)
+            kept = min(proposed, accepted[position])
+            spent += 1 + cost * proposed
+            position += kept + 1
+            count = schedule.next([proposed], [kept])
+    return sum(map(len, rows)) / spent
+
+
+def in_hindsight(rows: Sequence[str], cost: float) -> float:
+    """The same for the best choice of K in every step: the cheapest way through the text."""
+    spent = 0.0
+    for row in rows:
+        cheapest = [0.0] * (len(row) + 1)
+        for position, most in reversed(list(enumerate(runs(row)))):
+            cheapest[position] = min(1 + cost * count + cheapest[position + count + 1] for count in range(most + 1))
+        spent += cheapest[0]
+    return sum(map(len, rows)) / spent
+
+
+def policies(rows: Sequence[str], costs: Sequence[float]) -> dict[str, Any]:
+    bits = torch.tensor([[float(bit) for bit in row] for row in rows], dtype=torch.float64)
+    alpha = bits.mean().item()
+    # How much more often an acceptance follows an acceptance than a rejection; 0 if they were independent.
+    follows = bits[:, 1:][bits[:, :-1] == 1].mean() - bits[:, 1:][bits[:, :-1] == 0].mean()
+    result: dict[str, Any] = {"alpha": alpha, "follows": follows.item(), "costs": []}
+    for cost in costs:
+        constants = [decoded(rows, Constant(count), cost) for count in range(MOST + 1)]
+        best = optimal_num_draft_tokens(alpha, cost)
+        result["costs"].append(
+            {
+                "cost_ratio": cost,
+                "constant": max(constants),
+                "constant_k": constants.index(max(constants)),
+                "constant_5": constants[5],
+                "heuristic": decoded(rows, Heuristic(), cost),
+                "optimal": decoded(rows, Optimal(cost), cost),
+                "oracle": in_hindsight(rows, cost),
+                "formula_constant": walltime_factor(alpha, cost, best).item(),
+                "formula_k": best.item(),
+                "formula_oracle": oracle_walltime_factor(alpha, cost).item(),
+            }
+        )
+    return result
+
+
+def against_the_loop(rows: Sequence[str], num_draft_tokens: int, device: str, **text: Any) -> dict[str, float]:
+    """Mean acceptance length: on the trace, and in the loop from the same prompts with other random numbers."""
+    decoder = torch_specops.SpeculativeDecoder(
+        target("austen", device).model,
+        draft_source("austen", text["draft"], text["temperature"], device),
+        num_draft_tokens=num_draft_tokens,
+        sampling=torch_specops.SamplingParams(temperature=text["temperature"]),
+    )
+    input_ids = prompts("austen", text["num_prompts"], text["prompt_length"]).to(device)
+    stats = decoder.generate(input_ids, max_new_tokens=text["num_tokens"], seed=7, eos_token_id=()).stats
+    return {"trace": decoded(rows, Constant(num_draft_tokens), 0.0), "loop": stats.mean_acceptance_length}
+
+
+class Counted(TransformersModel):
+    """Counts its forwards and the tokens they read."""
+
+    forwards = tokens_read = 0
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.forwards += 1
+        self.tokens_read += tokens.shape[1]
+        return super().forward(tokens, positions, num_logits)
+
+
+def hierarchical(
+    temperature: float, num_draft_tokens: int, num_prompts: int, prompt_length: int, num_tokens: int, device: str
+) -> list[dict[str, Any]]:
+    """The byte-level pair with its small model as the draft: alone, and with inner drafts. In turns."""
+    counted = table("austen", 3, device, sampled=False)
+    makers: dict[str, Callable[[Counted], ModelDraft]] = {
+        "alone": ModelDraft,
+        "with prompt lookup": lambda model: HierarchicalDraft(model, num_forwards=num_draft_tokens),
+        "with a trigram table": lambda model: HierarchicalDraft(model, counted, num_forwards=num_draft_tokens),
+        "with a trigram table, at most 2 forwards": lambda model: HierarchicalDraft(model, counted, num_forwards=2),
+    }
+    models = {name: Counted(small_model(device).model) for name in makers}
+    decoders = {
+        name: torch_specops.SpeculativeDecoder(
+            target("austen", device).model,
+            make(models[name]),
+            num_draft_tokens=num_draft_tokens,
+            sampling=torch_specops.SamplingParams(temperature=temperature),
+        )
+        for name, make in makers.items()
+    }
+    rows = prompts("austen", num_prompts, prompt_length).to(device).split(1)
+    results: dict[str, dict[str, Any]] = {name: {"draft": name, "seconds": []} for name in makers}
+    for turn in range(4):
+        names = list(makers)
+        for name in names[turn:] + names[:turn]:
+            model, stats = models[name], []
+            model.forwards = model.tokens_read = 0
+            started = time.perf_counter()
+            for index, row in enumerate(rows):
+                output = decoders[name].generate(row, max_new_tokens=num_tokens, seed=index, eos_token_id=())
+                stats.append(output.stats)
+            results[name]["seconds"].append(time.perf_counter() - started)
+            steps = sum(each.num_steps for each in stats)
+            drafts = sum(each.num_proposed for each in stats)
+            # The prompts are read by a forward each.
+            results[name] |= {
+                "mean_acceptance_length": num_prompts * num_tokens / steps,
+                "drafts_per_step": drafts / steps,
+                "draft_forwards_per_step": (model.forwards - num_prompts) / steps,
+                "acceptance_rate": sum(each.num_accepted for each in stats) / drafts,
+            }
+    return list(results.values())
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
+    cells: list[Cell] = []
+    runner: list[Cells] = []
+
+    def write(**settings: Any) -> list[list[int]]:
+        return continuations(device=chosen.device, **settings)
+
+    def measure_trace(num_prompts: int, num_tokens: int, **settings: Any) -> list[str]:
+        text = runner[0].results[f"text/{settings['subject']}/T={settings['temperature']}"]
+        return trace(written=torch.tensor(text, device=chosen.device), **settings)
+
+    def measure_policies(subject: str, draft: str, temperature: float, costs: Sequence[float], **_: int) -> Any:
+        return policies(runner[0].results[f"trace/{subject}/{draft}/T={temperature}"], costs)
+
+    def check(num_draft_tokens: int, **text: Any) -> dict[str, float]:
+        rows = runner[0].results[f"trace/austen/{text['draft']}/T={text['temperature']}"]
+        return against_the_loop(rows, num_draft_tokens, chosen.device, **text)
+
+    def measure_hierarchical(**settings: Any) -> list[dict[str, Any]]:
+        return hierarchical(device=chosen.device, **settings)
+
+    for subject, drafts in TRACES.items():
+        written = dict(zip(SIZES, written_sizes[subject], strict=True))
+        for temperature in (0.0, 1.0):
+            common = {"subject": subject, "temperature": temperature} | written
+            cells.append(Cell(f"text/{subject}/T={temperature}", write, common))
+            for draft in drafts:
+                name = f"{subject}/{draft}/T={temperature}"
+                cells.append(Cell(f"trace/{name}", measure_trace, common | {"draft": draft}))
+                cells.append(Cell(f"policies/{name}", measure_policies, common | {"draft": draft, "costs": COSTS}))
+    for temperature in (0.0, 1.0):
+        sizes = dict(zip(SIZES, written_sizes["austen"], strict=True))
+        settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
+        cells.append(Cell(f"check/T={temperature}", check, settings))
+        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 512 if chosen.large else 96}
+        settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes
+        cells.append(Cell(f"hierarchical/T={temperature}", measure_hierarchical, settings))
+
+    console = Console()
+    runner.append(Cells(results_path("leviathan_oracle", chosen), cells, chosen.device))
+    found = runner[0].run(chosen.only, console)
+    if all(cell.key in found for cell in cells):
+        show(console, found)
+        if chosen.out is None and not chosen.large:
+            draw(found)
+    return found
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    columns = ("text", "draft", "T", "alpha", "follows", "c", "best constant", "formula", "K = 5", "heuristic")
+    title = "Section 3.5: speed over decoding without drafts, on traces"
+    output = Table(*columns, "optimal", "oracle", "formula", "gain", title=title)
+    for subject, drafts in TRACES.items():
+        for draft in drafts:
+            for temperature in (0.0, 1.0):
+                cell = found[f"policies/{subject}/{draft}/T={temperature}"]
+                for each in cell["costs"]:
+                    output.add_row(
+                        subject,
+                        draft,
+                        f"{temperature:.0f}",
+                        f"{cell['alpha']:.3f}",
+                        f"{cell['follows']:+.2f}",
+                        str(each["cost_ratio"]),
+                        f"{each['constant']:.2f} (K = {each['constant_k']})",
+                        f"{each['formula_constant']:.2f} (K = {each['formula_k']})",
+                        f"{each['constant_5']:.2f}",
+                        f"{each['heuristic']:.2f}",
+                        f"{each['optimal']:.2f}",
+                        f"{each['oracle']:.2f}",
+                        f"{each['formula_oracle']:.2f}",
+                        f"{each['oracle'] / each['constant'] - 1:.0%}",
+                    )
+    console.print(output)
+    for temperature in (0.0, 1.0):
+        check = found[f"check/T={temperature}"]
+        console.print(
+            f"small model, K = 5, T = {temperature:.0f}, tokens per step: {check['trace']:.3f} on the trace, "
+            f"{check['loop']:.3f} in the loop"
+        )
+    output = Table("T", "small model", "tokens/step", "drafts/step", "forwards/step", "speed", title="Hierarchical")
+    for temperature in (0.0, 1.0):
+        rows = found[f"hierarchical/T={temperature}"]
+        alone = statistics.median(rows[0]["seconds"])
+        for row in rows:
+            output.add_row(
+                f"{temperature:.0f}",
+                row["draft"],
+                f"{row['mean_acceptance_length']:.2f}",
+                f"{row['drafts_per_step']:.2f}",
+                f"{row['draft_forwards_per_step']:.2f}",
+                f"{alone / statistics.median(row['seconds']):.2f}",
+            )
+    console.print(output)
+
+
+def draw(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [("austen", "small model", 1.0), ("austen", "bigram", 1.0), ("code", "prompt lookup", 0.0)]
+    names = {
+        "oracle": "oracle in hindsight",
+        "constant": "best constant",
+        "optimal": "optimal schedule",
+        "heuristic": "heuristic",
+    }
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(9, 3.2), layout="constrained")
+    for axis, (subject, draft, temperature) in zip(axes, shown, strict=True):
+        rows = found[f"policies/{subject}/{draft}/T={temperature}"]["costs"]
+        costs = [row["cost_ratio"] for row in rows]
+        for index, (name, label) in enumerate(names.items()):
+            axis.plot(costs, [row[name] for row in rows], "o-", markersize=3, color=f"C{index}", label=label)
+        for index, name in enumerate(("formula_oracle", "formula_constant")):
+            axis.plot(costs, [row[name] for row in rows], "--", linewidth=1, color=f"C{index}")
+        axis.set_xscale("log")
+        axis.set_xlabel("cost ratio c")
+        axis.set_title(f"{subject}, {draft}, T = {temperature:.0f}", fontsize="medium")
+    axes[0].set_ylabel("speed; dashed: formulas")
+    axes[0].legend(fontsize="x-small")
+    save_svg(figure, FIGURES / "leviathan_oracle.svg")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Leviathan et al. 2023 (arXiv 2211.17192), what follows from its formulas alone: figures 2, 3 and 4, table 1, and the
+factors printed in table 4, section 3.6 and appendix A.5, from `torch_specops.analysis`.
+
+    python benchmarks/papers/leviathan_theory.py
+
+Seconds on any machine. The curves of the figures are given as pictures in the paper, without numbers; the choice of
+gamma and c in the figures is ours. Everything else is compared with the number that the paper prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from torch_specops.analysis import (
+    expected_tokens_per_step,
+    operations_factor,
+    optimal_num_draft_tokens,
+    oracle_walltime_factor,
+    walltime_factor,
+)
+
+# Table 1: alpha, gamma, operations, speed.
+TABLE_1 = [
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+]
+# Table 4: task, draft, temperature, gamma, alpha, c, expected, measured.
+TABLE_4 = [
+    ("EnDe", "T5-small", 0, 7, 0.75, 0.02, 3.2, 3.4),
+    ("EnDe", "T5-base", 0, 7, 0.8, 0.04, 3.3, 2.8),
+    ("EnDe", "T5-large", 0, 7, 0.82, 0.11, 2.5, 1.7),
+    ("EnDe", "T5-small", 1, 7, 0.62, 0.02, 2.3, 2.6),
+    ("EnDe", "T5-base", 1, 5, 0.68, 0.04, 2.4, 2.4),
+    ("EnDe", "T5-large", 1, 3, 0.71, 0.11, 2.0, 1.4),
+    ("CNNDM", "T5-small", 0, 5, 0.65, 0.02, 2.4, 3.1),
+    ("CNNDM", "T5-base", 0, 5, 0.73, 0.04, 2.6, 3.0),
+    ("CNNDM", "T5-large", 0, 3, 0.74, 0.11, 2.0, 2.2),
+    ("CNNDM", "T5-small", 1, 5, 0.53, 0.02, 1.9, 2.3),
+    ("CNNDM", "T5-base", 1, 3, 0.55, 0.04, 1.8, 2.2),
+    ("CNNDM", "T5-large", 1, 3, 0.56, 0.11, 1.6, 1.7),
+]
+# Appendix A.5, T5-small at c = 0.015: lenience, alpha, factor. Sampled (the gamma is not given), greedy (gamma = 8).
+LENIENCE_SAMPLED = [(1.0, 0.62, 2.5), (0.5, 0.71, 3.1), (0.3, 0.76, 3.6), (0.1, 0.84, 5.0)]
+LENIENCE_GREEDY = [(1.0, 0.75, 3.3), (0.5, 0.75, 3.3), (0.3, 0.8, 3.9), (0.1, 0.87, 4.9)]
+
+GAMMAS = [1, 2, 3, 5, 7, 10]
+COSTS = [0.01, 0.02, 0.05, 0.1, 0.2]
+
+
+def grid(num_points: int, highest: float = 1.0) -> Tensor:
+    return torch.linspace(0, highest, num_points, dtype=torch.float64)
+
+
+def rounded(values: Tensor, digits: int = 4) -> list[Any]:
+    return [[round(value, digits) for value in row] for row in values.tolist()]
+
+
+def figure_2(gammas: Sequence[int], num_points: int) -> dict[str, Any]:
+    alpha = grid(num_points)
+    tokens = expected_tokens_per_step(alpha, torch.tensor(gammas).unsqueeze(1))
+    return {"alpha": rounded(alpha.unsqueeze(0))[0], "gammas": gammas, "expected_tokens_per_step": rounded(tokens)}
+
+
+def figure_3(costs: Sequence[float], num_points: int, highest: float) -> dict[str, Any]:
+    alpha = grid(num_points, highest)
+    best = optimal_num_draft_tokens(alpha, torch.tensor(costs, dtype=torch.float64).unsqueeze(1))
+    return {"alpha": rounded(alpha.unsqueeze(0))[0], "costs": costs, "optimal_num_draft_tokens": best.tolist()}
+
+
+def figure_4(gammas: Sequence[int], num_points: int) -> dict[str, Any]:
+    alpha, counts = grid(num_points), torch.tensor(gammas).unsqueeze(1)
+    return {
+        "alpha": rounded(alpha.unsqueeze(0))[0],
+        "gammas": gammas,
+        "walltime_factor": rounded(walltime_factor(alpha, 0.0, counts)),
+        "operations_factor": rounded(operations_factor(alpha, 0.0, counts)),
+    }
+
+
+def table_1() -> list[dict[str, float]]:
+    rows = []
+    for alpha, gamma, operations, speed in TABLE_1:
+        ours = {
+            "operations": operations_factor(alpha, 0.0, gamma).item(),
+            "speed": walltime_factor(alpha, 0.0, gamma).item(),
+        }
+        rows.append({"alpha": alpha, "gamma": gamma, **ours, "paper_operations": operations, "paper_speed": speed})
+    return rows
+
+
+def within_rounding(alpha: float, cost: float, gamma: int) -> tuple[float, float]:
+    """The least and greatest factor of any alpha and c that print as these two with two decimals."""
+    low = walltime_factor(max(alpha - 0.005, 0.0), cost + 0.005, gamma).item()
+    return low, walltime_factor(min(alpha + 0.005, 1.0), max(cost - 0.005, 0.0), gamma).item()
+
+
+def table_4() -> list[dict[str, Any]]:
+    """The column "expected": theorem 3.8 from the printed alpha, c and gamma."""
+    rows = []
+    for task, draft, temperature, gamma, alpha, cost, expected, measured in TABLE_4:
+        low, high = within_rounding(alpha, cost, gamma)
+        rows.append(
+            {
+                "task": task,
+                "draft": draft,
+                "temperature": temperature,
+                "gamma": gamma,
+                "expected": walltime_factor(alpha, cost, gamma).item(),
+                "within_rounding": [low, high],
+                "optimal_gamma": optimal_num_draft_tokens(alpha, cost).item(),
+                "paper_expected": expected,
+                "paper_measured": measured,
+            }
+        )
+    return rows
+
+
+def lenience(rows: Sequence[Sequence[float]], cost: float, gamma: int | None) -> list[dict[str, Any]]:
+    """Factors from the alphas of appendix A.5; without a gamma the best one, and the alpha rounded in its favour."""
+    found = []
+    for each, alpha, factor in rows:
+        count = optimal_num_draft_tokens(alpha, cost).item() if gamma is None else gamma
+        found.append(
+            {
+                "lenience": each,
+                "alpha": alpha,
+                "gamma": count,
+                "factor": walltime_factor(alpha, cost, count).item(),
+                "factor_at_alpha_rounded_up": walltime_factor(alpha + 0.005, cost, count).item(),
+                "paper_factor": factor,
+            }
+        )
+    return found
+
+
+def bigram(alpha: float, gamma: int) -> dict[str, float]:
+    """Section 3.6: a draft of no cost that is accepted one time in five."""
+    return {"factor": walltime_factor(alpha, 0.0, gamma).item(), "paper_factor": 1.25}
+
+
+def oracle(costs: Sequence[float], num_points: int) -> list[dict[str, float]]:
+    """Section 3.5: what choosing gamma by an oracle gains over the best constant one, at most over alpha."""
+    alpha = grid(num_points, 0.99)
+    rows = []
+    for cost in costs:
+        best = optimal_num_draft_tokens(alpha, cost)
+        gain = oracle_walltime_factor(alpha, cost) / walltime_factor(alpha, cost, best)
+        where = int(gain.argmax())
+        rows.append(
+            {
+                "cost_ratio": cost,
+                "gain": gain[where].item() - 1,
+                "alpha": alpha[where].item(),
+                "gamma": best[where].item(),
+                "paper_gain": 0.6,
+            }
+        )
+    return rows
+
+
+def draw(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def axes(title: str, ylabel: str) -> Any:
+        figure, axis = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
+        axis.set_title(title, fontsize="medium")
+        axis.set_xlabel("alpha")
+        axis.set_ylabel(ylabel)
+        axis.grid(alpha=0.3)
+        return figure, axis
+
+    curves = found["figure 2"]
+    figure, axis = axes("Equation 1 (figure 2)", "expected tokens per step")
+    for gamma, values in zip(curves["gammas"], curves["expected_tokens_per_step"], strict=True):
+        axis.plot(curves["alpha"], values, label=f"K = {gamma}")
+    axis.legend()
+    save_svg(figure, FIGURES / "leviathan_figure_2.svg")
+
+    curves = found["figure 3"]
+    figure, axis = axes("Optimal number of drafts (figure 3)", "optimal K")
+    for cost, values in zip(curves["costs"], curves["optimal_num_draft_tokens"], strict=True):
+        axis.step(curves["alpha"], values, where="mid", label=f"c = {cost}")
+    axis.legend()
+    save_svg(figure, FIGURES / "leviathan_figure_3.svg")
+
+    curves = found["figure 4"]
+    figure, axis = axes("Speed (lines) and operations (dashed) at c = 0 (figure 4)", "factor")
+    both = zip(curves["gammas"], curves["walltime_factor"], curves["operations_factor"], strict=True)
+    for index, (gamma, speed, operations) in enumerate(both):
+        axis.plot(curves["alpha"], speed, color=f"C{index}", label=f"K = {gamma}")
+        axis.plot(curves["alpha"], operations, color=f"C{index}", linestyle="--")
+    axis.legend()
+    save_svg(figure, FIGURES / "leviathan_figure_4.svg")
+    pyplot.close("all")
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    table = Table("where", "what", "ours", "paper", "agrees", title="Leviathan et al. 2023, formulas")
+
+    def row(where: str, what: str, ours: float, paper: float, digits: int, same: bool | None = None) -> None:
+        same = round(ours, digits) == paper if same is None else same
+        table.add_row(where, what, f"{ours:.{digits + 1}f}", f"{paper:.{digits}f}", "yes" if same else "no")
+
+    for each in found["table 1"]:
+        row("table 1", f"alpha {each['alpha']}, gamma {each['gamma']}: speed", each["speed"], each["paper_speed"], 2)
+        row("", "operations", each["operations"], each["paper_operations"], 2)
+    for each in found["table 4, expected"]:
+        low, high = each["within_rounding"]
+        paper = each["paper_expected"]
+        same = low - 0.05 <= paper <= high + 0.05
+        row("table 4", f"{each['task']} {each['draft']} T={each['temperature']}", each["expected"], paper, 1, same)
+    row("section 3.6", "bigram, alpha 0.2", found["section 3.6"]["factor"], 1.25, 2)
+    for kind in ("sampled", "greedy"):
+        for each in found[f"appendix A.5, {kind}"]:
+            row("appendix A.5", f"{kind}, l = {each['lenience']}", each["factor"], each["paper_factor"], 1)
+    gain = max(each["gain"] for each in found["section 3.5, oracle"])
+    row("section 3.5", "what an oracle gains, at most", gain, 0.6, 1)
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    cells = [
+        Cell("table 1", table_1),
+        Cell("figure 2", figure_2, {"gammas": GAMMAS, "num_points": 101}),
+        Cell("figure 3", figure_3, {"costs": COSTS, "num_points": 100, "highest": 0.99}),
+        Cell("figure 4", figure_4, {"gammas": GAMMAS, "num_points": 101}),
+        Cell("table 4, expected", table_4),
+        Cell("section 3.6", bigram, {"alpha": 0.2, "gamma": 3}),
+        Cell("section 3.5, oracle", oracle, {"costs": COSTS, "num_points": 1000}),
+        Cell("appendix A.5, sampled", lenience, {"rows": LENIENCE_SAMPLED, "cost": 0.015, "gamma": None}),
+        Cell("appendix A.5, greedy", lenience, {"rows": LENIENCE_GREEDY, "cost": 0.015, "gamma": 8}),
+    ]
+    console = Console()
+    found = Cells(results_path("leviathan_theory", chosen), cells, chosen.device).run(chosen.only, console)
+    if len(found) == len(cells):
+        draw(found)
+        show(console, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What both Wagner scripts share: the methods, the same texts decoded by each in turn, and the tables.
+
+All of them run transformers' own assisted generation; `torch_specops.hf.assisted_generation` replaces its sampling
+function and measures the time inside it, the metric of Wagner et al. 2024, section 4.1. "transformers" is its own
+function, measured in the same way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch._dynamo.utils import counters
+from transformers.generation import utils as generation
+
+from torch_specops.hf import AssistedStats, assisted_generation
+
+__all__ = [
+    "BASELINE",
+    "EAGER",
+    "EXACT",
+    "METHODS",
+    "SIGMOID",
+    "UNIFORM",
+    "measure",
+    "scales",
+    "steps_table",
+    "without_outputs",
+]
+
+BASELINE, EXACT, UNIFORM, SIGMOID = "transformers", "exact", "exact, one uniform number", "sigmoid"
+# The constants of the paper's main tables: 1e3 for speech, 1e4 for text; one scale serves both here.
+METHODS: dict[str, dict[str, Any]] = {
+    BASELINE: {"method": "transformers"},
+    EXACT: {"method": "exact", "compile": True},
+    UNIFORM: {"method": "exact", "next_token": "uniform", "compile": True},
+    SIGMOID: {"method": "sigmoid", "alpha": -1e3, "beta": 1e3, "compile": True},
+}
+EAGER = {name: {key: value for key, value in options.items() if key != "compile"} for name, options in METHODS.items()}
+
+Decode = Callable[[int, int], list[int]]
+
+
+def scales(exponents: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """The baseline, and "sigmoid" at each scale."""
+    found = {BASELINE: METHODS[BASELINE]}
+    for scale in exponents:
+        found[f"sigmoid {scale:g}"] = {"method": "sigmoid", "alpha": -scale, "beta": scale, "compile": True}
+    return found
+
+
+def measure(
+    methods: Mapping[str, Mapping[str, Any]],
+    decode: Decode,
+    num_texts: int,
+    seeds: Sequence[int],
+    vocab_size: int,
+    device: str,
+) -> dict[str, dict[str, Any]]:
+    """Decode every text with every seed by every method, the methods in turns.
+
+    Args:
+        methods: by name, the arguments of `assisted_generation`.
+        decode: called as `decode(text, seed)`; returns the new tokens.
+        vocab_size, device: of the rows that the ops are compiled for before anything is measured.
+
+    Returns:
+        By method: "seconds" inside the sampling function, "steps", "step_ms", "step_ms_deviation", "step_ms_median",
+        "wall_seconds" of the calls of `decode`, "accepted", "drafted", "new_tokens", "identical" (texts with the tokens
+        of the first method) and "outputs", in the order text by text, seed by seed.
+    """
+    stats = {name: AssistedStats() for name in methods}
+    wall = dict.fromkeys(methods, 0.0)
+    outputs: dict[str, list[list[int]]] = {name: [] for name in methods}
+    step_seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for options in methods.values():
+        warm_up(options, vocab_size, device)
+    decode(0, seeds[0])
+    order = list(methods)
+    for text in range(num_texts):
+        for seed in seeds:
+            for name in order:
+                tokens, own, seconds = without_compiling(methods[name], decode, text, seed)
+                outputs[name].append(tokens)
+                wall[name] += seconds
+                step_seconds[name] += own.step_seconds
+                for field in ("calls", "num_draft_tokens", "num_accepted", "num_new_tokens"):
+                    setattr(stats[name], field, getattr(stats[name], field) + getattr(own, field))
+            order = order[1:] + order[:1]
+    first = next(iter(methods))
+    return {
+        name: {
+            "seconds": sum(step_seconds[name]),
+            "steps": stats[name].calls,
+            "step_ms": statistics.fmean(step_seconds[name]) * 1e3,
+            "step_ms_deviation": statistics.pstdev(step_seconds[name]) * 1e3,
+            "step_ms_median": statistics.median(step_seconds[name]) * 1e3,
+            "wall_seconds": wall[name],
+            "accepted": stats[name].num_accepted,
+            "drafted": stats[name].num_draft_tokens,
+            "new_tokens": sum(map(len, outputs[name])),
+            "identical": sum(a == b for a, b in zip(outputs[name], outputs[first], strict=True)),
+            "outputs": outputs[name],
+        }
+        for name in methods
+    }
+
+
+def without_compiling(
+    options: Mapping[str, Any], decode: Decode, text: int, seed: int
+) -> tuple[list[int], AssistedStats, float]:
+    """One text and its wall-clock time; decoded again if a kind of call came up that had to be compiled."""
+    while True:
+        compiled = counters["stats"]["unique_graphs"]
+        with assisted_generation(**options) as stats:
+            started = time.perf_counter()
+            tokens = decode(text, seed)
+            seconds = time.perf_counter() - started
+        if counters["stats"]["unique_graphs"] == compiled:
+            return tokens, stats, seconds
+
+
+@torch.no_grad()
+def warm_up(options: Mapping[str, Any], vocab_size: int, device: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(assisted_generation(**options))
+        for number in (5, 1, 2):
+            target, draft = (torch.randn(1, rows, vocab_size, device=device) for rows in (number + 1, number))
+            ids = torch.zeros(1, number + 4, dtype=torch.long, device=device)
+            generation._speculative_sampling(ids, draft, number, target, False)
+
+
+def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What is kept in the file: numbers, not texts."""
+    return {
+        name: {key: round(value, 6) if isinstance(value, float) else value for key, value in own.items()}
+        for name, own in (
+            (name, {key: value for key, value in one.items() if key != "outputs"}) for name, one in found.items()
+        )
+    }
+
+
+def reduction(own: float, baseline: float) -> str:
+    """By how much less than the baseline, as the paper's delta."""
+    return f"{1 - own / baseline:.1%}"
+
+
+def steps_table(title: str, quality: str, rows: Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]) -> Table:
+    """Tables 1, 5, 6 and 8 in one: a line per subject and method."""
+    table = Table(
+        *("", "method", quality, "sampling", "wall clock", "ms per step", "median", "accepted", "steps", "same text"),
+        title=title,
+    )
+    for subject, methods in rows:
+        baseline = methods[BASELINE]
+        for name, own in methods.items():
+            table.add_row(
+                subject,
+                name,
+                f"{own['quality']:.3f}" if "quality" in own else "",
+                reduction(own["seconds"], baseline["seconds"]),
+                reduction(own["wall_seconds"], baseline["wall_seconds"]),
+                f"{own['step_ms']:.3f} +- {own['step_ms_deviation']:.3f}",
+                f"{own['step_ms_median']:.3f}",
+                f"{own['accepted'] / own['drafted']:.3f}",
+                str(own["steps"]),
+                f"{own['identical']}",
+            )
+    return table

@@ -1,0 +1,281 @@
+"""Wagner et al. 2024 on text: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
+
+    python benchmarks/papers/wagner_text.py [--large] [--only PREFIX]
+
+    austen    the byte-level pair of the package continues Austen; ROUGE-1 is taken against what she wrote
+    topics    SmolLM2-135M-Instruct, with its own first 28 of 30 layers as the draft, is given a topic of Python's help
+              without its first sentence, and "Summary:"; the reference is that sentence, as in XSum
+
+Everything is drawn at temperature 1 from the 50 likeliest tokens (transformers' default), the number of drafts follows
+transformers' heuristic from 5 on in each text (tables 1, 5, 6, 2 and 7) or stays constant (table 8). The ops are
+compiled; "eager" runs them as they are. A cell is measured once (`evidence.py`); needs torch_specops[hf,evidence].
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from rich.console import Console
+from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from wagner_laws import distances, filtered
+from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
+
+import torch_specops
+from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
+
+PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
+HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
+EXIT_LAYER = 28
+PROMPT_BYTES = 256
+ARTICLE_CHARACTERS = 600
+SCALES = (1e1, 1e3, 1e4, 1e5)
+GAMMAS = (3, 5, 10, 15)
+TOP_K = 50
+
+
+@cache
+def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, Tokenizer]:
+    if subject == "austen":
+        target, draft = (load_model(PAIR / name, device).model for name in ("target", "draft"))
+        return target, draft, load_tokenizer(PAIR / "target")
+    adapter = load_model(SMOLLM2, device)
+    draft = adapter.first_layers(EXIT_LAYER).model
+    # The copy shares it with the target.
+    draft.generation_config = copy.deepcopy(draft.generation_config)
+    return adapter.model, draft, load_tokenizer(SMOLLM2)
+
+
+def texts(subject: str, number: int) -> list[tuple[str, str]]:
+    """Prompts, and what should follow them."""
+    if subject == "austen":
+        whole = HELDOUT.read_text(encoding="utf-8")
+        starts = [whole.index(" ", index * (len(whole) - 600) // number) for index in range(number)]
+        return [
+            (whole[start : start + PROMPT_BYTES], whole[start + PROMPT_BYTES : start + PROMPT_BYTES + 100])
+            for start in starts
+        ]
+    found = []
+    for name in sorted(topics):
+        # Title, first paragraph, the rest.
+        _, *paragraphs = topics[name].strip().split("\n\n")
+        if len(paragraphs) < 3:
+            continue
+        first, stop, more = " ".join(paragraphs[0].split()).partition(". ")
+        sentence, article = first + stop.strip(), "\n\n".join([more, *paragraphs[1:]]).strip()
+        if sentence.endswith(".") and 60 <= len(sentence) <= 200 and len(article) >= ARTICLE_CHARACTERS:
+            found.append((f"{article[:ARTICLE_CHARACTERS].rsplit(' ', 1)[0]}\n\nSummary:", sentence))
+    if len(found) < number:
+        raise ValueError(f"topics: expected {number} texts, got {len(found)}")
+    return found[:: len(found) // number][:number]
+
+
+def encode(tokenizer: Tokenizer, text: str, device: str) -> Tensor:
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"].to(device)
+
+
+def rouge(tokenizer: Tokenizer, outputs: Sequence[Sequence[int]], references: Sequence[str]) -> dict[str, float]:
+    """Mean ROUGE-1 (F1, stemmed) of outputs in the order of their references, text by text, and its standard error."""
+    scorer = RougeScorer(["rouge1"], use_stemmer=True)
+    each = len(outputs) // len(references)
+    values = [
+        scorer.score(references[index // each], tokenizer.decode(output, skip_special_tokens=True))["rouge1"].fmeasure
+        for index, output in enumerate(outputs)
+    ]
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"quality": statistics.fmean(values), "quality_error": error}
+
+
+@torch.inference_mode()
+def nats(model: PreTrainedModel, prompts: Sequence[Tensor], outputs: Sequence[Sequence[int]]) -> float:
+    """Mean of -log p of all new tokens under the target's own law, without a filter: how far a text is from being its
+    own. `outputs` are ordered like those of `rouge`."""
+    each = len(outputs) // len(prompts)
+    total = 0.0
+    for index, output in enumerate(outputs):
+        ids = torch.cat([prompts[index // each], torch.tensor([output], device=model.device)], 1)
+        logits = model(ids, use_cache=False).logits[0, -len(output) - 1 : -1].float()
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, -len(output) :], reduction="sum"))
+    return total / sum(map(len, outputs))
+
+
+def decoded(
+    subject: str,
+    device: str,
+    num_texts: int,
+    num_seeds: int,
+    max_new_tokens: int,
+    methods: Mapping[str, Mapping[str, Any]],
+    num_draft_tokens: int = 5,
+    schedule: str = "heuristic_transient",
+) -> dict[str, dict[str, Any]]:
+    """What `measure` says of every method, with ROUGE-1."""
+    target, draft, tokenizer = pair(subject, device)
+    draft.generation_config.num_assistant_tokens = num_draft_tokens
+    draft.generation_config.num_assistant_tokens_schedule = schedule
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    prompts, references = zip(*texts(subject, num_texts), strict=True)
+    ids = [encode(tokenizer, prompt, device) for prompt in prompts]
+
+    def decode(text: int, seed: int) -> list[int]:
+        return sampled(target, ids[text], 1000 * seed + text, max_new_tokens, assistant_model=draft)
+
+    found = measure(methods, decode, num_texts, range(num_seeds), target.config.vocab_size, device)
+    for own in found.values():
+        own |= rouge(tokenizer, own["outputs"], references) | {"nats": nats(target, ids, own["outputs"])}
+    return without_outputs(found)
+
+
+def sampled(model: PreTrainedModel, ids: Tensor, seed: int, max_new_tokens: int, **named: Any) -> list[int]:
+    torch.manual_seed(seed)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=TOP_K,
+        max_new_tokens=max_new_tokens, pad_token_id=0, **named,
+    )  # fmt: skip
+    return output[0, ids.shape[1] :].tolist()
+
+
+def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_new_tokens: int) -> dict[str, float]:
+    """The draft's text without a target: where that of "sigmoid" goes."""
+    target, draft, tokenizer = pair(subject, device)
+    prompts, references = zip(*texts(subject, num_texts), strict=True)
+    ids = [encode(tokenizer, prompt, device) for prompt in prompts]
+    outputs = [
+        sampled(draft, own, 1000 * seed + text, max_new_tokens)
+        for text, own in enumerate(ids)
+        for seed in range(num_seeds)
+    ]
+    return rouge(tokenizer, outputs, references) | {"nats": nats(target, ids, outputs)}
+
+
+@torch.inference_mode()
+def laws(subject: str, device: str, num_tokens: int, top_k: int) -> dict[str, dict[str, float]]:
+    """The laws on the logits of the pair at every position of a text that people wrote, in windows of 512."""
+    target, draft, tokenizer = pair(subject, device)
+    text = (
+        HELDOUT.read_text(encoding="utf-8") if subject == "austen" else "\n\n".join(topics[k] for k in sorted(topics))
+    )
+    ids = encode(tokenizer, text, device)[:, :num_tokens].view(-1, 512)
+    p, q = (
+        torch.cat([model(row.unsqueeze(0), use_cache=False).logits[0, 64:] for row in ids]) for model in (target, draft)
+    )
+    return distances(filtered(p, top_k), filtered(q, top_k))
+
+
+def cells_of(chosen: Any) -> list[Cell]:
+    # num_texts, num_seeds, max_new_tokens
+    sizes = {"austen": (16, 1, 100), "topics": (4, 1, 24)}
+    gamma_sizes = {"austen": (4, 1, 60), "topics": (1, 1, 12)}
+    if chosen.large:
+        sizes = gamma_sizes = {"austen": (40, 4, 100), "topics": (40, 2, 100)}
+    law_tokens = {"austen": 4096, "topics": 4096 if chosen.large else 512}
+
+    def settings(subject: str, size: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+        names = ("num_texts", "num_seeds", "max_new_tokens")
+        return {"subject": subject, "device": chosen.device} | dict(zip(names, size, strict=True)) | more
+
+    cells = []
+    for subject, size in sizes.items():
+        for top_k in (0, TOP_K):
+            law = {"subject": subject, "device": chosen.device, "num_tokens": law_tokens[subject], "top_k": top_k}
+            cells.append(Cell(f"laws/{subject}/top_k={top_k}", laws, law))
+        cells.append(Cell(f"main/{subject}", decoded, settings(subject, size, methods=METHODS)))
+        if subject == "austen" or chosen.large:
+            cells.append(Cell(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER)))
+        cells.append(Cell(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES))))
+        cells.append(Cell(f"draft alone/{subject}", draft_alone, settings(subject, size)))
+        for gamma in GAMMAS:
+            constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
+            cells.append(Cell(f"gamma/{subject}/{gamma}", decoded, settings(subject, gamma_sizes[subject], **constant)))
+    return cells
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    cells = cells_of(chosen)
+    runner = Cells(results_path("wagner_text", chosen), cells, chosen.device, packages=["rouge-score"])
+    console = Console()
+    found = runner.run(chosen.only, console)
+    show(console, found)
+    if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
+        draw(found)
+    return found
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
+    console.print(steps_table("Tables 1, 5, 6 and 8", "ROUGE-1", iter(rows)))
+    table = Table("", "scale", "ROUGE-1", "nats", "sampling", "accepted", "steps", title="Tables 2 and 7")
+    for key in (key for key in found if key.startswith("scales/")):
+        for name, own in found[key].items():
+            cost = reduction(own["seconds"], found[key][BASELINE]["seconds"])
+            table.add_row(
+                key, name, *qualities(own), cost, f"{own['accepted'] / own['drafted']:.3f}", str(own["steps"])
+            )
+        alone = found.get(key.replace("scales", "draft alone"))
+        if alone:
+            table.add_row(key, "the draft alone", *qualities(alone), "", "", "")
+    console.print(table)
+    show_laws(console, found)
+
+
+def qualities(own: Mapping[str, float]) -> tuple[str, str]:
+    return f"{own['quality']:.3f} +- {own['quality_error']:.3f}", f"{own['nats']:.3f}"
+
+
+def show_laws(console: Console, found: Mapping[str, Any]) -> None:
+    table = Table(
+        "", "scores", "from target", "from draft", "accepted", "rare tokens", title="Law of the emitted token"
+    )
+    for key in (key for key in found if key.startswith("laws/")):
+        for name, own in found[key].items():
+            values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
+            table.add_row(key.removeprefix("laws/"), name, *values)
+    console.print(table)
+
+
+def draw(found: Mapping[str, Any]) -> None:
+    """Figure 3a on this machine, and how far each scale is from the target's law."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for subject, axis in zip(("austen", "topics"), axes, strict=True):
+        for method in METHODS:
+            times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
+            axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
+        axis.set(title=subject, xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS)
+    axes[0].set_ylabel("ms in the sampling function, median step")
+    axes[1].legend(frameon=False, fontsize=8)
+    save_svg(figure, FIGURES / "wagner_step_time.svg")
+    pyplot.close(figure)
+
+    figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
+    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
+    for subject in ("austen", "topics"):
+        own = found[f"laws/{subject}/top_k=0"]
+        (line,) = axis.plot(
+            sizes, [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes], marker="o", markersize=3, label=subject
+        )
+        axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
+    axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
+    axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
+    axis.legend(frameon=False, fontsize=8)
+    save_svg(figure, FIGURES / "wagner_sigmoid_law.svg")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

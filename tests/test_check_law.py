@@ -1,0 +1,450 @@
+"""`check_law`: right loops pass as often as it says, and each wrong one is caught where it breaks.
+
+The loops here are a user's: PyTorch, `torch.Generator`, none of the package's ops unless the test is about them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import pytest
+import torch
+from tiny_models import PairModel, perturbed, tiny
+from torch import Tensor
+
+import torch_specops
+from torch_specops import SpeculativeDecoder
+from torch_specops.testing import LawReport, MarkovModel, check_law, law_tests, markov_pair
+from torch_specops.testing.power import detectable_effect
+
+V = 6
+TARGET, DRAFT = markov_pair(V)
+PROMPT = (1, 0, 1)
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """[N] by inverse CDF from [N, V]."""
+    cumulative = weights.cumsum(-1)
+    return (cumulative <= uniforms.unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
+
+
+def law(model: MarkovModel, context: Tensor, top_k: int | None = None) -> Tensor:
+    """[N, V] float64 after contexts [N, 2], of the k likeliest tokens."""
+    logits = model.table[context.unbind(-1)].double()
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    return torch.softmax(logits, -1)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Speculative decoding with one draft a step, by rows of different lengths. What follows `top_k` are mistakes."""
+
+    target: MarkovModel = TARGET
+    draft: MarkovModel = DRAFT
+    top_k: int | None = None
+    q_before_top_k: bool = False
+    # "target" or "draft": after an accepted draft, its cache lacks it.
+    cache_behind: str = ""
+    q_recomputed: bool = False
+    # "accept" or "sample": reuses the uniform that drew the draft.
+    shared: str = ""
+    residual_is_p: bool = False
+    accepts_equality: bool = False
+    lenience: float = 1.0
+
+    def __call__(self, prompts: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(int(seeds[0]))
+        rows = torch.arange(len(prompts))
+        tokens = torch.full((len(prompts), 8), -1)
+        length, accepted = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.int64)
+        text = prompts[:, -2:]
+        target_cache = draft_cache = text
+        for _ in range(4):
+            u_propose, u_accept, u_sample = torch.rand(3, len(prompts), generator=generator, dtype=torch.float64)
+            u_accept = u_propose if self.shared == "accept" else u_accept
+            u_sample = u_propose if self.shared == "sample" else u_sample
+            sampled = law(self.draft, draft_cache, self.top_k)
+            x = draw(sampled, u_propose)
+            q = law(self.draft, text, self.top_k) if self.q_recomputed else sampled
+            q = law(self.draft, draft_cache) if self.q_before_top_k else q
+            p = law(self.target, target_cache, self.top_k)
+            after = torch.stack([text[:, 1], x], 1)
+            left, right = u_accept * self.lenience * q[rows, x], p[rows, x]
+            is_accepted = left <= right if self.accepts_equality else left < right
+            residual = p if self.residual_is_p else (p - q).clamp(min=0)
+            residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+            next_token = draw(
+                torch.where(is_accepted.unsqueeze(-1), law(self.target, after, self.top_k), residual), u_sample
+            )
+            tokens[rows, length] = torch.where(is_accepted, x, next_token)
+            tokens[rows[is_accepted], length[is_accepted] + 1] = next_token[is_accepted]
+            length, accepted = length + 1 + is_accepted, accepted + is_accepted
+            behind = torch.stack([text[:, 1], next_token], 1)
+            text = torch.stack([torch.where(is_accepted, x, text[:, 1]), next_token], 1)
+            target_cache = behind if self.cache_behind == "target" else text
+            draft_cache = behind if self.cache_behind == "draft" else text
+        return tokens, accepted, torch.full_like(accepted, 4)
+
+
+def filtered(model: MarkovModel, top_k: int | None):
+    return lambda prefixes: law(model, prefixes[:, -2:], top_k).log()
+
+
+def check(loop: Loop, **options) -> LawReport:
+    return check_law(
+        loop,
+        filtered(loop.target, loop.top_k),
+        filtered(loop.draft, loop.top_k),
+        vocab_size=V,
+        prompt=PROMPT,
+        **options,
+    )
+
+
+# Right loops.
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_a_right_loop_passes(top_k: int | None) -> None:
+    report = check(Loop(top_k=top_k))
+    assert report and report.lossless and report.first_break is None
+    report.assert_lossless()
+    assert [test.emitted for test in report.tests] == [1.0, 1.0, 1.0, None]
+    text = str(report)
+    assert text.startswith("No bias seen in 40,000 trials. A total variation (TV) of ")
+    assert "lossless" not in text
+    low, high = min(test.overlap for test in report.tests[:3]), max(test.overlap for test in report.tests[:3])
+    assert low < report.beta < high
+
+
+def uniforms_step(verify: str, num_draft_tokens: int, steps: int = 1):
+    """Steps of the package's op, a variable number of tokens; every row has its own numbers."""
+
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        at = torch.zeros_like(seeds)
+        propose = torch_specops.uniforms(seeds, at, num_draft_tokens, "propose")
+        text, logits = prompts, []
+        for numbers in propose.unbind(1):
+            logits.append(DRAFT.next_logits(text))
+            token, _ = torch_specops.sample(logits[-1], numbers)
+            text = torch.cat([text, token.unsqueeze(1)], 1)
+        output, _ = getattr(torch_specops, verify)(
+            TARGET(text)[:, -num_draft_tokens - 1 :],
+            text[:, -num_draft_tokens:],
+            torch.stack(logits, 1),
+            torch_specops.uniforms(seeds, at, num_draft_tokens, "accept"),
+            torch_specops.uniforms(seeds, at, 1, "sample")[:, 0],
+        )
+        return output
+
+    return step
+
+
+@pytest.mark.parametrize("verify", ["verify_exact", "verify_block"])
+def test_one_step_of_variable_length_passes(verify: str) -> None:
+    report = check_law(uniforms_step(verify, 2), TARGET, DRAFT, vocab_size=V)
+    report.assert_lossless()
+    emitted = [test.emitted for test in report.tests[:3]]
+    assert emitted[0] == 1.0 > emitted[1] > emitted[2] > 0.1
+    # Fewer tokens show less.
+    assert report.tests[1].detectable_effect > check(Loop()).tests[1].detectable_effect
+
+
+def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
+    """Whether a position is emitted may depend on what came before it, not on its own token."""
+
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        output = uniforms_step("verify_exact", 2)(prompts, seeds)
+        output[:, 2] = torch.where(output[:, 2] == 0, -1, output[:, 2])
+        return output
+
+    assert check_law(step, TARGET, DRAFT, vocab_size=V).first_break == 2
+
+
+def test_a_text_that_ends_at_its_eos_passes() -> None:
+    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+        tokens, _, _ = Loop()(prompts, seeds)
+        ended = (tokens == 2).cumsum(1) - (tokens == 2).long() > 0
+        return tokens.masked_fill(ended, -1)
+
+    report = check_law(loop, TARGET, DRAFT, vocab_size=V)
+    report.assert_lossless()
+    assert report.tests[1].emitted < 1
+
+
+@pytest.mark.parametrize("kind", ["pairs", "transformer"])
+def test_the_loop_of_the_package_passes(kind: str) -> None:
+    if kind == "pairs":
+        # Two tokens before the first one there always are.
+        tables = TARGET.table[:, :V].contiguous(), DRAFT.table[:, :V].contiguous()
+        models, laws, trials = [PairModel(table) for table in tables], tables, 40_000
+    else:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        target = tiny("llama", vocab=V, num_attention_heads=1, num_key_value_heads=1, **sizes).float()
+        models = [target, perturbed(target, 0.3)]
+        laws, trials = [lambda ids, model=model: model(ids).logits for model in models], 8000
+    decoder = SpeculativeDecoder(models[0], models[1], num_draft_tokens=2)
+
+    def generate(prompts: Tensor, seeds: Tensor) -> Tensor:
+        output = decoder.generate(prompts, max_new_tokens=3, seed=seeds, eos_token_id=(), pad_token_id=0)
+        return output.sequences[:, prompts.shape[1] :]
+
+    check_law(generate, *laws, vocab_size=V, trials=trials).assert_lossless()
+
+
+def test_an_empty_prompt_and_tables() -> None:
+    """Tables of order one, with a row for the text before its first token."""
+    table = torch.randn(V + 1, V, generator=torch.Generator().manual_seed(3))
+
+    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(seeds[0]))
+        tokens = [torch.full((len(seeds),), V)]
+        for _ in range(3):
+            weights = torch.softmax(table[tokens[-1]].double(), -1)
+            tokens.append(draw(weights, torch.rand(len(seeds), generator=generator, dtype=torch.float64)))
+        return torch.stack(tokens[1:], 1)
+
+    check_law(loop, table, vocab_size=V, prompt=()).assert_lossless()
+    assert check_law(loop, table, vocab_size=V, prompt=(1,)).first_break == 0
+    # A table without that row begins with a token.
+    with pytest.raises(ValueError, match="table: expected an axis 0 of V \\+ 1 = 7"):
+        check_law(loop, table[:V], vocab_size=V, prompt=())
+
+
+# Wrong loops: the position where the law breaks first, and the mistake.
+WRONG = {
+    "q before top-k, draft sampled after it": (0, Loop(top_k=3, q_before_top_k=True)),
+    "target cache one token behind": (2, Loop(cache_behind="target")),
+    "draft cache one token behind, q of the right cache": (2, Loop(cache_behind="draft", q_recomputed=True)),
+    "acceptance with the uniform of the draft": (0, Loop(shared="accept")),
+    "recovered token with the uniform of the draft": (0, Loop(shared="sample")),
+    "recovered token from p": (0, Loop(residual_is_p=True)),
+    "lenience 0.3": (0, Loop(lenience=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loop_is_caught(name: str) -> None:
+    position, loop = WRONG[name]
+    report = check(loop)
+    assert not report and not report.lossless
+    assert report.first_break == position, str(report)
+    broken = report.broken[0]
+    assert broken.total_variation > broken.detectable_total_variation
+    with pytest.raises(AssertionError, match=f"not have the target's law, first at position {position}: total variat"):
+        report.assert_lossless()
+
+
+def test_a_draft_cache_one_token_behind_is_lossless_where_q_is_what_was_sampled() -> None:
+    """What such a loop loses is acceptance: with a draft that equals the target, all of it would be accepted."""
+    right, behind = (check(Loop(draft=TARGET, cache_behind=cache)) for cache in ("", "draft"))
+    assert right and behind
+    assert [round(test.overlap, 9) for test in behind.tests[:3]] == [1.0, 1.0, 1.0]
+    assert right.beta == 1.0
+    assert behind.beta < 0.9
+    assert f"Drafts accepted: {behind.beta:.3f} of those reached; one that reads all" in str(behind)
+
+
+def test_equality_at_zero_cannot_be_seen() -> None:
+    """u q <= p accepts a token of p = 0 only at u = 0: once in 2**53 numbers, or 2**24 in float32. Only a test that
+    feeds u = 0 finds it."""
+    assert check(Loop(top_k=3, accepts_equality=True)) == check(Loop(top_k=3))
+
+
+def test_tokens_that_the_target_excludes_are_caught() -> None:
+    """However rare: here a handful in 40,000."""
+
+    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+        tokens, _, _ = Loop(top_k=3)(prompts, seeds)
+        excluded = law(TARGET, torch.stack([prompts[:, -1], tokens[:, 0]], 1), 3).argmin(-1)
+        tokens[:, 1] = torch.where(seeds % 10_000 == 0, excluded, tokens[:, 1])
+        return tokens
+
+    report = check_law(loop, filtered(TARGET, 3), vocab_size=V)
+    assert report.first_break == 1
+    assert 0 < report.tests[1].impossible < 20
+    assert f"{report.tests[1].impossible + report.tests[2].impossible} tokens came that the target excludes" in str(
+        report
+    )
+
+
+def test_a_greedy_loop() -> None:
+    """The law is one-hot: nothing is left to chance, and any other token is seen."""
+    target = lambda prefixes: law(TARGET, prefixes[:, -2:], 1).log()  # noqa: E731
+    report = check_law(Loop(top_k=1), target, vocab_size=V)
+    assert report and all(test.dof == 0 and test.p_value == 1.0 for test in report.tests)
+    assert report.tests[0].detectable_total_variation == pytest.approx(math.log(100) / 40_000, rel=1e-3)
+    assert check_law(Loop(top_k=2), target, vocab_size=V).first_break == 0
+
+
+def test_a_draft_that_agrees_leaves_mistakes_unseen() -> None:
+    """And the report says so."""
+    report = check(Loop(draft=MarkovModel(TARGET.table + 1e-3 * DRAFT.table), residual_is_p=True))
+    assert report
+    assert report.mistakes["a recovered token from p"] < report.tests[0].detectable_total_variation
+    assert "a recovered token from p makes a TV of 0.0000 at position 0, too little to be seen" in str(report)
+
+
+def test_a_wide_vocabulary_shows_little() -> None:
+    target, _ = markov_pair(1000, order=1)
+
+    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(seeds[0]))
+        weights = torch.softmax(target(prompts)[:, -1].double(), -1)
+        return draw(weights, torch.rand(len(seeds), generator=generator, dtype=torch.float64)).unsqueeze(1)
+
+    wide = check_law(loop, target, vocab_size=1000, num_tokens=1, trials=10_000, batch_size=2000)
+    narrow = check_law(Loop(), TARGET, vocab_size=V, num_tokens=1, trials=10_000)
+    assert wide and narrow
+    assert wide.tests[0].pooled > 0.15 > narrow.tests[0].pooled == 0
+    assert wide.tests[0].detectable_total_variation > 1.8 * narrow.tests[0].detectable_total_variation
+
+
+def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    # The same in every repetition.
+    monkeypatch.setattr(law_tests, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    significance, repetitions = 0.2, 150
+    reports = [check(Loop(), trials=1000, significance=significance, seed=seed) for seed in range(repetitions)]
+    alarms = sum(not report for report in reports)
+    assert stats.binom.isf(0.9999, repetitions, 0.08) <= alarms <= stats.binom.isf(1e-4, repetitions, significance)
+    for index in range(4):
+        assert stats.kstest([report.tests[index].p_value for report in reports], "uniform").pvalue > 1e-4
+
+
+# How it calls, and what it refuses.
+
+
+def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> None:
+    sizes: list[int] = []
+    progress: list[tuple[int, int]] = []
+
+    def target(prefixes: Tensor) -> Tensor:
+        sizes.append(len(prefixes))
+        return TARGET(prefixes)
+
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        sizes.append(len(prompts))
+        assert prompts.dtype == seeds.dtype == torch.int64 and prompts.tolist()[0] == list(PROMPT)
+        assert int(seeds.min()) >= 0 and len(seeds.unique()) == len(seeds)
+        prompts.zero_()
+        return uniforms_step("verify_exact", 2)(torch.tensor(PROMPT).expand(len(seeds), -1), seeds)
+
+    options = {"vocab_size": V, "trials": 5000, "seed": 4}
+    small = check_law(step, target, batch_size=30, progress=lambda *at: progress.append(at), **options)
+    assert max(sizes) == 30
+    assert progress[0] == (30, 5000) and progress[-1] == (5000, 5000) and len(progress) == 167
+    assert small == check_law(step, target, batch_size=5000, **options)
+    assert small != check_law(step, target, batch_size=5000, **options | {"seed": 5})
+
+
+def test_seeds_differ_in_the_bits_that_generators_read() -> None:
+    """torch's CPU generator reads the low 32 bits."""
+    seen: list[Tensor] = []
+
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        seen.append(seeds)
+        return uniforms_step("verify_exact", 2)(prompts, seeds)
+
+    for seed in range(3):
+        check_law(step, TARGET, vocab_size=V, trials=5000, seed=seed)
+    seeds = torch.cat(seen)
+    assert len(seeds.unique()) == 15_000
+    assert len((seeds % 2**32).unique()) > 14_990
+
+
+def test_a_loop_that_ignores_its_seeds_is_refused() -> None:
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        return uniforms_step("verify_exact", 2)(prompts, torch.arange(len(seeds)))
+
+    with pytest.raises(ValueError, match="step_fn: expected random numbers that come from its seeds"):
+        check_law(step, TARGET, vocab_size=V, batch_size=1000)
+
+
+def test_markov_models() -> None:
+    tokens = torch.tensor([[2, 5, 1]])
+    logits = TARGET(tokens)
+    assert logits.shape == (1, 3, V)
+    for index, context in enumerate([(V, 2), (2, 5), (5, 1)]):
+        assert torch.equal(logits[0, index], TARGET.table[context])
+    assert torch.equal(TARGET.next_logits(tokens)[0], TARGET.table[5, 1])
+    assert torch.equal(TARGET.next_logits(tokens[:, :0])[0], TARGET.table[V, V])
+    for vocab_size in (6, 11, 16):
+        for seed in range(3):
+            target, draft = (torch.softmax(m.table.double(), -1) for m in markov_pair(vocab_size, seed=seed))
+            assert 0.5 < float(torch.minimum(target, draft).sum(-1).mean()) < 0.75
+            assert float(target.min()) > 1e-5
+    with pytest.raises(ValueError, match="order: expected a number >= 1"):
+        markov_pair(order=0)
+    with pytest.raises(TypeError, match="table: expected a floating point tensor"):
+        MarkovModel(torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="table: expected a shape of V or V \\+ 1"):
+        MarkovModel(torch.zeros(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 1}, "vocab_size: expected a number in"),
+        ({"vocab_size": 128_256}, "vocab_size: expected vocab_size \\*\\* num_tokens <= 1048576"),
+        ({"num_tokens": 0}, "num_tokens: expected a number in"),
+        ({"trials": 10}, "trials: expected a number in"),
+        ({"batch_size": 0}, "batch_size: expected a number in"),
+        ({"seed": -1}, "seed: expected a number in"),
+        ({"significance": 1.0}, "significance: expected a number in \\(0, 1\\)"),
+        ({"prompt": (0, 6)}, "prompt: expected tokens in \\[0, 6\\)"),
+        ({"prompt": torch.zeros(2, 2, dtype=torch.int64)}, "prompt: expected integers \\[P\\]"),
+        ({"target": torch.zeros(V, V - 1)}, "target: expected logits \\[1, 6\\], got \\[1, 5\\]"),
+        ({"target": lambda prefixes: torch.full((len(prefixes), V), -torch.inf)}, "target: expected finite logits, or"),
+        ({"draft": lambda prefixes: torch.full((len(prefixes), V), torch.nan)}, "draft: expected finite logits, or"),
+    ],
+)
+def test_bad_arguments(options: dict, message: str) -> None:
+    arguments = {"step_fn": Loop(), "target": TARGET, "vocab_size": V, "trials": 200} | options
+    with pytest.raises(ValueError, match=message):
+        check_law(**arguments)
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError, match="trials: expected an int"):
+        check_law(Loop(), TARGET, vocab_size=V, trials=1e4)
+    with pytest.raises(TypeError, match=r"target: expected logits, .* pass `lambda ids: model\(ids\).logits`"):
+        check_law(Loop(), lambda prefixes: {"logits": TARGET(prefixes)}, vocab_size=V)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda tokens: tokens[:, :2], ValueError, "expected tokens \\[200, >= 3\\], got \\[200, 2\\]"),
+        (lambda tokens: tokens[1:], ValueError, "expected tokens \\[200, >= 3\\]"),
+        (lambda tokens: tokens.float(), TypeError, "expected tokens as an integer tensor, got torch.float32"),
+        (lambda tokens: tokens + V, ValueError, "expected tokens in \\[0, 6\\), got "),
+        (lambda tokens: tokens * 0 - 1, ValueError, "expected at least one token in every row, got none in row 0"),
+        (
+            lambda tokens: tokens.index_fill(1, torch.tensor([1]), -1),
+            ValueError,
+            "expected negative numbers after the emitted",
+        ),
+        (lambda tokens: (tokens, tokens[:, 0]), ValueError, "got a tuple of 2"),
+        (lambda tokens: (tokens, tokens, tokens), ValueError, "expected num_accepted and num_reached \\[200\\]"),
+        (lambda tokens: (tokens, tokens[:, 0] * 0 + 1, tokens[:, 0] * 0), ValueError, "num_accepted <= num_reached"),
+    ],
+)
+def test_bad_output_of_the_loop(change, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"step_fn: .*{message}"):
+        check_law(lambda *args: change(Loop()(*args)[0]), TARGET, vocab_size=V, trials=200)
+
+
+def test_a_position_that_is_never_emitted_shows_nothing() -> None:
+    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
+        tokens = replace(Loop(), top_k=None)(prompts, seeds)[0]
+        tokens[:, 1:] = -1
+        return tokens
+
+    report = check_law(step, TARGET, vocab_size=V)
+    assert report
+    assert [test.emitted for test in report.tests[:3]] == [1.0, 0.0, 0.0]
+    assert [test.detectable_total_variation for test in report.tests[1:3]] == [1.0, 1.0]

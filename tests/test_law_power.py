@@ -1,0 +1,176 @@
+"""The statistics of `check_law`: p-values are uniform where the law holds, and the bias that it calls visible is seen
+as often as it says. Texts are drawn from known laws, without a loop.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_specops.testing import LawTest, law_tests, markov_pair
+from torch_specops.testing.power import (
+    chi_square_tail,
+    critical_value,
+    detectable_effect,
+    mean_absolute_deviation,
+    noncentral_tail,
+)
+
+V = 6
+TARGET, _ = markov_pair(V)
+PROMPT = (1, 0, 1)
+SIGNIFICANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def cached_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The visible bias is the same in each of many repetitions."""
+    monkeypatch.setattr(law_tests, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+
+
+def conditional_laws(bias: float = 0.0, positions: tuple[int, ...] = (0, 1, 2)) -> list[Tensor]:
+    """The laws of three tokens after the prompt, some with probabilities changed by up to `bias` of themselves."""
+    generator = torch.Generator().manual_seed(11)
+    laws = []
+    for position in range(3):
+        texts = (
+            torch.cartesian_prod(*[torch.arange(V)] * position).view(-1, position) if position else torch.zeros(1, 0)
+        )
+        prefixes = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts.long()], 1)
+        p = torch.softmax(TARGET.next_logits(prefixes).double(), -1)
+        signs = torch.randint(2, p.shape, generator=generator).double() * 2 - 1
+        if position in positions:
+            p = p * (1 + bias * (signs - (p * signs).sum(-1, keepdim=True)))
+        laws.append(p)
+    return laws
+
+
+def joint_law(laws: list[Tensor]) -> Tensor:
+    joint = torch.ones(1, dtype=torch.float64)
+    for p in laws:
+        joint = (joint.unsqueeze(-1) * p).flatten()
+    return joint
+
+
+def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[list[LawTest]]:
+    """The tests of texts drawn from `laws` against the target's."""
+    generator = torch.Generator().manual_seed(12)
+    cumulative = joint_law(laws).cumsum(0)
+    exact = conditional_laws()
+    results = []
+    for _ in range(repetitions):
+        numbers = torch.rand(trials, generator=generator, dtype=torch.float64) * cumulative[-1]
+        counts = torch.bincount(torch.searchsorted(cumulative, numbers, right=True), minlength=V**3)
+        by_position = [counts.view(V**t, V, -1).sum(-1) for t in range(3)]
+        results.append(law_tests.judge(by_position, counts, exact, SIGNIFICANCE))
+    return results
+
+
+@pytest.mark.parametrize("trials", [2000, 40_000])
+def test_p_values_of_a_right_loop_are_uniform(trials: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    repetitions = 1000
+    results = repeated_tests(conditional_laws(), trials, repetitions)
+    for index in range(4):
+        values = [tests[index].p_value for tests in results]
+        assert stats.kstest(values, "uniform").pvalue > 1e-4
+        # Also far out, where the verdict falls: at most as often as said, up to chance.
+        assert sum(value < 0.01 for value in values) <= stats.binom.isf(1e-4, repetitions, 0.01)
+
+
+def test_noise_is_as_large_as_the_report_says() -> None:
+    results = repeated_tests(conditional_laws(), 4000, 300)
+    for index in range(4):
+        values = torch.tensor([tests[index].total_variation for tests in results])
+        expected = torch.tensor([tests[index].expected_total_variation for tests in results])
+        assert abs(float((values - expected).mean())) < 4 * float(values.std()) / math.sqrt(len(results))
+
+
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
+    """At the effect that the report calls visible, and at smaller ones by the noncentral law."""
+    trials, repetitions = 40_000, 250
+    exact = conditional_laws()
+    reference = repeated_tests(exact, trials, 1)[0][index]
+    positions = (0, 1, 2) if index == 3 else (index,)
+
+    def effect(bias: float) -> float:
+        biased = conditional_laws(bias, positions)
+        if index == 3:
+            joint, other = joint_law(exact), joint_law(biased)
+            return math.sqrt(float(((other - joint) ** 2 / joint).sum()))
+        before = joint_law(exact[:index])
+        return math.sqrt(float((before * ((biased[index] - exact[index]) ** 2 / exact[index]).sum(-1)).sum()))
+
+    for share in (1.0, 0.8, 0.6):
+        goal = share * reference.detectable_effect
+        low, high = 0.0, 0.4
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if effect(middle) < goal else (low, middle)
+        biased = conditional_laws(high, positions)
+        assert effect(high) == pytest.approx(goal)
+        tests = [results[index] for results in repeated_tests(biased, trials, repetitions)]
+        rate = sum(test.p_value < SIGNIFICANCE / 4 for test in tests) / repetitions
+        expected = noncentral_tail(critical_value(reference.dof, SIGNIFICANCE / 4), reference.dof, trials * goal**2)
+        # Four standard deviations, and what pooling of rare outcomes costs.
+        assert abs(rate - expected) < 4 * math.sqrt(expected * (1 - expected) / repetitions) + 0.03, (rate, expected)
+        if share == 1.0:
+            assert expected == pytest.approx(0.99, abs=1e-4)
+            assert rate >= 0.96
+        # No bias of the visible total variation has a smaller effect.
+        distance = float((joint_law(biased) - joint_law(exact)).abs().sum()) / 2
+        if index in (0, 3):
+            assert distance <= goal / 2 + 1e-12
+            assert sum(distance <= test.total_variation_bound for test in tests) >= 0.97 * repetitions
+
+
+def test_statistics_are_those_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for dof in (1, 5, 30, 400):
+        for statistic in (0.1 * dof, dof, dof + 4 * math.sqrt(dof), 3.0 * dof):
+            assert chi_square_tail(statistic, dof) == pytest.approx(stats.chi2.sf(statistic, dof), rel=1e-4)
+            for noncentrality in (0.0, 0.5, 20.0, 2000.0):
+                exact = stats.ncx2.sf(statistic, dof, noncentrality) if noncentrality else stats.chi2.sf(statistic, dof)
+                assert noncentral_tail(statistic, dof, noncentrality) == pytest.approx(exact, rel=1e-4, abs=1e-9)
+        critical = critical_value(dof, 2e-5)
+        assert critical == pytest.approx(stats.chi2.isf(2e-5, dof), rel=1e-5)
+        effect = detectable_effect(dof, 2e-5, 5000, 0.99)
+        assert stats.ncx2.sf(critical, dof, 5000 * effect**2) == pytest.approx(0.99, abs=1e-6)
+    assert detectable_effect(0, 2e-5, 5000, 0.99) == math.inf
+
+
+def test_mean_absolute_deviation_by_summation() -> None:
+    for n in (0, 1, 2, 7, 60):
+        k = torch.arange(n + 1, dtype=torch.float64)
+        log_choose = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+        for p in (0.0, 1e-12, 0.2, 0.5, 5 / 7, 1 - 1e-9, 1.0):
+            p_tensor = torch.tensor(p, dtype=torch.float64)
+            log_weights = log_choose + torch.special.xlogy(k, p_tensor) + torch.special.xlog1py(n - k, -p_tensor)
+            expected = float((log_weights.exp() * (k - n * p).abs()).sum())
+            got = mean_absolute_deviation(torch.tensor(float(n)).double(), p_tensor)
+            assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def test_rare_outcomes_are_pooled() -> None:
+    """Rows are judged on their own: a large one keeps its cells, a small one becomes few or says nothing."""
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
+
+    def pearson(sizes: list[int]) -> tuple[float, int, float]:
+        expected = torch.tensor(sizes).unsqueeze(-1) * p
+        return law_tests._pearson(expected, expected)
+
+    assert pearson([1000]) == (0.0, 3, 0.0)
+    # 5 expected in the last cell: it joins the next one.
+    statistic, dof, pooled = pearson([100])
+    assert (statistic, dof) == (0.0, 2) and pooled == pytest.approx(20)
+    # 15, 9 and 6: two are pooled, which is enough.
+    statistic, dof, pooled = pearson([30])
+    assert dof == 1 and pooled == pytest.approx(15)
+    statistic, dof, pooled = pearson([12])
+    assert dof == 0 and pooled == pytest.approx(12)
+    assert pearson([1000, 12])[1] == 3

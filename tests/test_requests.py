@@ -1,0 +1,149 @@
+"""A request is a prompt, its sampling parameters and its seed. Its tokens are a function of these alone: not of the
+batch around it, nor of its place there, nor of how the loop runs; and no random number serves twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, perturbed, tiny
+from torch import Tensor
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import state
+from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup, model, ngram
+from torch_specops.hf import language_model
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": [5, 9, 9, 4, 5, 9], "seed": 11, "temperature": 1.0},
+    {"prompt": [7], "seed": -5, "temperature": 0.7, "top_k": 12},
+    {"prompt": [3, 8, 3, 8, 3], "seed": 2**62, "temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
+    {"prompt": [6, 6], "seed": 11, "temperature": 0.0, "top_k": 3},
+]
+NEW_TOKENS = 18
+
+
+def source(kind: str) -> DraftSource | None:
+    if kind == "model":
+        return ModelDraft(language_model(perturbed(tiny("llama"), 0.05)))
+    if kind == "n-gram":
+        text = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
+        return NGram.from_tokens(text, vocab_size=VOCAB, probabilities=True)
+    return PromptLookup(min_ngram=1) if kind == "lookup" else None
+
+
+def decoder(kind: str, device: str = "cpu", **options: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny("llama").to(device), source(kind), num_draft_tokens=3, **options)
+
+
+def arguments(chosen: list[int]) -> tuple[Tensor, dict[str, Any], SamplingParams]:
+    requests = [REQUESTS[index] for index in chosen]
+    width = max(len(request["prompt"]) for request in requests)
+    padding = [width - len(request["prompt"]) for request in requests]
+    prompts = torch.tensor([[0] * n + request["prompt"] for n, request in zip(padding, requests, strict=True)])
+    mask = torch.arange(width) >= torch.tensor(padding).unsqueeze(1)
+    seeds = torch.tensor([request["seed"] for request in requests])
+    sampling = SamplingParams(
+        temperature=[request["temperature"] for request in requests],
+        top_k=[request.get("top_k", 0) for request in requests],
+        top_p=[request.get("top_p", 1.0) for request in requests],
+        min_p=[request.get("min_p", 0.0) for request in requests],
+    )
+    return prompts, {"attention_mask": mask, "seed": seeds, "max_new_tokens": NEW_TOKENS}, sampling
+
+
+def texts(loop: SpeculativeDecoder, chosen: list[int]) -> list[list[int]]:
+    prompts, options, loop.sampling = arguments(chosen)
+    device = loop.target.device
+    options["attention_mask"] = options["attention_mask"].to(device)
+    output = loop.generate(prompts.to(device), eos_token_id=(), **options)
+    return [output.new_tokens(row) for row in range(len(chosen))]
+
+
+def texts_alone(kind: str) -> list[list[int]]:
+    alone = [texts(decoder(kind), [request])[0] for request in range(len(REQUESTS))]
+    # One seed, two temperatures: the greedy request uses none of its numbers.
+    assert len({tuple(text) for text in alone}) == len(alone)
+    return alone
+
+
+@pytest.mark.parametrize("kind", ["none", "lookup", "n-gram", "model"])
+def test_a_request_gets_the_same_tokens_alone_and_anywhere_in_a_batch(kind: str) -> None:
+    alone = texts_alone(kind)
+    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1, 1, 2, 1]):
+        assert texts(decoder(kind), chosen) == [alone[index] for index in chosen]
+
+
+def test_a_request_of_another_seed_gets_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = texts(decoder("model"), [0, 1, 2, 3])
+    for request in REQUESTS:
+        monkeypatch.setitem(request, "seed", request["seed"] + 1)
+    after = texts(decoder("model"), [0, 1, 2, 3])
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, False, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_a_compiled_loop_gives_the_same_tokens(kind: str) -> None:
+    torch._dynamo.reset()
+    alone = texts_alone(kind)
+    loop = decoder(kind, compile=True)
+    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        assert texts(loop, chosen) == [alone[index] for index in chosen]
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_a_captured_graph_gives_the_same_tokens(kind: str) -> None:
+    alone = texts_alone(kind)
+    loop = decoder(kind, "cuda")
+    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 1, 3]):
+        assert texts(loop, chosen) == [alone[index] for index in chosen]
+    assert loop._graphs
+
+
+def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, str, int]]:
+    """(seed, position, stream, index) of every random number that a batch's loop asked for while the row was open."""
+    used: Counter[tuple[int, int, str, int]] = Counter()
+
+    def note(seeds: Tensor, positions: Tensor, n: int, stream: str) -> None:
+        for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True):
+            used.update((seed, position, stream, index) for index in range(n))
+
+    def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
+        note(seeds, positions, n, stream)
+        return torch_specops.uniforms(seeds, positions, n, stream)
+
+    def verification_uniforms(seeds: Tensor, positions: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        note(seeds, positions, n, "accept")
+        note(seeds, positions, 1, "sample")
+        return real(seeds, positions, n)
+
+    real = state.verification_uniforms
+    monkeypatch.setattr(state, "verification_uniforms", verification_uniforms)
+    monkeypatch.setattr(model, "uniforms", uniforms)
+    monkeypatch.setattr(ngram, "uniforms", uniforms)
+    prompts, options, sampling = arguments([1])
+    decoder(kind, sampling=sampling).generate(prompts, eos_token_id=(), **options)
+    return used
+
+
+@pytest.mark.parametrize("kind", ["none", "n-gram", "model"])
+def test_no_number_serves_twice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = numbers_used(kind, monkeypatch)
+    assert {stream for _, _, stream, _ in used} == {"sample", *(["propose", "accept"] if kind != "none" else [])}
+    assert set(used.values()) == {1}
+
+
+def test_a_number_that_serves_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong draft: it proposes with the numbers of the acceptance tests."""
+
+    def draws(self: ModelDraft, seeds: Tensor, lengths: Tensor, n: int, temperature: Tensor) -> Tensor:
+        return model.uniforms(seeds, lengths, n, "accept")
+
+    monkeypatch.setattr(ModelDraft, "_draws", draws)
+    assert set(numbers_used("model", monkeypatch).values()) == {1, 2}

@@ -1,0 +1,40 @@
+"""What speculative decoding is worth on paper: the formulas of Leviathan et al. 2023 (arXiv 2211.17192), over tensors.
+
+alpha is the probability that a draft which was reached is accepted, K (gamma there) the drafts per step, c the cost
+ratio. Two assumptions stand behind everything that takes an alpha: drafts are accepted independently, with the same
+probability; and the target reads K + 1 tokens in the time of one. Arithmetic is float64, whatever comes in, and
+arguments broadcast.
+
+`torch_specops.schedules` has two of these formulas in plain Python, for the decoding loop.
+
+Example:
+    >>> import torch
+    >>> from torch_specops.analysis import optimal_num_draft_tokens, walltime_factor
+    >>> alpha = torch.tensor([0.6, 0.8, 0.9])
+    >>> best = optimal_num_draft_tokens(alpha, cost_ratio=0.05)
+    >>> best, walltime_factor(alpha, 0.05, best)
+    (tensor([ 4,  8, 13]), tensor([1.9213, 3.0921, 4.6741], dtype=torch.float64))
+"""
+
+from .acceptance import acceptance_probability, alpha_from_counts, divergence, token_acceptance_probability
+from .formulas import (
+    expected_tokens_per_step,
+    memory_access_factor,
+    operations_factor,
+    optimal_num_draft_tokens,
+    oracle_walltime_factor,
+    walltime_factor,
+)
+
+__all__ = [
+    "acceptance_probability",
+    "alpha_from_counts",
+    "divergence",
+    "expected_tokens_per_step",
+    "memory_access_factor",
+    "operations_factor",
+    "optimal_num_draft_tokens",
+    "oracle_walltime_factor",
+    "token_acceptance_probability",
+    "walltime_factor",
+]

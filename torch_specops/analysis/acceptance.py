@@ -1,0 +1,259 @@
+"""Acceptance from logits and from counts: beta, alpha and D_LK (Leviathan et al. 2023, section 3.2, appendix A.5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .arguments import number
+
+__all__ = ["acceptance_probability", "alpha_from_counts", "divergence", "token_acceptance_probability"]
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def acceptance_probability(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    lenience: float = 1.0,
+    argmax_lenience: float = 1.0,
+) -> Tensor:
+    """beta = sum_x min(p(x) / l, q(x)), the probability that a draft drawn from q is accepted (Leviathan et al. 2023,
+    theorem 3.5; with lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6).
+
+    At temperature 0 both laws are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or 0; below
+    an `argmax_lenience` of 1, the draft's argmax x is accepted if softmax(target_logits)(x) >= l max softmax(..).
+
+    Args:
+        target_logits: [.., V] of any floating dtype; -inf and NaN exclude a token, +inf is the largest float32.
+        draft_logits: [.., V], broadcast against the target's.
+        temperature: >= 0, a number or a tensor that broadcasts against [..]; applied to both sides.
+        lenience: l in (0, 1], at temperatures above 0; 1 = lossless.
+        argmax_lenience: l in (0, 1], at temperature 0; 1 = lossless.
+
+    Returns:
+        [..] float64 in [0, 1]; 0 where either row has no finite logit.
+
+    Raises:
+        TypeError: logits that are no floating-point tensors, numbers that are none.
+        ValueError: vocabularies that differ, shapes that do not broadcast, a number out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.analysis import acceptance_probability
+        >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.8, 0.1, 0.1])
+        >>> acceptance_probability(p.log(), q.log()), acceptance_probability(p.log(), q.log(), lenience=0.5)
+        (tensor(0.6000, dtype=torch.float64), tensor(0.9000, dtype=torch.float64))
+    """
+    _check_lenience(lenience=lenience, argmax_lenience=argmax_lenience)
+    _check_pair(target_logits, draft_logits)
+    p, q = _probabilities(target_logits, temperature), _probabilities(draft_logits, temperature)
+    # Sums of rounded numbers may exceed one in the last digit.
+    sampled = torch.minimum(p / lenience, q).sum(-1).clamp(max=1.0)
+    greedy = (q * _accepted_when_greedy(target_logits, argmax_lenience)).sum(-1)
+    return torch.where(_temperature(temperature, target_logits) == 0, greedy, sampled)
+
+
+def token_acceptance_probability(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    lenience: float = 1.0,
+    argmax_lenience: float = 1.0,
+) -> Tensor:
+    """min(1, p(x) / (l q(x))), the probability that this draft token is accepted; over x drawn from q its mean is
+    `acceptance_probability` (Leviathan et al. 2023, the first line of theorem 3.5's proof).
+
+    Args:
+        target_logits: [.., V], as for `acceptance_probability`.
+        draft_tokens: [..] integers; one outside [0, V) is padding and is never accepted.
+        draft_logits: [.., V]; None = deterministic drafts (q is one-hot), so that the result is min(1, p(x) / l).
+        temperature, lenience, argmax_lenience: as for `acceptance_probability`.
+
+    Returns:
+        [..] float64 in [0, 1]; 0 where q(x) is 0, as no draft is then drawn there. At temperature 0 q counts for
+        nothing: the result is 1 or 0.
+
+    Raises:
+        TypeError, ValueError: as `acceptance_probability`; tokens that are no integers.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.analysis import token_acceptance_probability
+        >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.8, 0.1, 0.1])
+        >>> token_acceptance_probability(p.log(), torch.tensor([0, 1, 2]), q.log())
+        tensor([0.6250, 1.0000, 0.0000], dtype=torch.float64)
+    """
+    _check_lenience(lenience=lenience, argmax_lenience=argmax_lenience)
+    _check_logits("target_logits", target_logits)
+    if not isinstance(draft_tokens, Tensor) or draft_tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"draft_tokens: expected an int64 or int32 tensor, got {getattr(draft_tokens, 'dtype', type(draft_tokens))}"
+        )
+    if draft_logits is not None:
+        _check_pair(target_logits, draft_logits)
+    vocab_size = target_logits.shape[-1]
+    is_token = (draft_tokens >= 0) & (draft_tokens < vocab_size)
+    index = draft_tokens.long().clamp(0, vocab_size - 1)
+    p = _at(_probabilities(target_logits, temperature), index)
+    q = torch.ones_like(p) if draft_logits is None else _at(_probabilities(draft_logits, temperature), index)
+    accepted = torch.where(q > 0, (p / (lenience * q)).clamp(max=1.0), 0.0)
+    greedy = _at(_accepted_when_greedy(target_logits, argmax_lenience), index).double()
+    accepted = torch.where(_temperature(temperature, target_logits) == 0, greedy, accepted)
+    return torch.where(is_token, accepted, 0.0)
+
+
+def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
+    """alpha as a decoding loop shows it: accepted / (accepted + rejections), over all steps given.
+
+    A step ends at its first rejection, so one whose drafts were not all accepted had exactly one, and the drafts behind
+    it were never tried. This is the maximum-likelihood alpha of the capped geometric variable of equation 1.
+    `GenerationStats.acceptance_rate` is another number: it divides by all drafts, tried or not, and falls as K grows.
+
+    Args:
+        num_accepted, num_proposed: integers of one shape, 0 <= num_accepted <= num_proposed.
+
+    Returns:
+        A float64 scalar in [0, 1]; NaN when no draft was tried.
+
+    Raises:
+        TypeError: counts that are no integer tensors.
+        ValueError: counts of unequal shape or out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.analysis import alpha_from_counts
+        >>> alpha_from_counts(torch.tensor([5, 2, 0]), torch.tensor([5, 5, 5]))
+        tensor(0.7778, dtype=torch.float64)
+    """
+    for name, counts in (("num_accepted", num_accepted), ("num_proposed", num_proposed)):
+        if not isinstance(counts, Tensor) or counts.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name}: expected an integer tensor, got {getattr(counts, 'dtype', type(counts))}")
+    if num_accepted.shape != num_proposed.shape:
+        raise ValueError(
+            f"num_proposed: expected the shape of num_accepted, {list(num_accepted.shape)}, "
+            f"got {list(num_proposed.shape)}"
+        )
+    if bool((num_accepted < 0).any()) or bool((num_accepted > num_proposed).any()):
+        raise ValueError("num_accepted: expected counts from 0 to num_proposed")
+    accepted = num_accepted.sum().double()
+    return accepted / (accepted + (num_accepted < num_proposed).sum())
+
+
+def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Leviathan et al. 2023, definition 3.2).
+
+    It is the total variation distance, symmetric, and 1 - `acceptance_probability` (lemma 3.3, theorem 3.5). Summed as
+    it stands, so that it keeps its digits where p and q are close.
+
+    Args:
+        target_logits, draft_logits, temperature: as for `acceptance_probability`.
+
+    Returns:
+        [..] float64 in [0, 1]; 1 where either row has no finite logit.
+
+    Raises:
+        TypeError, ValueError: as `acceptance_probability`.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.analysis import divergence
+        >>> divergence(torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.8, 0.1, 0.1]).log())
+        tensor(0.4000, dtype=torch.float64)
+    """
+    _check_pair(target_logits, draft_logits)
+    p, q = _probabilities(target_logits, temperature), _probabilities(draft_logits, temperature)
+    has_law = (p > 0).any(-1) & (q > 0).any(-1)
+    return torch.where(has_law, ((p - q).abs().sum(-1) / 2).clamp(max=1.0), 1.0)
+
+
+def _probabilities(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """[.., V] float64 softmax(logits / T), one-hot at T = 0; zero where no entry is finite (docs/math.md,
+    section 3)."""
+    temperature = _temperature(temperature, logits).unsqueeze(-1)
+    z = _clean(logits)
+    z = torch.where(z == -math.inf, z, (z / temperature.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX))
+    highest = z.amax(-1, keepdim=True)
+    has_law = highest > -math.inf
+    weights = torch.exp(z - torch.where(has_law, highest, 0.0))
+    one_hot = torch.zeros_like(z).scatter(-1, _clean(logits).argmax(-1, keepdim=True).expand_as(highest), 1.0)
+    weights = torch.where(temperature == 0, one_hot, weights)
+    return torch.where(has_law, weights / weights.sum(-1, keepdim=True), 0.0)
+
+
+def _accepted_when_greedy(logits: Tensor, argmax_lenience: float) -> Tensor:
+    """[.., V] bool, the tokens that a greedy row accepts."""
+    x = _clean(logits)
+    if argmax_lenience == 1.0:
+        accepted = torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.argmax(-1, keepdim=True), True)
+    else:
+        accepted = x >= x.amax(-1, keepdim=True) + math.log(argmax_lenience)
+    return accepted & (x > -math.inf)
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """[.., V] float64: NaN is -inf, anything else within float32's range."""
+    x = logits.double()
+    return torch.where(x.isnan() | (x == -math.inf), -math.inf, x.clamp(-FLOAT32_MAX, FLOAT32_MAX))
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """values [.., V] at index [..], both broadcast against each other."""
+    try:
+        shape = torch.broadcast_shapes(values.shape[:-1], index.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"draft_tokens: expected a shape that broadcasts against {list(values.shape[:-1])}, got {list(index.shape)}"
+        ) from error
+    expanded = values.expand(*shape, values.shape[-1])
+    return expanded.gather(-1, index.expand(shape).unsqueeze(-1)).squeeze(-1)
+
+
+def _temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    value = number("temperature", temperature).to(logits.device)
+    if not bool(((value >= 0) & (value < math.inf)).all()):
+        raise ValueError(f"temperature: expected finite numbers >= 0, got {temperature}")
+    try:
+        torch.broadcast_shapes(value.shape, logits.shape[:-1])
+    except RuntimeError as error:
+        raise ValueError(
+            f"temperature: expected a number, or a shape that broadcasts against {list(logits.shape[:-1])}, "
+            f"got {list(value.shape)}"
+        ) from error
+    return value
+
+
+def _check_pair(target_logits: Tensor, draft_logits: Tensor) -> None:
+    _check_logits("target_logits", target_logits)
+    _check_logits("draft_logits", draft_logits)
+    if target_logits.shape[-1] != draft_logits.shape[-1]:
+        raise ValueError(
+            f"draft_logits: expected the target's vocabulary, {target_logits.shape[-1]} tokens, "
+            f"got {draft_logits.shape[-1]}"
+        )
+    try:
+        torch.broadcast_shapes(target_logits.shape, draft_logits.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"draft_logits: expected a shape that broadcasts against {list(target_logits.shape)}, "
+            f"got {list(draft_logits.shape)}"
+        ) from error
+
+
+def _check_logits(name: str, logits: Tensor) -> None:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(logits, 'dtype', type(logits))}")
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"{name}: expected [.., V] with V >= 1, got shape {list(logits.shape)}")
+
+
+def _check_lenience(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+        if not 0 < value <= 1:
+            raise ValueError(f"{name}: expected a number in (0, 1], got {value}")

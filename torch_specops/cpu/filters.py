@@ -1,0 +1,160 @@
+"""top_k, top_p and min_p on CPU.
+
+Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
+kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
+
+The bounds are found by an op of its own, which Inductor calls as it is: it takes one row after the other, which stays
+in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight times
+slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rows import FLOAT32_MAX, inverse_temperature, scale
+
+# The largest logits of a row that top_p looks at first; 16 times as many where they do not hold its mass.
+HEAD = 256
+
+
+class Bounds(NamedTuple):
+    """Of each row [...]: kept are x > cut, and x == cut from index `first` on, None = 0. (-inf, 0) keeps every finite
+    entry, cut = inf none."""
+
+    cut: Tensor
+    first: Tensor | None
+
+    def at(self, *index: Tensor | slice) -> Bounds:
+        return Bounds(self.cut[index], None if self.first is None else self.first[index])
+
+
+def row_bounds(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Bounds | None:
+    """[B, ..., V] and filters [B] -> the bounds of every row; None without a filter."""
+    if top_k is None and top_p is None and min_p is None:
+        return None
+    cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
+    return Bounds(cut, None if top_p is None else first)
+
+
+def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
+    """[B, ..., V] `scale`, with what the filters remove as -inf."""
+    z = scale(logits, inverse)
+    if bounds is None:
+        return z
+    return torch.where(_kept(logits, torch.arange(logits.shape[-1], device=z.device), bounds), z, -math.inf)
+
+
+def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
+    """The same for single logits: one of each row, at index `tokens`."""
+    z = scale(logits, inverse)
+    if bounds is None:
+        return z
+    kept = _kept(logits.unsqueeze(-1), tokens.unsqueeze(-1), bounds)
+    return torch.where(kept.squeeze(-1), z, -math.inf)
+
+
+def _kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
+    # Comparisons with NaN are false.
+    x, cut = logits.float().clamp(max=FLOAT32_MAX), bounds.cut.unsqueeze(-1)
+    if bounds.first is None:
+        return x >= cut
+    return (x > cut) | ((x == cut) & (index >= bounds.first.unsqueeze(-1)))
+
+
+def filter_logits(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
+    bounds = row_bounds(logits, temperature, top_k, top_p, min_p)
+    if bounds is not None:
+        kept = _kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
+    else:
+        kept = ~logits.isnan()
+        if temperature is not None:
+            kept = kept & (temperature >= 0).unsqueeze(-1)
+    return torch.where(kept, logits, -math.inf)
+
+
+@torch.library.custom_op("specops::filter_bounds", mutates_args=(), device_types="cpu")
+def filter_bounds(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    vocab_size, shape = logits.shape[-1], logits.shape[:-1]
+    inverse = inverse_temperature(temperature)
+    cuts, firsts = [], []
+    for b in range(logits.shape[0]):
+        t = 1.0 if temperature is None else float(temperature[b])
+        k = 0 if top_k is None else int(top_k[b])
+        p = 1.0 if top_p is None else float(top_p[b])
+        m = 0.0 if min_p is None else float(min_p[b])
+        for row in logits[b].reshape(-1, vocab_size):
+            if t == 0:
+                cut, first = -math.inf, 0
+            elif not t > 0 or math.isnan(p) or math.isnan(m):
+                cut, first = math.inf, 0
+            else:
+                x = torch.nan_to_num(row.float(), nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
+                cut, first = _bounds(x, None if inverse is None else inverse[b : b + 1], k, p, m)
+            cuts.append(cut)
+            firsts.append(first)
+    return torch.tensor(cuts, dtype=torch.float32).view(shape), torch.tensor(firsts, dtype=torch.int64).view(shape)
+
+
+@filter_bounds.register_fake
+def _(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[:-1]
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _bounds(x: Tensor, inverse: Tensor | None, k: int, p: float, m: float) -> tuple[float, int]:
+    """(cut, first) of one row of comparable logits."""
+    cut, first = -math.inf, 0
+    index = None
+    if 0 < k < len(x):
+        cut = float(x.topk(k, sorted=False).values.min())
+        # What follows looks at the kept tokens alone.
+        index = (x >= cut).nonzero().squeeze(1)
+        x = x[index]
+    if not (p < 1 or m > 0):
+        return cut, first
+    z = x if inverse is None else scale(x.unsqueeze(0), inverse).squeeze(0)
+    z_max = float(z.max())
+    if z_max == -math.inf:
+        return cut, first
+    if p < 1:
+        cut, last = _top_p(x, z - z_max, p)
+        first = last if index is None else int(index[last])
+    if m > 0:
+        likely = z - z_max >= min(math.log(m), 0.0)
+        lowest = float(torch.where(likely, x, math.inf).min())
+        if lowest > cut:
+            cut, first = lowest, 0
+    return cut, first
+
+
+def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
+    """The last of the fewest tokens whose mass is at least p of the row's: its logit and its place in the row."""
+    mass = p * float(gap.exp().sum(dtype=torch.float64))
+    size = HEAD
+    while True:
+        if size < len(x):
+            head = (x >= x.topk(size, sorted=False).values.min()).nonzero().squeeze(1)
+        else:
+            head = torch.arange(len(x))
+        # Ascending and stable, then reversed: of equal logits the higher index comes first.
+        head = head[x[head].sort(stable=True).indices.flip(0)]
+        cdf = gap[head].exp().cumsum(0, dtype=torch.float64)
+        if size >= len(x) or float(cdf[-1]) >= mass:
+            break
+        size *= 16
+    # Rounding may leave the mass of the whole row below p of it.
+    last = int(head[min(int((cdf < mass).sum()), len(head) - 1)])
+    return float(x[last]), last

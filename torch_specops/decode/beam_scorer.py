@@ -1,0 +1,160 @@
+"""The beams of every row and how they grow by a token, in the arithmetic of transformers' beam search.
+
+Scores are float32 and summed in the same order, candidates are taken by the same `topk` over the same shapes, so that
+even ties fall alike. What differs is that every row has a length and an end of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["BeamScorer"]
+
+# Added to the score of a beam that must not be chosen; in float32 what it is added to nearly vanishes.
+EXCLUDED = -1.0e9
+
+
+class BeamScorer:
+    """Running and finished beams of B rows, w of each.
+
+    Args:
+        num_beams: w >= 1.
+        limits: [B] int64 >= 1, the tokens after which a row ends.
+        eos: [B, E] int64, tokens that finish a beam; -1 is none.
+        length_penalty: a finished beam's score is divided by its number of new tokens to this power.
+        early_stopping: when a row with w finished beams ends. True: at once. False: when the best running beam, at its
+            length, scores no better than the worst finished one. "never": when it could not at any length.
+
+    Attributes:
+        tokens: [B, w, N] int64, the new tokens of the running beams, N the largest limit; best beam first.
+        scores: [B, w] float32, their summed log-probabilities.
+        counts: [B] int64, how many new tokens they have.
+        finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w]: the finished
+            beams, best one first; their scores are divided by the penalty.
+        done: [B] bool, rows that have ended.
+        failed: [B] bool, those that ended because no continuation had a finite score.
+
+    Raises:
+        ValueError: a length penalty that no float32 can hold at the largest limit.
+    """
+
+    def __init__(
+        self, num_beams: int, limits: Tensor, eos: Tensor, length_penalty: float, early_stopping: bool | str
+    ) -> None:
+        batch, longest = limits.shape[0], int(limits.max())
+        self.num_beams = num_beams
+        self.limits = limits
+        self.eos = eos
+        self.early_stopping = early_stopping
+        self.length_penalty = length_penalty
+        self._penalties = _penalties(longest, length_penalty).to(limits.device)
+        # So many that w of them do not end with an eos.
+        self.num_candidates = max(2, 1 + eos.shape[1]) * num_beams
+        self._is_top = torch.arange(self.num_candidates, device=limits.device) < num_beams
+
+        self.tokens = limits.new_zeros(batch, num_beams, longest)
+        self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
+        # All beams begin as the prompt; only the first one counts.
+        self.scores[:, 0] = 0.0
+        self.counts = torch.zeros_like(limits)
+        self.finished_tokens = torch.zeros_like(self.tokens)
+        self.finished_scores = torch.full_like(self.scores, EXCLUDED)
+        self.finished_lengths = limits.new_zeros(batch, num_beams)
+        self.is_finished = torch.zeros_like(self.scores, dtype=torch.bool)
+        self.done = torch.zeros_like(limits, dtype=torch.bool)
+        self.failed = torch.zeros_like(self.done)
+
+    def advance(self, logits: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the beams of active rows their next token.
+
+        Args:
+            logits: [B, w, V], those that follow each running beam.
+            active: [B] bool; the others stay as they are.
+
+        Returns:
+            parents [B, w] and tokens [B, w]: the running beams, as beams before and what followed them. They mean
+            nothing in rows that are not active, or done by now.
+        """
+        log_probs = logits.float().log_softmax(-1)
+        # A beam with a NaN among its logits has no continuation.
+        scores = (log_probs + self.scores.unsqueeze(2)).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        scores, index = scores.flatten(1).topk(self.num_candidates)
+        parents, tokens = index // logits.shape[2], index % logits.shape[2]
+        length = self.counts + 1
+        at_limit = length >= self.limits
+        ends = (tokens.unsqueeze(2) == self.eos.unsqueeze(1)).any(2) | at_limit.unsqueeze(1)
+        failed = active & (scores[:, 0] == -torch.inf)
+        active = active & ~failed
+        texts = _rows(self.tokens, parents)
+        place = (length.clamp(max=texts.shape[2]) - 1)[:, None, None].expand(-1, self.num_candidates, 1)
+        texts = texts.scatter(2, place, tokens.unsqueeze(2))
+
+        going_on = scores + ends.float() * EXCLUDED
+        best = going_on.topk(self.num_beams).indices
+        self._update(active, tokens=_rows(texts, best), scores=going_on.gather(1, best), counts=length)
+        self._finish(active, texts, scores, length, ends & self._is_top)
+
+        done = at_limit | ~self._may_improve(length)
+        if self.early_stopping is True:
+            done = done | self.is_finished.all(1)
+        self.done |= failed | (active & done)
+        self.failed |= failed
+        return parents.gather(1, best), tokens.gather(1, best)
+
+    def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best beams; of rows that failed, the running
+        ones."""
+        running_scores = self.scores / self._penalties[self.counts].unsqueeze(1)
+        running_lengths = self.counts.unsqueeze(1).expand_as(self.finished_lengths)
+        failed = self.failed.unsqueeze(1)
+        tokens = torch.where(failed.unsqueeze(2), self.tokens, self.finished_tokens)
+        lengths = torch.where(failed, running_lengths, self.finished_lengths)
+        scores = torch.where(failed, running_scores, self.finished_scores)
+        return tokens[:, :num_sequences], lengths[:, :num_sequences], scores[:, :num_sequences]
+
+    def _finish(self, active: Tensor, texts: Tensor, scores: Tensor, length: Tensor, ends: Tensor) -> None:
+        """Merge the candidates [B, C] that end here into the finished beams."""
+        scores = scores / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
+        scores = scores + (~ends).float() * EXCLUDED
+        lengths = length.unsqueeze(1).expand_as(scores)
+        merged = torch.cat([self.finished_scores, scores], 1)
+        best = merged.topk(self.num_beams).indices
+        self._update(
+            active,
+            finished_tokens=_rows(torch.cat([self.finished_tokens, texts], 1), best),
+            finished_scores=merged.gather(1, best),
+            finished_lengths=torch.cat([self.finished_lengths, lengths], 1).gather(1, best),
+            is_finished=torch.cat([self.is_finished, ends], 1).gather(1, best),
+        )
+
+    def _may_improve(self, length: Tensor) -> Tensor:
+        """[B] whether the best running beam may still score better than the worst finished one."""
+        if self.early_stopping == "never" and self.length_penalty > 0.0:
+            length = self.limits
+        best = self.scores[:, :1] / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
+        worst = torch.where(self.is_finished, self.finished_scores.amin(1, keepdim=True), EXCLUDED)
+        return (best > worst).any(1)
+
+    def _update(self, active: Tensor, **values: Tensor) -> None:
+        for name, new in values.items():
+            old = getattr(self, name)
+            setattr(self, name, torch.where(active.view(-1, *[1] * (new.dim() - 1)), new, old))
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """values [B, n, N], index [B, m] -> [B, m, N]."""
+    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))
+
+
+def _penalties(longest: int, length_penalty: float) -> Tensor:
+    """[longest + 1] float32: what scores are divided by, by length."""
+    try:
+        values = torch.tensor([1.0, *(length**length_penalty for length in range(1, longest + 1))], dtype=torch.float32)
+    except OverflowError:
+        values = torch.tensor([torch.inf])
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise ValueError(
+            f"length_penalty: expected {longest} to its power within float32, got a length penalty of {length_penalty}"
+        )
+    return values

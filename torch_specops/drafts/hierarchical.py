@@ -1,0 +1,148 @@
+"""Hierarchical drafting: a draft model that has drafts of its own, from a source that costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import checks
+from ..sampling import SamplingTensors
+from ..verification import verify_exact
+from .base import Draft, DraftSource, LanguageModel
+from .model import ModelDraft
+from .prompt_lookup import PromptLookup
+
+__all__ = ["HierarchicalDraft"]
+
+
+class HierarchicalDraft(ModelDraft):
+    """Drafts with a model whose tokens are themselves drafted and verified (Leviathan et al. 2023, section 6).
+
+    Each forward of the draft model reads what the inner source proposes and keeps what `verify_exact` accepts, with one
+    token more, so that K drafts take fewer forwards. What is kept has exactly the draft model's law q, and the logits
+    given are those of q: the target's law is untouched. After `num_forwards` forwards the rest is padding. That, too,
+    changes no law: where it begins depends on nothing but earlier positions (docs/math.md, section 6).
+
+    The inner source must be deterministic: it has no random numbers of its own.
+
+    Args:
+        model: the draft model; its vocabulary must be the target's.
+        inner: where its drafts come from; None = `PromptLookup()`.
+        num_inner_tokens: inner drafts per forward, >= 1.
+        num_forwards: forwards of the draft model per step at most, >= 1. An eager loop on a CPU stops as soon as all
+            rows have K drafts.
+
+    Raises:
+        TypeError: a number that is no int, an inner source that is none.
+        ValueError: a number below 1, an inner source that samples, one with another vocabulary or device.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> from torch_specops.drafts.hierarchical import HierarchicalDraft
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> target, small = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+        >>> draft = HierarchicalDraft(torch_specops.hf.language_model(small), num_forwards=2)
+        >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 5, 6]]), draft=draft, max_new_tokens=8, seed=0)
+        >>> output.lengths
+        tensor([12])
+    """
+
+    # The number of forwards is small, so the loop compiles `propose` as a whole.
+    compiles_itself = False
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        inner: DraftSource | None = None,
+        *,
+        num_inner_tokens: int = 3,
+        num_forwards: int = 3,
+    ) -> None:
+        super().__init__(model)
+        inner = PromptLookup() if inner is None else inner
+        if not isinstance(inner, DraftSource):
+            raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
+        if not inner.deterministic:
+            # Its numbers would be those of this source at a later step.
+            raise ValueError("inner: expected a deterministic source, got one that samples")
+        if inner.vocab_size is not None and inner.vocab_size != model.vocab_size:
+            raise ValueError(f"inner: expected the model's {model.vocab_size} tokens, got {inner.vocab_size}")
+        if inner.device is not None and inner.device != model.device:
+            raise ValueError(f"inner: expected a source on {model.device}, as the model is, got {inner.device}")
+        checks.check_int("num_inner_tokens", num_inner_tokens, 1)
+        checks.check_int("num_forwards", num_forwards, 1)
+        self.inner = inner
+        self.num_inner_tokens = num_inner_tokens
+        self.num_forwards = num_forwards
+
+    def bind(self, target: LanguageModel) -> None:
+        self.inner.bind(target)
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        # Inner drafts are read beyond the last draft.
+        capacity += self.num_inner_tokens
+        super().start(tokens, lengths, capacity, inputs)
+        self.inner.start(tokens, lengths, capacity, inputs)
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        """Up to K tokens [B, K], -1 behind them, with the logits [B, K, V] of the draft model."""
+        batch, width = tokens.shape[0], min(self.num_inner_tokens, num_draft_tokens - 1)
+        # A number for the acceptance test of every position, and one for the next token of a forward that begins there.
+        draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
+        ahead = torch.arange(width + 1, device=tokens.device)
+        text = pad(tokens, (0, num_draft_tokens + width + 1))
+        # Past K, what a row that is done goes on to write.
+        drafts = tokens.new_full((batch, num_draft_tokens + width + 1), -1)
+        logits: Tensor | None = None
+        count = torch.zeros_like(lengths)
+        # As in ModelDraft: a draft that was accepted last was never read.
+        unread = 2
+        for _ in range(self.num_forwards):
+            newest = lengths + count - 1
+            inner = self._inner(text, newest + 1, width, sampling, seeds)
+            behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
+            positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)
+            read = torch.cat([text.gather(1, behind), inner.clamp(min=0)], 1)
+            unread = 1
+            rows = self.model.forward(read, positions, width + 1)
+
+            offsets = count.unsqueeze(1) + ahead
+            own = offsets.clamp(max=num_draft_tokens - 1)
+            output, num_accepted = verify_exact(
+                rows,
+                inner,
+                None,
+                draws[..., 0].gather(1, own[:, :width]).contiguous(),
+                draws[..., 1].gather(1, own[:, :1]).squeeze(1),
+                sampling.temperature,
+                **sampling.filters,
+            )
+            # Behind the next token there is -1 until a later forward begins there.
+            drafts = drafts.scatter(1, offsets, output)
+            text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
+            logits = rows.new_zeros(batch, drafts.shape[1], rows.shape[2]) if logits is None else logits
+            logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
+            count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
+            if self._all_done(count, num_draft_tokens):
+                break
+        assert logits is not None
+        return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
+
+    def _inner(self, text: Tensor, lengths: Tensor, width: int, sampling: SamplingTensors, seeds: Tensor) -> Tensor:
+        """[B, width] tokens of the model's vocabulary, -1 from the first other one on."""
+        if width == 0:
+            return text[:, :0]
+        tokens = self.inner.propose(text, lengths, width, sampling, seeds).tokens
+        return torch.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, -1)
+
+    def _all_done(self, count: Tensor, num_draft_tokens: int) -> bool:
+        """Whether no forward is left to do; asked on a CPU alone, where looking is free."""
+        if count.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        return bool((count == num_draft_tokens).all())

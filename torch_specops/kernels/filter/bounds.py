@@ -1,0 +1,154 @@
+"""The bounds of rows of logits under top_k, top_p and min_p, without sorting (docs/math.md has the law).
+
+Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher id first. So what is
+kept is a pair, the lowest logit kept (`cut`) and, of the tokens that have it, the lowest id (`first`): 8 bytes a row,
+that other kernels apply to what they load. Nothing of size [.., V] is written, sorted or converted.
+
+The cut of top_k is the k-th largest logit, a search by number of entries; that of top_p, among what top_k kept, a
+search by mass, sum exp(z - max). Logits are taken as integer keys of the same order. A pass divides the bucket of keys
+that holds the cut into 16, so 16-bit logits need 4 passes a search and float32 ones 8, whatever the values. min_p needs
+the maximum alone. Launches for bfloat16 and float16 (float32):
+    top_k                   4 (8) narrow + 1 finish
+    top_p                   4 (8) narrow + 1 finish
+    both, with or without min_p   8 (16) narrow + 1 finish
+    min_p                   1 (1) narrow + 1 finish
+1. `narrow_kernel`, one program per (row, tile): combines the sums of the pass before in a fixed order (every program of
+   a row finds the same bucket), then sums up the entries, or their weights, of its tile in each of 16 buckets.
+2. `finish_kernel`, one program per row: the cut from the last pass, whose buckets are single keys and are counted per
+   tile; so only the tile in which the first kept tie lies is read once more.
+
+Bytes: a pass reads a row at most once, V * s. It reads no tile without an entry in the bucket, and no row whose
+maximum lies so close to the cut that the pass would put all that is left into its lowest bucket; so the passes of top_p
+behind top_k read only tiles that top_k left something of. Greedy rows, rows without a lawful temperature and rows whose
+filters are off are not read. Sixteen buckets rather than four or eight: launches, not bytes, bound a small batch.
+Scratch: 132 bytes per (row, tile) and 64 per row. No float atomics: bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import launch
+from ..launch import wrap_triton
+from .finish import finish_kernel
+from .narrow import narrow_kernel
+from .search import BUCKETS, ENTRIES, MASS, NOTHING
+
+__all__ = ["filter_bounds"]
+
+# Key bits that a pass settles.
+PASS_BITS = 4
+
+
+def search_passes(key_bits: int, by_entries: bool, by_mass: bool) -> list[tuple[int, int]]:
+    """(what is counted, key bits left undecided) of each pass."""
+    shifts = range(key_bits - PASS_BITS, -1, -PASS_BITS)
+    searches = [ENTRIES.value] * by_entries + [MASS.value] * by_mass
+    return [(search, shift) for search in searches for shift in shifts] or [(NOTHING.value, 0)]
+
+
+def filter_bounds(
+    logits: Tensor,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    *,
+    tile: int | None = None,
+) -> Tensor:
+    """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and `first` as the bits of a
+    float32. With `draft_logits` [B, K, V] the bounds [B, R + K, 2] of its rows stand behind those of the others."""
+    batch, num_rows, _ = logits.shape
+    num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
+    bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
+    filters = (temperature, top_k, top_p, min_p)
+    if draft_logits is None or num_drafts == 0:
+        _search(logits, None, filters, bounds, 0, tile)
+    elif draft_logits.dtype == logits.dtype and (draft_logits.stride(2) == 1) == (logits.stride(2) == 1):
+        _search(logits, draft_logits, filters, bounds, 0, tile)
+    else:
+        _search(logits, None, filters, bounds, 0, tile)
+        _search(draft_logits, None, filters, bounds, num_rows, tile)
+    return bounds
+
+
+def _search(
+    logits: Tensor,
+    draft_logits: Tensor | None,
+    filters: tuple[Tensor | None, ...],
+    bounds: Tensor,
+    first_row: int,
+    tile: int | None,
+) -> None:
+    batch, num_rows, vocab_size = logits.shape
+    num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
+    rows = batch * (num_rows + num_drafts)
+    if rows == 0:
+        return
+    tile = tile or launch.tile_size(vocab_size, rows)
+    num_tiles = launch.num_tiles(logits, tile)
+
+    def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
+
+    top = scratch(num_tiles, dtype=torch.int32)
+    # A pass writes one and reads what the pass before wrote into the other.
+    amounts = [scratch(num_tiles, BUCKETS.value, dtype=torch.float32) for _ in range(2)]
+    states = [scratch(4, dtype=torch.float64) for _ in range(2)]
+
+    # An absent tensor is passed as a present one that the kernels do not touch.
+    draft = logits if draft_logits is None else draft_logits
+    present = [bounds if given is None else given for given in filters]
+    temperature, top_k, top_p, min_p = filters
+    strides = (*logits.stride(), *draft.stride(), *(given.stride(0) for given in present), num_rows, num_drafts)
+    flags = {
+        "HAS_TEMPERATURE": temperature is not None,
+        "HAS_TOP_K": top_k is not None,
+        "HAS_TOP_P": top_p is not None,
+        "HAS_MIN_P": min_p is not None,
+        "UNIT_STRIDE": logits.stride(2) == 1,
+        "TILE": tile,
+        "BLOCK_T": launch.next_power_of_2(num_tiles),
+        "num_warps": launch.num_warps(tile),
+    }
+    passes = search_passes(8 * logits.element_size(), top_k is not None, top_p is not None)
+    for index, (search, shift) in enumerate(passes):
+        current, previous = index % 2, (index + 1) % 2
+        wrap_triton(narrow_kernel)[(rows * num_tiles,)](
+            logits,
+            draft,
+            *present,
+            top,
+            amounts[previous],
+            amounts[current],
+            states[previous],
+            states[current],
+            *strides,
+            vocab_size,
+            num_tiles,
+            index,
+            search,
+            shift,
+            *passes[max(index - 1, 0)],
+            FIRST=index == 0,
+            **flags,
+        )
+    last = (len(passes) - 1) % 2
+    wrap_triton(finish_kernel)[(rows,)](
+        logits,
+        draft,
+        *present,
+        top,
+        amounts[last],
+        states[last],
+        bounds,
+        *strides,
+        first_row,
+        bounds.shape[1],
+        vocab_size,
+        num_tiles,
+        passes[-1][0],
+        **flags,
+    )

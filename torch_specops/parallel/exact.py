@@ -1,0 +1,203 @@
+"""`verify_exact` on sharded logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import checks
+from ..cpu.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+from ..cpu.walk import apply_greedy, gather, leading, output, probability, stats_from_lse
+from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
+from .shards import Shards, columns, place, replicated
+
+__all__ = ["verify_exact"]
+
+
+def verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    check_ranks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
+
+    Off the rounding margin the tokens are those of the op on the whole logits, in greedy rows always; on every rank
+    they are the same, bit for bit. A call makes three all-gathers of a few numbers per row (`wire_bytes`), whatever the
+    data. Every rank of the group must call it, with logits of its own and with the same other arguments.
+
+    Args:
+        target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the rank before; or a DTensor
+            [B, K+1, V] with placement Shard(-1) or Replicate(). Dtypes and special values as in the op.
+        draft_tokens: [B, K], tokens of the whole vocabulary; as in the op, and equal on all ranks.
+        draft_logits: [B, K, V_r], sharded as the target's, or [B, K, V], whole and equal on every rank, or a DTensor.
+            None = deterministic drafts.
+        accept_uniforms: [B, K], as in the op, equal on all ranks: from one seed, or sent by one rank.
+        sample_uniforms: [B], likewise.
+        temperature: [B], likewise.
+        draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
+            `torch_specops.parallel.sample` returned it.
+        lenience: as in the op.
+        group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
+            DTensors, else the default group.
+        shard_sizes: columns of every rank, which may differ or be 0 (then V_r = 0). None = as a DTensor is split, else
+            the same on all ranks.
+        check_ranks: compare on all ranks what must be equal, by a fourth exchange, and raise if it is not. It reads
+            data: for tests and first runs, not for a compiled step.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as the op returns them, on every rank.
+
+    Raises:
+        TypeError: an argument that is no tensor, number or group, or of another dtype.
+        ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
+            process group; with `check_ranks`, an argument that differs between ranks. Without it, a mistake that only
+            some ranks can see leaves the others waiting.
+
+    Example:
+        >>> import os, tempfile, torch, torch_specops.parallel
+        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> target = torch.full((1, 3, 4), -torch.inf)
+        >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
+        >>> draft_tokens = torch.tensor([[2, 0]])
+        >>> torch_specops.parallel.verify_exact(target, draft_tokens, None, torch.rand(1, 2), torch.rand(1))
+        (tensor([[ 2,  3, -1]]), tensor([1]))
+        >>> torch.distributed.destroy_process_group()
+    """
+    checks.check_tensors(
+        target_logits=target_logits,
+        draft_tokens=draft_tokens,
+        accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms,
+    )
+    checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
+    checks.check_numbers(lenience=lenience)
+    logits = [columns("target_logits", target_logits, 3)]
+    if draft_logits is not None:
+        logits.append(columns("draft_logits", draft_logits, 3))
+    shards, parts = place(group, shard_sizes, logits)
+    target, draft = parts[0], parts[1] if len(parts) > 1 else None
+    draft_tokens = replicated("draft_tokens", draft_tokens)
+    accept_uniforms = replicated("accept_uniforms", accept_uniforms)
+    sample_uniforms = replicated("sample_uniforms", sample_uniforms)
+    temperature = None if temperature is None else replicated("temperature", temperature)
+    draft_lse = None if draft_lse is None else replicated("draft_lse", draft_lse)
+    checks.check_verify_exact(
+        *(target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, float(lenience)),
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        argmax_lenience=1.0,
+    )
+    if check_ranks:
+        check_agreement(
+            shards,
+            ("target_logits", tuple(target.shape[:-1])),
+            ("draft_logits", None if draft is None else tuple(draft.shape[:-1])),
+            ("draft_tokens", draft_tokens),
+            ("accept_uniforms", accept_uniforms),
+            ("sample_uniforms", sample_uniforms),
+            ("temperature", temperature),
+            ("draft_lse", draft_lse),
+            ("lenience", (float(lenience),)),
+        )
+    return _verify(
+        target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, float(lenience), shards
+    )
+
+
+def _verify(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | None,
+    draft_lse: Tensor | None,
+    lenience: float,
+    shards: Shards,
+) -> tuple[Tensor, Tensor]:
+    batch, num_drafts = draft_tokens.shape
+    if batch == 0:
+        return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
+    inverse = inverse_temperature(temperature)
+    in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
+    x = draft_tokens.long() - shards.offset
+    in_shard = (x >= 0) & (x < shards.size)
+    x = torch.where(in_shard, x, 0)
+
+    # 1. The softmax statistics of every row, and the logits of the drafts, each from the rank that holds it.
+    scaled_target = scale(target_logits, inverse)
+    z_max, z_sum = softmax_stats(scaled_target)
+    z_px = torch.where(in_shard, scale(gather(target_logits[:, :num_drafts], x), inverse), -torch.inf)
+    own = [z_max, z_sum, z_px]
+    if temperature is not None:
+        own.append(lowest_argmax(scaled_target, z_max) + shards.offset)
+    if draft_logits is not None:
+        own.append(torch.where(in_shard, scale(gather(draft_logits, x), inverse), -torch.inf))
+        if draft_lse is None:
+            own.extend(softmax_stats(scale(draft_logits, inverse)))
+    widths = [number.shape[1] for number in own]
+    every = list(all_gather(torch.cat([number.double() for number in own], 1), shards).split(widths, 2))
+
+    p_top, p_total, _ = merge_stats(every[0], every[1])
+    p_x = probability(every[2].amax(0), p_top[:, :-1], p_total[:, :-1])
+    greedy_tokens = None if temperature is None else merge_argmax(every[0], every[3])
+    if draft_logits is None:
+        q_x = torch.ones_like(p_x)
+    else:
+        of_draft = every[3 if temperature is None else 4 :]
+        if draft_lse is None:
+            q_top, q_total, _ = merge_stats(of_draft[1], of_draft[2])
+        else:
+            q_top, q_total = stats_from_lse(draft_lse)
+        q_x = probability(of_draft[0].amax(0), q_top, q_total)
+    accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * lenience * q_x < p_x)
+    n = leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature))
+
+    # 2. The mass of p and of the residual in each shard of row n.
+    rows = torch.arange(batch, device=n.device)
+    z_p = scaled_target[rows, n]
+    weights = softmax_row(z_p, p_top[rows, n].float(), p_total[rows, n])
+    own = [weights.sum(-1, dtype=torch.float64)]
+    if num_drafts > 0:
+        rejected = n.clamp(max=num_drafts - 1)
+        if draft_logits is None:
+            column = torch.arange(z_p.shape[-1], device=n.device)
+            is_draft = (column == x[rows, rejected].unsqueeze(-1)) & in_shard[rows, rejected].unsqueeze(-1)
+            residual = torch.where(is_draft, 0.0, weights)
+            differs = torch.ones_like(own[0])
+        else:
+            z_q = scale(draft_logits[rows, rejected], inverse)
+            q = softmax_row(z_q, q_top[rows, rejected].float(), q_total[rows, rejected])
+            residual = (weights - q).clamp(min=0)
+            # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
+            differs = (z_p != z_q).any(-1).double()
+        own += [residual.sum(-1, dtype=torch.float64), differs]
+    every = list(all_gather(torch.stack(own), shards).unbind(1))
+    mass = every[0]
+    if num_drafts > 0:
+        use_residual = (n < num_drafts) & in_vocab[rows, rejected] & (every[1] > 0).any(0) & (every[2] > 0).any(0)
+        mass = torch.where(use_residual, every[1], mass)
+        weights = torch.where(use_residual.unsqueeze(-1), residual, weights)
+    shard, within = shard_of(mass, sample_uniforms)
+
+    # 3. The token, from the rank that holds it. All ranks have counted n alike; that they return the same n does not
+    # rest on their arithmetic, for all take rank 0's.
+    drawn = torch.where(shard == shards.rank, draw(weights, within) + shards.offset, -1)
+    last = all_gather(torch.stack([n, drawn]), shards)
+    n = last[0, 0]
+    return output(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n

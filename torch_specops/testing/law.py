@@ -1,0 +1,295 @@
+"""Is a decoding loop lossless? Its tokens are counted and compared with the target's law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .law_report import LawReport
+from .law_tests import judge
+from .markov import MarkovModel
+
+__all__ = ["check_law"]
+
+NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
+Generated = Tensor | tuple[Tensor, Tensor, Tensor]
+StepFn = Callable[[Tensor, Tensor], Generated]
+
+MAX_OUTCOMES = 2**20
+
+
+def check_law(
+    step_fn: StepFn,
+    target: NextToken,
+    draft: NextToken | None = None,
+    *,
+    vocab_size: int,
+    num_tokens: int = 3,
+    trials: int = 40_000,
+    prompt: Sequence[int] | Tensor = (1, 0, 1),
+    batch_size: int = 8192,
+    significance: float = 1e-4,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> LawReport:
+    """Test whether the tokens that a loop of one's own emits have the target's law.
+
+    The loop continues one prompt `trials` times. At each position the tokens are compared with the target's law given
+    the tokens before them, and all `num_tokens` tokens with their joint law, by Pearson's chi-square test. The report
+    says at which position the law breaks first, how far the loop is off, and which bias would have been seen.
+
+    Use a vocabulary of 6 to 16 tokens, and a target and a draft that differ (`markov_pair`, or tiny random
+    transformers): over a wide vocabulary, or with a draft that agrees with its target, most wrong loops look right.
+
+    A loop may emit fewer than `num_tokens` tokens in a row, followed by -1: one verification step emits between 1 and
+    K + 1, and a text may end early. The test of a position takes the rows that emitted it; the joint test takes all
+    rows, completed by draws from the target, as later steps without a mistake would do. A lossless step passes both,
+    whether it decides about each token in turn or about a block (docs/testing.md). What a loop rarely emits is rarely
+    tested: the report shows the share.
+
+    Args:
+        step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
+            differ for each trial. All its random numbers must come from the seeds, by row, or for the batch by
+            `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L], L >= `num_tokens`: the
+            generated ones without the prompt, at least one per row, then any negative number. To have drafts counted it
+            returns `(tokens, num_accepted, num_reached)`, the last two [N]: drafts accepted, and drafts accepted or
+            rejected, which leaves out those after a rejection.
+        target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
+            which the last is read), for a transformers model `lambda ids: model(ids).logits`; a `MarkovModel`; or its
+            table of logits, [V, V] or [V + 1, V] for order one. Temperature and filters of the loop belong into it;
+            -inf excludes a token.
+        draft: what the loop drafts with, in the same form. It is not tested. It serves to report the overlap
+            sum min(p, q), and how large a bias well-known mistakes would give.
+        vocab_size: V >= 2.
+        num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20. Two or more steps of the loop
+            should fit, as mistakes in caches show from the second step on.
+        trials: >= 100.
+        prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are made on its device.
+        batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
+        significance: in (0, 1), probability that a lossless loop is rejected, over all tests together.
+        seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
+        progress: called as `progress(done, trials)` after each batch.
+
+    Returns:
+        A `LawReport`.
+
+    Raises:
+        TypeError: an argument, or what a function returns, has another type.
+        ValueError: a number or a shape out of range, a token outside [0, V) or after a -1, logits without a law, or a
+            `step_fn` that does not use its seeds.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.testing import check_law, markov_pair
+        >>> target, draft = markov_pair()
+        >>> def draft_alone(prompts, seeds):
+        ...     generator = torch.Generator().manual_seed(int(seeds[0]))
+        ...     p = torch.softmax(draft(prompts)[:, -1], -1)
+        ...     return torch.multinomial(p, 1, generator=generator)
+        >>> report = check_law(draft_alone, target, draft, vocab_size=6, num_tokens=1)
+        >>> bool(report), report.first_break
+        (False, 0)
+    """
+    _check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
+    start = _prompt(prompt, vocab_size)
+    p = _conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
+    q = None if draft is None else _conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
+    sampled = _sample(step_fn, p, start, trials, batch_size, seed, progress)
+    tests = judge(sampled.counts, sampled.joint_counts, p, significance)
+    overlaps = [None] * num_tokens if q is None else _overlaps(p, q)
+    positions = [
+        replace(test, emitted=int(counts.sum()) / trials, overlap=overlap)
+        for test, counts, overlap in zip(tests[:-1], sampled.counts, overlaps, strict=True)
+    ]
+    return LawReport(
+        (*positions, tests[-1]),
+        trials,
+        significance,
+        {} if q is None else _mistakes(p[0][0], q[0][0]),
+        sampled.accepted / sampled.reached if sampled.reached else None,
+    )
+
+
+@dataclass
+class _Sampled:
+    """A text y_0 y_1 .. has the index of that number in base V: `counts` at t, [V ** t, V], has the tokens emitted at
+    position t by the text before them, `joint_counts`, [V ** T], the completed texts."""
+
+    counts: list[Tensor]
+    joint_counts: Tensor
+    accepted: int = 0
+    reached: int = 0
+
+
+def _sample(
+    step_fn: StepFn,
+    laws: list[Tensor],
+    prompt: Tensor,
+    trials: int,
+    batch_size: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> _Sampled:
+    """Run the loop and count its texts."""
+    vocab_size, num_tokens = laws[0].shape[1], len(laws)
+    # torch's CPU generator knows the low 32 bits of its seed alone: seeds that count up in the high ones would repeat.
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (trials,), generator=generator)
+    numbers = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+    sampled = _Sampled(
+        [torch.zeros(law.shape, dtype=torch.int64) for law in laws],
+        torch.zeros(vocab_size**num_tokens, dtype=torch.int64),
+    )
+    first: Tensor | None = None
+    for done in range(0, trials, batch_size):
+        batch = seeds[done : done + batch_size]
+        size = len(batch)
+        generated = step_fn(prompt.repeat(size, 1), batch.to(prompt.device))
+        tokens, accepted, reached = _read(generated, size, num_tokens, vocab_size)
+        if first is None:
+            first = tokens
+        # A loop on a law almost without chance may repeat itself; one whose rows differ does not.
+        elif torch.equal(tokens, first) and (tokens != tokens[:1]).any(1).double().mean() > 0.1:
+            raise ValueError("step_fn: expected random numbers that come from its seeds, got the tokens of other seeds")
+        sampled.accepted += accepted
+        sampled.reached += reached
+        uniforms = torch.rand(size, num_tokens, generator=numbers, dtype=torch.float64)
+        _count(tokens, laws, uniforms, sampled)
+        if progress is not None:
+            progress(done + size, trials)
+    return sampled
+
+
+def _count(tokens: Tensor, laws: list[Tensor], uniforms: Tensor, sampled: _Sampled) -> None:
+    """Count emitted tokens [N, T], and whole texts whose missing tokens are drawn from the target."""
+    index = torch.zeros(len(tokens), dtype=torch.int64)
+    for token, law, numbers, counts in zip(tokens.unbind(1), laws, uniforms.unbind(1), sampled.counts, strict=True):
+        cumulative = law[index].cumsum(-1)
+        drawn = (cumulative <= numbers.unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
+        emitted = token >= 0
+        index = index * law.shape[1] + torch.where(emitted, token, drawn)
+        counts += torch.bincount(index[emitted], minlength=counts.numel()).view_as(counts)
+    sampled.joint_counts += torch.bincount(index, minlength=len(sampled.joint_counts))
+
+
+def _read(generated: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
+    """[N, num_tokens] int64 on the CPU with -1 where nothing was emitted, drafts accepted, drafts reached."""
+    tokens, *counts = generated if isinstance(generated, tuple) else (generated,)
+    for name, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+            raise TypeError(
+                f"step_fn: expected {name} as an integer tensor, got {getattr(tensor, 'dtype', type(tensor))}"
+            )
+    if len(counts) not in (0, 2):
+        raise ValueError(
+            f"step_fn: expected tokens or (tokens, num_accepted, num_reached), got a tuple of {len(counts) + 1}"
+        )
+    if tokens.dim() != 2 or tokens.shape[0] != size or tokens.shape[1] < num_tokens:
+        raise ValueError(f"step_fn: expected tokens [{size}, >= {num_tokens}], got {list(tokens.shape)}")
+    if any(count.shape != (size,) for count in counts):
+        raise ValueError(
+            f"step_fn: expected num_accepted and num_reached [{size}], got {[list(count.shape) for count in counts]}"
+        )
+    tokens = tokens[:, :num_tokens].long().cpu()
+    emitted = tokens >= 0
+    if int(tokens.max()) >= vocab_size:
+        raise ValueError(f"step_fn: expected tokens in [0, {vocab_size}), got {int(tokens.max())}")
+    if not emitted[:, 0].all():
+        row = int((~emitted[:, 0]).nonzero()[0])
+        raise ValueError(f"step_fn: expected at least one token in every row, got none in row {row}")
+    if (emitted[:, 1:] & ~emitted[:, :-1]).any():
+        row = int((emitted[:, 1:] & ~emitted[:, :-1]).any(1).nonzero()[0])
+        raise ValueError(
+            f"step_fn: expected negative numbers after the emitted tokens only, got {tokens[row].tolist()}"
+        )
+    accepted, reached = (int(count.sum()) for count in counts) if counts else (0, 0)
+    if not 0 <= accepted <= reached:
+        raise ValueError(f"step_fn: expected 0 <= num_accepted <= num_reached, got {accepted} and {reached} in sum")
+    return tokens, accepted, reached
+
+
+@torch.no_grad()
+def _conditional_laws(
+    model: NextToken, name: str, prompt: Tensor, vocab_size: int, num_tokens: int, batch_size: int
+) -> list[Tensor]:
+    """For each position t the laws [V ** t, V] of the next token after each text of t tokens, float64."""
+    model = MarkovModel(model) if isinstance(model, Tensor) else model
+    read = model.next_logits if isinstance(model, MarkovModel) else model
+    laws = []
+    for length in range(num_tokens):
+        parts = []
+        for chunk in torch.arange(vocab_size**length).split(batch_size):
+            place = vocab_size ** torch.arange(length - 1, -1, -1)
+            texts = chunk.unsqueeze(-1) // place % vocab_size
+            prefixes = torch.cat([prompt.expand(len(chunk), -1), texts.to(prompt.device)], 1)
+            logits = read(prefixes)
+            if not isinstance(logits, Tensor) or not logits.is_floating_point():
+                raise TypeError(
+                    f"{name}: expected logits, a floating point tensor, got {getattr(logits, 'dtype', type(logits))} "
+                    "(for a transformers model pass `lambda ids: model(ids).logits`)"
+                )
+            logits = logits[:, -1] if logits.dim() == 3 else logits
+            if logits.shape != (len(chunk), vocab_size):
+                raise ValueError(f"{name}: expected logits [{len(chunk)}, {vocab_size}], got {list(logits.shape)}")
+            logits = logits.double().cpu()
+            without = logits.isnan().any(-1) | (logits.amax(-1).abs() == torch.inf)
+            if without.any():
+                text = prefixes[int(without.nonzero()[0])].tolist()
+                raise ValueError(f"{name}: expected finite logits, or -inf but not all, got others after {text}")
+            parts.append(torch.softmax(logits, -1))
+        laws.append(torch.cat(parts))
+    return laws
+
+
+def _overlaps(p: list[Tensor], q: list[Tensor]) -> list[float]:
+    """For each position sum min(p, q), averaged over the target's texts before it."""
+    before = torch.ones(1, dtype=torch.float64)
+    overlaps = []
+    for target, draft in zip(p, q, strict=True):
+        overlaps.append(float((before * torch.minimum(target, draft).sum(-1)).sum()))
+        before = (before.unsqueeze(-1) * target).flatten()
+    return overlaps
+
+
+def _mistakes(p: Tensor, q: Tensor) -> dict[str, float]:
+    """Total variation of p [V] from what two mistakes make of it."""
+    kept = torch.minimum(p, q)
+    return {
+        "accepting every draft": float((q - p).abs().sum()) / 2,
+        "a recovered token from p": float((kept + (1 - kept.sum()) * p - p).abs().sum()) / 2,
+    }
+
+
+def _prompt(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
+    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        raise ValueError(f"prompt: expected integers [P], got {tokens.dtype} {list(tokens.shape)}")
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"prompt: expected tokens in [0, {vocab_size}), got {tokens.tolist()}")
+    return tokens.long()
+
+
+def _check_numbers(
+    vocab_size: int, num_tokens: int, trials: int, batch_size: int, significance: float, seed: int
+) -> None:
+    for name, value, low, high in (
+        ("vocab_size", vocab_size, 2, MAX_OUTCOMES),
+        ("num_tokens", num_tokens, 1, 20),
+        ("trials", trials, 100, 2**62),
+        ("batch_size", batch_size, 1, 2**62),
+        ("seed", seed, 0, 2**32 - 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value)}")
+        if not low <= value <= high:
+            raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value}")
+    if not 0 < significance < 1:
+        raise ValueError(f"significance: expected a number in (0, 1), got {significance}")
+    if vocab_size**num_tokens > MAX_OUTCOMES:
+        raise ValueError(
+            f"vocab_size: expected vocab_size ** num_tokens <= {MAX_OUTCOMES}, got {vocab_size} ** {num_tokens}; over "
+            "so many outcomes a test sees nothing: take tiny models of 6 to 16 tokens"
+        )

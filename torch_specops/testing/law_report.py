@@ -1,0 +1,186 @@
+"""What `check_law` found, as numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CONFIDENCE", "LawReport", "LawTest"]
+
+# Of the bound on the total variation, and the probability with which a bias of the detectable size is seen.
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """One chi-square test: of the tokens at a position given those before them, or of all tokens jointly.
+
+    Attributes:
+        position: 0 for the first generated token; None for the joint law.
+        total_variation: half the sum of |count - expected count|, over the number of tokens or texts counted; so the
+            mean over what came before a position.
+        expected_total_variation: what chance alone makes of it on average, where the law holds.
+        total_variation_bound: the loop's own total variation, averaged over the pasts that came up, lies below this
+            with a confidence of 99 % (McDiarmid's inequality; no approximation).
+        statistic, dof, p_value: of Pearson's test, after outcomes expected too rarely were pooled. Where a token came
+            that the target excludes, the statistic is infinite and the p-value 0.
+        detectable_effect: the effect w, w**2 = sum (r - p)**2 / p over the tested cells, from which on a law r of the
+            loop is rejected with a probability of 99 % or more.
+        detectable_total_variation: w / 2 and at most 1. Every bias whose total variation over the tested cells is at
+            least this has an effect of at least w.
+        pooled: probability of the outcomes that were too rare to be tested apart; a bias among them is not seen.
+        impossible: how often a token came that the target excludes.
+        emitted: share of the trials in which the loop emitted this position; None for the joint law.
+        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads all of the text; None without a draft.
+    """
+
+    position: int | None
+    total_variation: float
+    expected_total_variation: float
+    total_variation_bound: float
+    statistic: float
+    dof: int
+    p_value: float
+    detectable_effect: float
+    detectable_total_variation: float
+    pooled: float
+    impossible: int
+    emitted: float | None = None
+    overlap: float | None = None
+
+    @property
+    def name(self) -> str:
+        return "jointly" if self.position is None else f"position {self.position}"
+
+
+@dataclass(frozen=True)
+class LawReport:
+    """The verdict of `check_law`. It is true where no test rejects the target's law; `str` makes a table of it.
+
+    A test that rejects nothing proves nothing about a smaller bias: `detectable_total_variation` of each test says how
+    small, and `total_variation_bound` what is excluded.
+
+    Attributes:
+        tests: one for each position, then the joint one.
+        trials: how many texts were generated.
+        significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
+        mistakes: name -> total variation, at position 0, of the law that a well-known mistake would give with this
+            target and draft; empty without a draft.
+        beta: drafts accepted / drafts reached, as `step_fn` counted them; None where it does not.
+    """
+
+    tests: tuple[LawTest, ...]
+    trials: int
+    significance: float
+    mistakes: dict[str, float]
+    beta: float | None = None
+
+    @property
+    def threshold(self) -> float:
+        """The p-value below which one test rejects."""
+        return self.significance / len(self.tests)
+
+    @property
+    def broken(self) -> list[LawTest]:
+        """The tests that reject."""
+        return [test for test in self.tests if test.p_value < self.threshold]
+
+    @property
+    def first_break(self) -> int | None:
+        """The first position whose law, given the tokens before it, is rejected; None where none is."""
+        return next((test.position for test in self.broken), None)
+
+    @property
+    def lossless(self) -> bool:
+        """No bias was seen. Not a proof: a bias below the detectable one may be there."""
+        return not self.broken
+
+    def __bool__(self) -> bool:
+        return self.lossless
+
+    def assert_lossless(self) -> None:
+        """Raise AssertionError, with the position and the numbers, if a bias was seen."""
+        if not self.lossless:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join([self._verdict(), "", *self._table(), "", *self._remarks()])
+
+    def _verdict(self) -> str:
+        if self.lossless:
+            visible = max(test.detectable_total_variation for test in self.tests)
+            return (
+                f"No bias seen in {self.trials:,} trials. A total variation (TV) of {visible:.4f} at any position or "
+                f"jointly would have been seen with {CONFIDENCE:.0%} probability."
+            )
+        test = self.broken[0]
+        where = "at no single position, but jointly" if test.position is None else f"first at position {test.position}"
+        numbers = (
+            f"total variation {test.total_variation:.4f} where chance alone gives {test.expected_total_variation:.4f}, "
+            f"chi-square {test.statistic:.6g} with {test.dof} degrees of freedom, p-value {test.p_value:.3g}"
+        )
+        return f"The loop does not have the target's law, {where}: {numbers}."
+
+    def _table(self) -> list[str]:
+        header = (
+            "",
+            "emitted",
+            "overlap",
+            "TV",
+            "by chance",
+            "at most",
+            "chi-square",
+            "dof",
+            "p-value",
+            "visible",
+            "",
+        )
+        rows = [header] + [
+            (
+                test.name,
+                "" if test.emitted is None else f"{test.emitted:.1%}",
+                "" if test.overlap is None else f"{test.overlap:.3f}",
+                f"{test.total_variation:.4f}",
+                f"{test.expected_total_variation:.4f}",
+                f"{test.total_variation_bound:.4f}",
+                f"{test.statistic:.1f}",
+                str(test.dof),
+                f"{test.p_value:.3g}",
+                f"{test.detectable_total_variation:.4f}",
+                "breaks" if test in self.broken else "",
+            )
+            for test in self.tests
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        return [
+            "  ".join(
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+
+    def _remarks(self) -> list[str]:
+        lines = [
+            "TV: total variation of the counts from the target's law, and what chance alone makes of it on average.",
+            f"at most: with {CONFIDENCE:.0%} confidence, the TV of the loop's own law is not above this.",
+            f"visible: a TV this large is seen with {CONFIDENCE:.0%} probability; a smaller one may be there.",
+            f"A loop without any bias is rejected with a probability of {self.significance:g} or less.",
+        ]
+        pooled = max(self.tests, key=lambda test: test.pooled)
+        if pooled.pooled > 0:
+            lines.append(f"Outcomes too rare to be told apart: up to {pooled.pooled:.2%} ({pooled.name}).")
+        if impossible := sum(test.impossible for test in self.tests if test.position is not None):
+            lines.append(f"{impossible} tokens came that the target excludes.")
+        visible = self.tests[0].detectable_total_variation
+        lines += [
+            f"For scale: {name} makes a TV of {bias:.4f} at position 0, "
+            + ("which is visible." if bias >= visible else "too little to be seen: take another pair or more trials.")
+            for name, bias in self.mistakes.items()
+        ]
+        overlaps = [test.overlap for test in self.tests if test.overlap is not None]
+        if self.beta is not None:
+            line = f"Drafts accepted: {self.beta:.3f} of those reached"
+            if overlaps:
+                line += f"; one that reads all of the text gets the overlap, {min(overlaps):.3f} to {max(overlaps):.3f}"
+            lines.append(line + ".")
+        return lines

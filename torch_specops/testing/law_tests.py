@@ -1,0 +1,86 @@
+"""Counts of texts against the target's law: Pearson's test for each position and for all of them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .law_report import CONFIDENCE, LawTest
+from .power import chi_square_tail, detectable_effect, mean_absolute_deviation
+
+__all__ = ["judge"]
+
+# Below it the chi-square law is a poor one for a cell's share of the statistic.
+MIN_EXPECTED = 10.0
+
+
+def judge(counts: list[Tensor], joint_counts: Tensor, laws: list[Tensor], significance: float) -> list[LawTest]:
+    """One test for each position t, of the tokens counted in [V ** t, V] by the text before them against the law of the
+    same shape, then the joint test of texts counted in [V ** T]."""
+    threshold = significance / (len(laws) + 1)
+    joint = torch.ones(1, dtype=torch.float64)
+    tests = []
+    for position, (count, law) in enumerate(zip(counts, laws, strict=True)):
+        tests.append(_test(position, count, law, threshold))
+        joint = (joint.unsqueeze(-1) * law).flatten()
+    return [*tests, _test(None, joint_counts.unsqueeze(0), joint.unsqueeze(0), threshold)]
+
+
+def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -> LawTest:
+    """Row h of counts [H, C] is a sample of row h of `law`, of a size that is given."""
+    counts = counts.double()
+    sizes = counts.sum(-1, keepdim=True)
+    # A position that no trial reached has a test that says nothing.
+    trials = max(int(sizes.sum()), 1)
+    expected = sizes * law
+    impossible = int(counts[law == 0].sum())
+    statistic, dof, pooled = _pearson(counts, expected)
+    statistic = math.inf if impossible else statistic
+    effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
+    # Under a law without chance any other token is seen, and one comes with probability 1 - (1 - TV)**trials.
+    is_certain = dof == 0 and pooled == 0 and int(sizes.sum()) > 0
+    visible = 1 - (1 - CONFIDENCE) ** (1 / trials) if is_certain else min(effect / 2, 1.0)
+    distance = float((counts - expected).abs().sum()) / 2 / trials
+    return LawTest(
+        position=position,
+        total_variation=distance,
+        expected_total_variation=float(mean_absolute_deviation(sizes, law).sum()) / 2 / trials,
+        # One trial moves the distance by 1 / trials at most, and its mean is no less than the loop's own.
+        total_variation_bound=min(distance + math.sqrt(-math.log(1 - CONFIDENCE) / (2 * trials)), 1.0),
+        statistic=statistic,
+        dof=dof,
+        p_value=0.0 if impossible else chi_square_tail(statistic, dof),
+        detectable_effect=effect,
+        detectable_total_variation=visible,
+        pooled=pooled / trials,
+        impossible=impossible,
+    )
+
+
+def _pearson(counts: Tensor, expected: Tensor) -> tuple[float, int, float]:
+    """Chi-square of rows of counts, its degrees of freedom, and how many outcomes were expected in cells pooled.
+
+    In each row the cells below MIN_EXPECTED become one, with the next larger one where it still is too small. A row
+    that ends up as one cell tells nothing. The choice depends on the rows' sizes alone, which are given.
+    """
+    expected, order = expected.sort(-1)
+    counts = counts.gather(-1, order)
+    possible = expected > 0
+    rare = possible & (expected < MIN_EXPECTED)
+    small = (expected * rare).sum(-1, keepdim=True)
+    # Ascending order: the first cell that is not rare comes next.
+    frequent = possible & ~rare
+    next_cell = frequent & (frequent.cumsum(-1) == 1)
+    joined = rare | (next_cell & (small > 0) & (small < MIN_EXPECTED))
+    alone = possible & ~joined
+    pool_expected, pool_counts = (expected * joined).sum(-1), (counts * joined).sum(-1)
+    has_pool = pool_expected > 0
+    cells = alone.sum(-1) + has_pool
+    tested = cells > 1
+    terms = torch.where(alone & tested.unsqueeze(-1), (counts - expected) ** 2 / expected, 0.0).sum(-1)
+    pool_terms = torch.where(has_pool & tested, (pool_counts - pool_expected) ** 2 / pool_expected, 0.0)
+    # A single cell that is a row's only possible outcome was not pooled.
+    pooled = pool_expected[joined.sum(-1) > 1].sum()
+    return float((terms + pool_terms).sum()), int((cells - 1).clamp(min=0).sum()), float(pooled)

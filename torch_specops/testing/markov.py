@@ -1,0 +1,100 @@
+"""Language models that are a table: their laws are known exactly, and wrong loops show on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["MarkovModel", "markov_pair"]
+
+
+class MarkovModel:
+    """A model whose next token depends on the last tokens alone.
+
+    Args:
+        table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
+            context, the oldest first: [V, V] for order one, [V, V, V] for order two. A context axis of size V + 1 has a
+            last entry for "there is no such token yet".
+
+    A call reads tokens [N, t] and returns logits [N, t, V], those of the next token after each one, like one forward of
+    a transformer.
+
+    Raises:
+        TypeError: `table` is no floating point tensor.
+        ValueError: a table of another shape, or a text too short for a table without entries for missing tokens.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.testing import MarkovModel
+        >>> model = MarkovModel(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+        >>> model(torch.tensor([[1, 0]]))
+        tensor([[[2., 3.],
+                 [0., 1.]]])
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        if not isinstance(table, Tensor) or not table.is_floating_point():
+            raise TypeError(f"table: expected a floating point tensor, got {getattr(table, 'dtype', type(table))}")
+        vocab_size = table.shape[-1] if table.dim() else 0
+        if table.dim() < 2 or vocab_size < 1 or any(size - vocab_size not in (0, 1) for size in table.shape[:-1]):
+            raise ValueError(
+                f"table: expected a shape of V or V + 1 for each context token, then V, got {list(table.shape)}"
+            )
+        self.table = table
+        self.vocab_size = vocab_size
+        self.order = table.dim() - 1
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self._logits(tokens, 1)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """[N, V] logits of the token after a text [N, t]; t may be 0."""
+        return self._logits(tokens, tokens.shape[1])[:, 0]
+
+    def _logits(self, tokens: Tensor, first: int) -> Tensor:
+        """[N, t + 1 - first, V] logits of the tokens at positions first .. t."""
+        present = min(first, self.order)
+        for axis in range(self.order - present):
+            if self.table.shape[axis] == self.vocab_size:
+                raise ValueError(
+                    f"table: expected an axis {axis} of V + 1 = {self.vocab_size + 1}, as a text of {first} tokens has "
+                    f"no token there, got {list(self.table.shape)}"
+                )
+        text = torch.nn.functional.pad(tokens.long(), (self.order, 0), value=self.vocab_size)
+        contexts = text[:, first:].unfold(1, self.order, 1)
+        return self.table[contexts.unbind(-1)]
+
+
+def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
+    """A target and a draft that wrong loops are wrong on: few tokens, no rare one, each context with a law of its own,
+    and an overlap sum min(p, q) near 0.6, so that drafts are accepted and rejected often.
+
+    With order two, a cache one token behind reads another context than the right one; with order one it would not,
+    as long as the newest token is passed along. On tables of a wide vocabulary, or of two models that agree, most
+    mistakes change too little to be seen.
+
+    Args:
+        vocab_size: V >= 2; 6 to 16 is best.
+        order: tokens of context, >= 1.
+        seed: of the random logits.
+
+    Returns:
+        Two `MarkovModel` with float32 tables [V + 1, .., V + 1, V].
+
+    Raises:
+        ValueError: a number out of range.
+
+    Example:
+        >>> from torch_specops.testing import markov_pair
+        >>> target, draft = markov_pair(vocab_size=8)
+        >>> target.table.shape
+        torch.Size([9, 9, 8])
+    """
+    for name, value, low in (("vocab_size", vocab_size, 2), ("order", order, 1)):
+        if value < low:
+            raise ValueError(f"{name}: expected a number >= {low}, got {value}")
+    generator = torch.Generator().manual_seed(seed)
+    shape = [vocab_size + 1] * order + [vocab_size]
+    target = 1.2 * torch.randn(shape, generator=generator)
+    draft = 0.5 * target + torch.randn(shape, generator=generator)
+    return MarkovModel(target), MarkovModel(draft)
