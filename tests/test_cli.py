@@ -142,6 +142,22 @@ def test_a_chat_template_is_used(tmp_path: Path) -> None:
     assert tokenizer.decode(pair.encode(tokenizer, "push")[0]) == "[user] push[answer]"
 
 
+def test_demo_with_filters_and_block_verification(target: str) -> None:
+    def text(*options: str) -> str:
+        result = demo(target, "--draft", target, "--num-draft-tokens", "3", "--no-check", *options)
+        assert result.exit_code == 0, result.output
+        return result.stdout.split("\n\n", 1)[1].split(" tokens ")[0]
+
+    sampled = ["--temperature", "1.5", "--seed", "3"]
+    # One token left is the greedy one, up to ties.
+    assert text(*sampled, "--top-k", "1") == text() != text(*sampled)
+    # A model that drafts for itself has every draft accepted by both, and they use the same numbers.
+    assert text(*sampled, "--verify", "block") == text(*sampled)
+    result = demo(target, *sampled, "--top-p", "0.9")
+    assert "law of every token: softmax(target logits / temperature) after the filters, exactly" in result.stdout
+    assert demo(target, *sampled, "--top-p", "0").exit_code == 2
+
+
 def test_demo_with_the_heuristic_schedule(target: str) -> None:
     result = demo(target, "--draft", target, "--num-draft-tokens", "1", "--schedule", "heuristic", "--no-compile")
     assert result.exit_code == 0, result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from typing import Any
 
@@ -19,12 +20,15 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TopPLogitsWarper,
 )
 
 import torch_specops
+from torch_specops import SamplingParams
 from torch_specops.decode import Step
 from torch_specops.drafts import LanguageModel, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
@@ -185,6 +189,40 @@ def test_several_sequences_with_an_encoder() -> None:
     assert torch.equal(output, expected.repeat_interleave(2, 0))
 
 
+@pytest.mark.parametrize("verify", ["exact", "block"])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 4}, {"top_k": 0, "top_p": 0.7}, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
+def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: str) -> None:
+    """Without a top_k, transformers' own default of 50 filters."""
+    target, options = shared_tiny("llama"), arguments("llama")
+    sampling = SamplingParams(temperature=1.5, **({"top_k": 50} | filters))
+    output = ours(
+        target,
+        **options,
+        **filters,
+        do_sample=True,
+        temperature=1.5,
+        max_new_tokens=12,
+        draft_model=perturbed(target),
+        verify=verify,
+        seed=3,
+    )
+    same = torch_specops.generate(
+        target,
+        options["input_ids"],
+        attention_mask=options["attention_mask"],
+        draft=perturbed(target),
+        sampling=sampling,
+        verify=verify,
+        max_new_tokens=12,
+        seed=3,
+    )
+    for row in range(len(output)):
+        text = same.new_tokens(row)
+        assert output[row, options["input_ids"].shape[1] :][: len(text)].tolist() == text
+
+
 def test_the_temperature_is_the_targets_law(report: Report) -> None:
     """The first new token's law, at a temperature that is not 1, over many rows."""
     target, temperature, trials = shared_tiny("llama"), 2.5, 1500
@@ -278,9 +316,18 @@ class Warmer(TemperatureLogitsWarper):
         ({"bad_words_ids": [[3, 4]]}, "logits_processor: NoBadWordsLogitsProcessor"),
         ({"logits_processor": LogitsProcessorList([History()])}, "logits_processor: History may depend on the text"),
         ({"logits_processor": LogitsProcessorList([Warmer(2.0)])}, "logits_processor: Warmer may depend"),
-        ({"do_sample": True}, "top_k: .* expected 0, got 50 .*unless generate gets top_k=0"),
-        ({"do_sample": True, "top_k": 0, "top_p": 0.5}, "top_p: this version samples the whole vocabulary"),
-        ({"do_sample": True, "top_k": 0, "min_p": 0.5}, "min_p: this version samples the whole vocabulary"),
+        (
+            {
+                "do_sample": True,
+                "top_k": 0,
+                "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5, -math.inf, 2)]),
+            },
+            "logits_processor: expected TopPLogitsWarper to keep 1 token at least .*, got 2 and -inf",
+        ),
+        (
+            {"do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.5, -9.0)])},
+            "logits_processor: expected MinPLogitsWarper .* the others to -inf, got 1 and -9.0",
+        ),
         ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "logits_processor: TypicalLogitsWarper"),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),

@@ -22,7 +22,7 @@ ALLOWED = {
     "benchmark": {"decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "schedules", "verification"},
     "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "uniforms", "verification"},
-    "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms"},
+    "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms", "verification"},
     "compilation": set(),
     "kv_cache": set(),
     "sampling": {"checks", "ops"},

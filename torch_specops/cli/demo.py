@@ -109,7 +109,10 @@ def demo(
             compile="auto" if compile is None else compile,
         )
         steps = decoder.stream(input_ids, max_new_tokens=max_new_tokens, seed=seed)
-        law = "the target's greedy choice" if temperature == 0 else "softmax(target logits / temperature), exactly"
+        law = "the target's greedy choice"
+        if temperature > 0:
+            filtered = top_k > 0 or top_p < 1 or min_p > 0
+            law = f"softmax(target logits / temperature){' after the filters' * filtered}, exactly"
         console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {temperature:g}")
         console.print(f"law of every token: {law}")
         if console.color_system is not None:

@@ -3,8 +3,8 @@
 Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
 
-The bounds are found by an op of its own, which Inductor calls as it is: it takes one row after the other, which stays
-in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight times
+The bounds are found by an op of its own, which Inductor calls as it is: it takes one long row after the other, which
+stays in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight times
 slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
 """
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from .rows import FLOAT32_MAX, inverse_temperature, scale
 
+# Rows up to this length are sorted, all at once.
+SHORT_ROW = 2048
 # The largest logits of a row that top_p looks at first; 16 times as many where they do not hold its mass.
 HEAD = 256
 
@@ -86,24 +88,30 @@ def filter_bounds(
     logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     vocab_size, shape = logits.shape[-1], logits.shape[:-1]
-    inverse = inverse_temperature(temperature)
-    cuts, firsts = [], []
-    for b in range(logits.shape[0]):
-        t = 1.0 if temperature is None else float(temperature[b])
-        k = 0 if top_k is None else int(top_k[b])
-        p = 1.0 if top_p is None else float(top_p[b])
-        m = 0.0 if min_p is None else float(min_p[b])
-        for row in logits[b].reshape(-1, vocab_size):
-            if t == 0:
-                cut, first = -math.inf, 0
-            elif not t > 0 or math.isnan(p) or math.isnan(m):
-                cut, first = math.inf, 0
-            else:
-                x = torch.nan_to_num(row.float(), nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
-                cut, first = _bounds(x, None if inverse is None else inverse[b : b + 1], k, p, m)
-            cuts.append(cut)
-            firsts.append(first)
-    return torch.tensor(cuts, dtype=torch.float32).view(shape), torch.tensor(firsts, dtype=torch.int64).view(shape)
+    repeats = shape[1:].numel()
+    num_rows = shape.numel()
+
+    def per_row(values: Tensor | None, default: float) -> Tensor:
+        return torch.full((num_rows,), default) if values is None else values.repeat_interleave(repeats)
+
+    t, k = per_row(temperature, 1.0), per_row(top_k, 0).long()
+    p, m = per_row(top_p, 1.0), per_row(min_p, 0.0)
+    rows = logits.reshape(num_rows, vocab_size)
+    if vocab_size <= SHORT_ROW:
+        cut, first = _bounds_of_short_rows(_comparable(rows), inverse_temperature(t), k, p, m)
+    else:
+        cut, first = torch.full((num_rows,), -math.inf), torch.zeros(num_rows, dtype=torch.int64)
+        inverse = inverse_temperature(t)
+        for r, (row_k, row_p, row_m) in enumerate(zip(k.tolist(), p.tolist(), m.tolist(), strict=True)):
+            if t[r] > 0:
+                cut[r], first[r] = _bounds(_comparable(rows[r]), inverse[r : r + 1], row_k, row_p, row_m)
+    has_law = (t > 0) & ~p.isnan() & ~m.isnan()
+    cut = torch.where(t == 0, -math.inf, torch.where(has_law, cut, math.inf))
+    return cut.view(shape), torch.where(has_law, first, 0).view(shape)
+
+
+def _comparable(logits: Tensor) -> Tensor:
+    return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
 
 
 @filter_bounds.register_fake
@@ -114,7 +122,29 @@ def _(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _bounds(x: Tensor, inverse: Tensor | None, k: int, p: float, m: float) -> tuple[float, int]:
+def _bounds_of_short_rows(
+    x: Tensor, inverse: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[N, V] comparable logits -> [N] cut and first, by sorting."""
+    vocab_size = x.shape[-1]
+    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    x, order = (sorted_.flip(-1) for sorted_ in x.sort(-1, stable=True))
+    z = scale(x, inverse)
+    gap = z - z[:, :1].clamp(min=-FLOAT32_MAX)
+    k, p, m = top_k.unsqueeze(-1), top_p.unsqueeze(-1), min_p.unsqueeze(-1)
+
+    kept = x > -math.inf
+    kept &= (k <= 0) | (k >= vocab_size) | (x >= x.gather(1, (k - 1).clamp(0, vocab_size - 1)))
+    cdf = torch.where(kept, gap.exp(), 0.0).cumsum(-1, dtype=torch.float64)
+    before = torch.nn.functional.pad(cdf[:, :-1], (1, 0))
+    kept &= (p >= 1) | (before < p.clamp(min=0) * cdf[:, -1:]) | (torch.arange(vocab_size) == 0)
+    kept &= (m <= 0) | (gap >= m.clamp(0, 1).log())
+    # What is kept comes first in this order.
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return x.gather(1, last).squeeze(1), order.gather(1, last).squeeze(1)
+
+
+def _bounds(x: Tensor, inverse: Tensor, k: int, p: float, m: float) -> tuple[float, int]:
     """(cut, first) of one row of comparable logits."""
     cut, first = -math.inf, 0
     index = None
@@ -125,7 +155,7 @@ def _bounds(x: Tensor, inverse: Tensor | None, k: int, p: float, m: float) -> tu
         x = x[index]
     if not (p < 1 or m > 0):
         return cut, first
-    z = x if inverse is None else scale(x.unsqueeze(0), inverse).squeeze(0)
+    z = scale(x.unsqueeze(0), inverse).squeeze(0)
     z_max = float(z.max())
     if z_max == -math.inf:
         return cut, first

@@ -177,16 +177,13 @@ def assisted_generation(
     if method == "transformers" and compile:
         raise ValueError("compile: 'transformers' is only timed, got True")
 
-    sampler: Sampler | None
-    if method == "transformers":
-        sampler = None
-    elif method == "sigmoid":
-        verify = _compiled(verify_sigmoid) if compile else verify_sigmoid
-        sampler = _OpSampler(verify, (float(alpha), float(beta)))
-    elif next_token == "uniform":
-        sampler = _OpSampler(_compiled(verify_exact) if compile else verify_exact, ())
-    else:
-        sampler = _MultinomialSampler(_compiled(_count) if compile else _count)
+    sampler: Sampler | None = None
+    if method == "sigmoid":
+        sampler = _OpSampler(_bound(verify_sigmoid, (float(alpha), float(beta)), compile))
+    elif method == "exact" and next_token == "uniform":
+        sampler = _OpSampler(_bound(verify_exact, (), compile))
+    elif method == "exact":
+        sampler = _MultinomialSampler(_bound(_count, (), compile))
     return _routed(_Route(sampler, AssistedStats()))
 
 
@@ -195,10 +192,20 @@ def _count(*arguments: Any) -> Tensor:
     return verify_exact(*arguments)[1]
 
 
+def _bound(verify: Callable[..., Any], constants: tuple[float, ...], compile: bool) -> Callable[..., Any]:
+    """The function of the tensors alone."""
+    return _compiled(verify, constants) if compile else lambda *tensors: verify(*tensors, *constants)
+
+
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(verify: Callable[..., Any], constants: tuple[float, ...]) -> Callable[..., Any]:
+    def call(*tensors: Tensor) -> Any:
+        return verify(*tensors, *constants)
+
+    # torch counts the graphs of a code object, and gives up at the ninth: other constants are other graphs.
+    call.__code__ = call.__code__.replace()
     # The number of drafts changes from step to step.
-    return torch.compile(function, dynamic=True)
+    return torch.compile(call, fullgraph=True, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,6 @@ class _OpSampler:
     """The op draws the next token from one uniform number."""
 
     verify: Callable[..., tuple[Tensor, Tensor]]
-    constants: tuple[float, ...]
 
     def __call__(
         self,
@@ -220,9 +226,7 @@ class _OpSampler:
         _check(candidate_logits, candidate_length, assistant_ensemble_weight)
         drafts = candidate_input_ids[:, -candidate_length:]
         uniforms = _uniforms(candidate_length, new_logits)
-        output, num_accepted = self.verify(
-            new_logits, drafts, candidate_logits, uniforms, _uniforms(1, new_logits)[0], *self.constants
-        )
+        output, num_accepted = self.verify(new_logits, drafts, candidate_logits, uniforms, _uniforms(1, new_logits)[0])
         n = int(num_accepted)
         if n == candidate_length and is_done_candidate:
             return drafts, num_accepted[0] - 1

@@ -65,8 +65,8 @@ def custom_generate(
         stopping_criteria: the longest length and eos tokens.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with the
-            model until another draft or another of these comes.
+        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with
+            the model until another draft or another of these comes.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
         seed: as there.
         inputs_tensor: what the encoder read; transformers passes it.

@@ -73,7 +73,7 @@ def _solve(holds: Callable[[float], bool]) -> float:
     while not holds(high):
         high *= 2
     low = 0.0
-    # Half of the distance between neighbouring floats is reached in fewer steps.
+    # After 53 halvings nothing is left of `high` that float64 could hold.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
