@@ -1,7 +1,8 @@
 """Runs the Triton launchers under the interpreter over the shared cases, on poisoned memory; prints one JSON line.
 
 A script of its own because TRITON_INTERPRET must be set before a kernel is defined:
-    TRITON_INTERPRET=1 python tests/interpret_kernels.py OP TILE VOCAB_SIZE [VOCAB_SIZE ...]
+    TRITON_INTERPRET=1 python tests/interpret_kernels.py OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
+KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them.
 """
 
 import json
@@ -9,22 +10,26 @@ import sys
 import warnings
 
 from torch_specops import testing
-from torch_specops.kernels import sample, verify
+from torch_specops.kernels import filter, sample, verify
 
 LAUNCHERS = {
     "verify_exact": verify.verify_exact,
     "verify_block": verify.verify_block,
     "verify_sigmoid": verify.verify_sigmoid,
     "sample": sample.sample,
+    "filter_logits": filter.filter_logits,
 }
+FILTERS = {"top_k", "top_p", "min_p"}
 
 
-def main(op: str, tile: int, vocab_sizes: list[int]) -> None:
+def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     # The interpreter computes with numpy, which warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
     wrong = []
     for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes):
+        if FILTERS.isdisjoint(case.args) != (kind == "plain"):
+            continue
         with testing.poison_memory():
             result = LAUNCHERS[op](**case.args, tile=tile)
         comparison = testing.compare(case, result)
@@ -32,9 +37,10 @@ def main(op: str, tile: int, vocab_sizes: list[int]) -> None:
         for key in ("rows", "rounding", "disagreements"):
             totals[key] += getattr(comparison, key)
         if comparison.wrong:
-            wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in result]})
+            parts = result if isinstance(result, tuple) else (result,)
+            wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in parts]})
     print(json.dumps({**totals, "wrong": wrong}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), [int(size) for size in sys.argv[4:]])

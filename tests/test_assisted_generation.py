@@ -77,15 +77,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> None:
     family, options = CASES[case]
     models = pair(family)
-    plain = [sampled(models, seed, **options) for seed in range(6)]
+    plain = [sampled(models, seed, **options) for seed in range(4)]
     counted = []
     for method in ("exact", "transformers"):
         with assisted_generation(method) as stats:
-            assert [sampled(models, seed, **options) for seed in range(6)] == plain
+            assert [sampled(models, seed, **options) for seed in range(4)] == plain
         counted.append((stats.calls, stats.num_draft_tokens, stats.num_accepted, stats.num_new_tokens))
     # So many steps that a difference would have shown, with both outcomes among them.
     calls, num_draft_tokens, num_accepted, _ = counted[0]
-    assert calls > 12 and 0 < num_accepted < num_draft_tokens
+    assert calls > 8 and 0 < num_accepted < num_draft_tokens
     assert counted[0] == counted[1]
 
 
@@ -116,12 +116,12 @@ def test_from_one_uniform_number_the_text_is_that_of_transformers_with_that_draw
     family, options = CASES[case]
     models = pair(family)
     with transformers_by_inverse_cdf():
-        expected = [sampled(models, seed, **options) for seed in range(6)]
+        expected = [sampled(models, seed, **options) for seed in range(4)]
     with assisted_generation("exact", next_token="uniform"):
-        found = [sampled(models, seed, **options) for seed in range(6)]
+        found = [sampled(models, seed, **options) for seed in range(4)]
     assert found == expected
     # The other draw gives another text, so the comparison says something.
-    assert found != [sampled(models, seed, **options) for seed in range(6)]
+    assert found != [sampled(models, seed, **options) for seed in range(4)]
 
 
 def test_early_exit_drafts_come_through_the_ops() -> None:
@@ -222,7 +222,7 @@ def test_sigmoid_gives_another_text() -> None:
     assert [sampled(models, seed) for seed in range(4)] == plain
 
 
-LAW_K, TRIALS = 2, 3000
+LAW_K, TRIALS = 2, 2000
 # A draft that is often rejected, and a residual of two tokens.
 TARGET_LAW = torch.tensor([[0.25, 0.25, 0.3, 0.2], [0.3, 0.2, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
 DRAFT_LAW = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.5, 0.3]])

@@ -34,6 +34,7 @@ from torch_specops import SamplingParams
 from torch_specops.decode import BeamOutput, TreeModel, beam_search
 from torch_specops.decode.beam_tree import BeamTree, Level
 from torch_specops.drafts import EarlyExit, LanguageModel, ModelDraft, PromptLookup
+from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.hf import language_model
 
 LENGTH = 12
@@ -537,6 +538,12 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
     with pytest.raises(error) as caught:
         search(shared_tiny("llama"), arguments.pop("num_beams"), arguments.pop("draft", None), **arguments)
     assert message in str(caught.value)
+
+
+def test_a_draft_that_is_more_than_a_model() -> None:
+    model = language_model(shared_tiny("llama"))
+    with pytest.raises(TypeError, match="draft: beam search follows a model's own beams; expected a model or None"):
+        search(shared_tiny("llama"), 2, HierarchicalDraft(model))
 
 
 def test_a_draft_of_another_vocabulary() -> None:

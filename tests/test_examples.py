@@ -140,3 +140,27 @@ def test_compiled_loop_as_it_is() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "one compiled graph" in done.stdout
+
+
+def torchrun(name: str, *arguments: str) -> str:
+    """An example in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_tensor_parallel() -> None:
+    output = torchrun("tensor_parallel.py", "--width", "24")
+    assert "columns of each rank: [125, 125]" in output
+    assert "the same on every rank: True" in output and "the same as on one rank: True" in output
+    received, logits = map(int, re.findall(r"received (\d+) bytes; .* been (\d+)$", output, re.MULTILINE)[0])
+    assert received == 8 * 2 * 23 and logits == 2 * 4 * 125 * 4
+    texts = [eval(line) for line in output.splitlines() if line.startswith("[")]
+    assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20

@@ -29,6 +29,7 @@ ALLOWED = {
     "verification": {"checks", "ops"},
     "inductor": {"ops"},
     "ops": {"checks", "cpu", "kernels"},
+    "parallel": {"checks", "cpu"},
     "testing": {"reference"},
     "analysis": set(),
     "checks": set(),

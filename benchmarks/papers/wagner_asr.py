@@ -151,10 +151,15 @@ def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str
 
 
 def sampled(model: Any, features: Tensor, prompt: Tensor, seed: int, **named: Any) -> list[int]:
+    """The new tokens.
+
+    Without a mask of the decoder's prompt, transformers 5.17 hands an encoder-decoder draft the whole text again in
+    every step, behind what its cache holds already: lossless, but few drafts are accepted.
+    """
     torch.manual_seed(seed)
     output = model.generate(
-        input_features=features, decoder_input_ids=prompt, do_sample=True, temperature=1.0, top_k=TOP_K,
-        max_new_tokens=MAX_NEW_TOKENS, **named,
+        input_features=features, decoder_input_ids=prompt, decoder_attention_mask=torch.ones_like(prompt),
+        do_sample=True, temperature=1.0, top_k=TOP_K, max_new_tokens=MAX_NEW_TOKENS, **named,
     )  # fmt: skip
     return output[0, prompt.shape[1] :].tolist()
 
@@ -263,7 +268,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     SPEECH = chosen.speech
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    console = Console()
+    # A table is wider than a log.
+    console = Console(width=None if sys.stdout.isatty() else 140)
     for source, reason in sources().items():
         console.print(f"{source}: not run, {reason}")
     cells = cells_of(chosen)

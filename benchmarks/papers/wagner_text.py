@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from wagner_laws import distances, filtered
+from wagner_laws import best_constants, distances, filtered
 from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
 
 import torch_specops
@@ -159,18 +160,27 @@ def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_n
     return rouge(tokenizer, outputs, references) | {"nats": nats(target, ids, outputs)}
 
 
+@cache
 @torch.inference_mode()
-def laws(subject: str, device: str, num_tokens: int, top_k: int) -> dict[str, dict[str, float]]:
-    """The laws on the logits of the pair at every position of a text that people wrote, in windows of 512."""
+def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor, Tensor]:
+    """[N, V] of target and draft, at the positions of windows of a text that people wrote, from the 64th on."""
     target, draft, tokenizer = pair(subject, device)
     text = (
         HELDOUT.read_text(encoding="utf-8") if subject == "austen" else "\n\n".join(topics[k] for k in sorted(topics))
     )
-    ids = encode(tokenizer, text, device)[:, :num_tokens].view(-1, 512)
+    ids = encode(tokenizer, text[: 8 * windows * window], device)[:, : windows * window].view(windows, window)
     p, q = (
         torch.cat([model(row.unsqueeze(0), use_cache=False).logits[0, 64:] for row in ids]) for model in (target, draft)
     )
-    return distances(filtered(p, top_k), filtered(q, top_k))
+    return p, q
+
+
+def laws(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, dict[str, float]]:
+    return distances(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
+
+
+def constants(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, float]:
+    return best_constants(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
 
 
 def cells_of(chosen: Any) -> list[Cell]:
@@ -179,7 +189,8 @@ def cells_of(chosen: Any) -> list[Cell]:
     gamma_sizes = {"austen": (4, 1, 60), "topics": (1, 1, 12)}
     if chosen.large:
         sizes = gamma_sizes = {"austen": (40, 4, 100), "topics": (40, 2, 100)}
-    law_tokens = {"austen": 4096, "topics": 4096 if chosen.large else 512}
+    # windows, window
+    law_sizes = {"austen": (8, 512), "topics": (8, 512) if chosen.large else (1, 192)}
 
     def settings(subject: str, size: tuple[int, int, int], **more: Any) -> dict[str, Any]:
         names = ("num_texts", "num_seeds", "max_new_tokens")
@@ -187,9 +198,13 @@ def cells_of(chosen: Any) -> list[Cell]:
 
     cells = []
     for subject, size in sizes.items():
+        law = {"subject": subject, "device": chosen.device} | dict(
+            zip(("windows", "window"), law_sizes[subject], strict=True)
+        )
         for top_k in (0, TOP_K):
-            law = {"subject": subject, "device": chosen.device, "num_tokens": law_tokens[subject], "top_k": top_k}
-            cells.append(Cell(f"laws/{subject}/top_k={top_k}", laws, law))
+            cells.append(Cell(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k}))
+        if subject == "austen" or chosen.large:
+            cells.append(Cell(f"constants/{subject}", constants, law | {"top_k": 0}))
         cells.append(Cell(f"main/{subject}", decoded, settings(subject, size, methods=METHODS)))
         if subject == "austen" or chosen.large:
             cells.append(Cell(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER)))
@@ -207,7 +222,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.set_verbosity_error()
     cells = cells_of(chosen)
     runner = Cells(results_path("wagner_text", chosen), cells, chosen.device, packages=["rouge-score"])
-    console = Console()
+    # A table is wider than a log.
+    console = Console(width=None if sys.stdout.isatty() else 140)
     found = runner.run(chosen.only, console)
     show(console, found)
     if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
@@ -245,6 +261,12 @@ def show_laws(console: Console, found: Mapping[str, Any]) -> None:
             values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
             table.add_row(key.removeprefix("laws/"), name, *values)
     console.print(table)
+    for key in (key for key in found if key.startswith("constants/")):
+        own = found[key]
+        console.print(
+            f"{key}: of all constants, sigmoid((z - mean lse - {own['offset']:g}) / {own['width']:g}) loses least: "
+            f"{own['distance']:.4f}, the draft alone {own['distance_of_draft']:.4f}"
+        )
 
 
 def draw(found: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
 
-The bounds are found by an op of its own, which Inductor calls as it is: it takes one long row after the other, which
-stays in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight times
-slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
+The bounds are found by an op of its own, which Inductor calls as it is. It takes one long row after the other, which
+stays in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight
+times slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _bounds_of_short_rows(
     """[N, V] comparable logits -> [N] cut and first, by sorting."""
     vocab_size = x.shape[-1]
     # Ascending and stable, then reversed: of equal logits the higher index comes first.
-    x, order = (sorted_.flip(-1) for sorted_ in x.sort(-1, stable=True))
+    x, order = (sorted_.flip(-1) for sorted_ in x.sort(dim=-1, stable=True))
     z = scale(x, inverse)
     gap = z - z[:, :1].clamp(min=-FLOAT32_MAX)
     k, p, m = top_k.unsqueeze(-1), top_p.unsqueeze(-1), min_p.unsqueeze(-1)

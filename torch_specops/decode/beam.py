@@ -289,7 +289,8 @@ def _draft_model(draft: DraftSource | LanguageModel | nn.Module | None, target: 
     source = as_draft_source(draft)
     if source is None:
         return None
-    if not isinstance(source, ModelDraft):
+    # A source that proposes in a way of its own is more than its model, and that part would be lost.
+    if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(draft)}")
     source.bind(target)
     model = _tree_model("draft", source.model)

@@ -128,19 +128,11 @@ def tile_tokens(lead, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def finite(x):
-    """Raw logits in float32 as the filters order them: +inf counts as the largest float32; NaN stays and compares
-    with nothing."""
-    x = x.to(tl.float32)
-    return tl.where(x > FLOAT32_MAX, FLOAT32_MAX, x)
-
-
-@triton.jit
 def keep(x, v, cut, first):
     """Raw logits of token ids v in float32, -inf where the filters removed them: what is kept lies above the cut, or at
     it from id `first` on."""
-    value = finite(x)
-    return tl.where((value > cut) | ((value == cut) & (v >= first)), x.to(tl.float32), float("-inf"))
+    x = x.to(tl.float32)
+    return tl.where((x > cut) | ((x == cut) & (v >= first)), x, float("-inf"))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
 from ..cpu.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
-from ..cpu.walk import apply_greedy, gather, leading, output, probability, stats_from_lse
+from ..cpu.walk import apply_greedy, gather, leading, near_argmax, output, probability, stats_from_lse
 from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
 
@@ -28,6 +28,7 @@ def verify_exact(
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
     *,
+    argmax_lenience: float = 1.0,
     group: ProcessGroup | DeviceMesh | None = None,
     shard_sizes: Sequence[int] | None = None,
     check_ranks: bool = False,
@@ -49,7 +50,7 @@ def verify_exact(
         temperature: [B], likewise.
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.parallel.sample` returned it.
-        lenience: as in the op.
+        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p) are not offered here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
             DTensors, else the default group.
         shard_sizes: columns of every rank, which may differ or be 0 (then V_r = 0). None = as a DTensor is split, else
@@ -84,7 +85,7 @@ def verify_exact(
         sample_uniforms=sample_uniforms,
     )
     checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
-    checks.check_numbers(lenience=lenience)
+    checks.check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
     logits = [columns("target_logits", target_logits, 3)]
     if draft_logits is not None:
         logits.append(columns("draft_logits", draft_logits, 3))
@@ -100,7 +101,7 @@ def verify_exact(
         top_k=None,
         top_p=None,
         min_p=None,
-        argmax_lenience=1.0,
+        argmax_lenience=float(argmax_lenience),
     )
     if check_ranks:
         check_agreement(
@@ -113,9 +114,19 @@ def verify_exact(
             ("temperature", temperature),
             ("draft_lse", draft_lse),
             ("lenience", (float(lenience),)),
+            ("argmax_lenience", (float(argmax_lenience),)),
         )
     return _verify(
-        target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, float(lenience), shards
+        target,
+        draft_tokens,
+        draft,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        float(lenience),
+        float(argmax_lenience),
+        shards,
     )
 
 
@@ -128,6 +139,7 @@ def _verify(
     temperature: Tensor | None,
     draft_lse: Tensor | None,
     lenience: float,
+    argmax_lenience: float,
     shards: Shards,
 ) -> tuple[Tensor, Tensor]:
     batch, num_drafts = draft_tokens.shape
@@ -154,7 +166,8 @@ def _verify(
     every = list(all_gather(torch.cat([number.double() for number in own], 1), shards).split(widths, 2))
 
     p_top, p_total, _ = merge_stats(every[0], every[1])
-    p_x = probability(every[2].amax(0), p_top[:, :-1], p_total[:, :-1])
+    z_px = every[2].amax(0)
+    p_x = probability(z_px, p_top[:, :-1], p_total[:, :-1])
     greedy_tokens = None if temperature is None else merge_argmax(every[0], every[3])
     if draft_logits is None:
         q_x = torch.ones_like(p_x)
@@ -166,7 +179,8 @@ def _verify(
             q_top, q_total = stats_from_lse(draft_lse)
         q_x = probability(of_draft[0].amax(0), q_top, q_total)
     accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * lenience * q_x < p_x)
-    n = leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature))
+    near = in_vocab & near_argmax(z_px, p_top[:, :-1], argmax_lenience) if argmax_lenience < 1 else None
+    n = leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near))
 
     # 2. The mass of p and of the residual in each shard of row n.
     rows = torch.arange(batch, device=n.device)

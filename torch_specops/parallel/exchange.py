@@ -51,7 +51,7 @@ def shard_of(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return shard, within.clamp(0.0, 1.0)
 
 
-def check_agreement(shards: Shards, *values: tuple[str, Tensor | tuple[int, ...] | None]) -> None:
+def check_agreement(shards: Shards, *values: tuple[str, Tensor | tuple[float, ...] | None]) -> None:
     """Compare arguments that must be the same on every rank, and raise on all ranks alike."""
     if torch.compiler.is_compiling():
         raise ValueError("check_ranks: expected False in a compiled call, for it reads data; got True")
@@ -67,7 +67,7 @@ def check_agreement(shards: Shards, *values: tuple[str, Tensor | tuple[int, ...]
             raise ValueError(f"{name}: expected the same on every rank, got another value on ranks {differing}")
 
 
-def _digest(value: Tensor | tuple[int, ...] | None) -> str:
+def _digest(value: Tensor | tuple[float, ...] | None) -> str:
     if not isinstance(value, Tensor):
         return str(value)
     data = bytes(value.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())

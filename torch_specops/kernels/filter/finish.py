@@ -129,7 +129,7 @@ def finish_kernel(
             total = tl.sum(entries.to(tl.float64), 0)
             weight = tl.full((BUCKETS,), 1.0, tl.float64)
             if search == MASS:
-                # Above the highest finite key there are no entries, and no weights either.
+                # Behind the key of +inf come those of NaN, which have no entries.
                 z = tl.where(total > 0, scale(key_value(lo + j, DTYPE), inverse_t), float("-inf"))
                 weight = tl.exp(z - z_max).to(tl.float64)
             mass = total * weight

@@ -8,7 +8,7 @@ a key `lo` at or below the cut, and how much lies above the bucket that begins a
 import triton
 import triton.language as tl
 
-from ..rows import FLOAT32_TINY, finite
+from ..rows import FLOAT32_TINY
 
 # What a pass counts: entries for top_k, their weights for top_p, nothing where only the maximum is needed.
 NOTHING = tl.constexpr(0)
@@ -22,24 +22,25 @@ NO_KEY = tl.constexpr(-(2**31))
 
 @triton.jit
 def order_key(x):
-    """Raw logits -> int32 keys. The two zeros share a key, in float32 also +inf and the largest finite value."""
+    """Raw logits -> int32 keys. The two zeros share a key; that of a NaN means nothing."""
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else finite(x).to(tl.int32, bitcast=True)
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -(2 ** (BITS - 1)), 0, bits)
     return bits ^ ((bits >> 31) & (2 ** (BITS - 1) - 1))
 
 
 @triton.jit
 def key_value(key, DTYPE: tl.constexpr):
-    """int32 keys -> logits in float32, as `finite` makes them."""
+    """int32 keys -> raw logits in float32."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     bits = key ^ ((key >> 31) & (2 ** (BITS - 1) - 1))
-    return finite(bits.to(tl.int16).to(DTYPE, bitcast=True) if BITS == 16 else bits.to(DTYPE, bitcast=True))
+    x = bits.to(tl.int16).to(DTYPE, bitcast=True) if BITS == 16 else bits.to(DTYPE, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
 def lowest_key(DTYPE: tl.constexpr):
-    """The key of the lowest finite logit, one above that of -inf."""
+    """The key of the lowest logit that is not excluded, one above that of -inf."""
     return order_key(tl.full((), float("-inf"), tl.float32).to(DTYPE)) + 1
 
 

@@ -112,17 +112,17 @@ def reach_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
+
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
     first_row = b * rows_per_sequence
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
-
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
 
     # n is the length of the block, or what a greedy sequence accepts; WALK drafts at a time, as in `verify_exact`.
     k = tl.arange(0, BLOCK_K)

@@ -1,0 +1,154 @@
+"""Processes that hold shards of logits, and what they return against the op on the whole logits."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import Report
+from torch import Tensor
+
+import torch_specops
+from torch_specops import parallel
+from torch_specops.testing import Case, compare, poison_memory, rounding_rows
+
+NUM_RANKS = 4
+# Two of the four, so that a rank of the group is not the rank of the process.
+PAIR = (1, 3)
+TIMEOUT = 240
+
+Result = tuple[Tensor, Tensor]
+
+
+class Ranks:
+    """Processes of one group. Each call runs a function of a test module in all of them, with the same arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connections, self.processes = [], []
+        for rank in range(NUM_RANKS):
+            own, other = context.Pipe()
+            process = context.Process(target=serve, args=(rank, str(folder / "store"), other), daemon=True)
+            process.start()
+            self.connections.append(own)
+            self.processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for connection in self.connections:
+            connection.send((function.__module__, function.__name__, args))
+        answers = []
+        for rank, connection in enumerate(self.connections):
+            assert connection.poll(TIMEOUT), f"rank {rank} does not answer"
+            answers.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error is not None]
+        assert not errors, "\n".join(errors)
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def serve(rank: int, store: str, connection: Connection) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=TIMEOUT)
+    )
+    global pair
+    pair = dist.new_group(list(PAIR))
+    while True:
+        module, name, args = connection.recv()
+        error = result = None
+        try:
+            result = getattr(importlib.import_module(module), name)(*args)
+        except Exception:
+            error = traceback.format_exc()
+        stream = io.BytesIO()
+        torch.save((error, result), stream)
+        connection.send_bytes(stream.getvalue())
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the logits lie: over four ranks or two, in shards of which sizes, the draft's sharded or whole."""
+
+    sizes: tuple[int, ...]
+    draft_is_whole: bool = False
+
+    def group(self) -> dist.ProcessGroup | None:
+        """None on a rank that does not take part."""
+        if len(self.sizes) == NUM_RANKS:
+            return dist.group.WORLD
+        return pair if dist.get_rank() in PAIR else None
+
+    def cut(self, args: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+        """The arguments as one rank has them: a view of its columns."""
+        start = sum(self.sizes[: group.rank()])
+        stop = start + self.sizes[group.rank()]
+        names = {"logits", "target_logits"} | (set() if self.draft_is_whole else {"draft_logits"})
+        sharded = {name: args[name][..., start:stop] for name in names if args.get(name) is not None}
+        return args | sharded | {"group": group, "shard_sizes": self.sizes}
+
+
+def run_cases(cases: list[Case], split: Split) -> list[tuple[Tensor, ...]] | None:
+    group = split.group()
+    if group is None:
+        return None
+    with poison_memory():
+        return [getattr(parallel, case.op)(**split.cut(case.args, group)) for case in cases]
+
+
+def agreed(results: list[Any]) -> list[tuple[Tensor, ...]]:
+    """What the ranks that took part returned, which must be the same bit for bit."""
+    first, *others = [result for result in results if result is not None]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return first
+
+
+def check(cases: list[Case], results: list[Any], report: Report) -> int:
+    """Off the margin as the op on the whole logits and the oracle, within it lawful. How many rows were open."""
+    open_rows = 0
+    for case, got in zip(cases, agreed(results), strict=True):
+        comparison = compare(case, got)
+        report.add(case, comparison)
+        assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle off the margin"
+        single = getattr(torch_specops, case.op)(**case.args)
+        differing = [row for row, (a, b) in enumerate(zip(got[0], single[0], strict=True)) if not torch.equal(a, b)]
+        assert not differing or bool(rounding_rows(case)[differing].all()), case.name
+        open_rows += 0 if case.name.startswith("tie_") else comparison.rounding
+    return open_rows
+
+
+def base_case(vocab_size: int, **edits: Any) -> dict[str, Any]:
+    """64 rows of three drafts drawn from the draft, a third of them greedy."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    target = 2 * torch.randn(64, 4, vocab_size, generator=generator)
+    draft = target[:, :3] + torch.randn(64, 3, vocab_size, generator=generator)
+    temperature = torch.tensor([0.0, 1.0, 0.7]).repeat(22)[:64]
+    drafts, lse = torch_specops.sample(
+        draft.flatten(0, 1), torch.rand(192, generator=generator), temperature.repeat_interleave(3)
+    )
+    return {
+        "target_logits": target,
+        "draft_tokens": drafts.view(64, 3),
+        "draft_logits": draft,
+        "accept_uniforms": torch.rand(64, 3, generator=generator),
+        "sample_uniforms": torch.rand(64, generator=generator),
+        "temperature": temperature,
+        "draft_lse": lse.view(64, 3),
+    } | edits

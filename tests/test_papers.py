@@ -1,0 +1,142 @@
+"""The scripts that reproduce the papers: cells are measured once, formulas meet the printed numbers, and the choices of
+K on a trace are what a search through all of them finds."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from torch_specops.schedules import Constant, Heuristic
+
+PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
+
+pytestmark = pytest.mark.skipif(not PAPERS.exists(), reason="an installed package has no benchmarks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> Iterator[None]:
+    """The scripts import each other by name, and set the number of threads."""
+    threads = torch.get_num_threads()
+    sys.path.insert(0, str(PAPERS))
+    yield
+    sys.path.remove(str(PAPERS))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def evidence() -> ModuleType:
+    return importlib.import_module("evidence")
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, x: float, fail: bool = False) -> dict[str, Any]:
+        if fail:
+            raise KeyboardInterrupt
+        self.calls.append(x)
+        return {"twice": 2 * x, "pair": (x, None)}
+
+
+def test_a_finished_cell_is_not_measured_again(evidence: ModuleType, tmp_path: Path) -> None:
+    path, measure = tmp_path / "new" / "found.json", Counting()
+    cells = [evidence.Cell(f"row/{x}", measure, {"x": x, "fail": False}) for x in (1, 2.5)]
+    stopped = evidence.Cell("row/3", measure, {"x": 3, "fail": True})
+    with pytest.raises(KeyboardInterrupt):
+        evidence.Cells(path, [*cells, stopped]).run()
+    assert measure.calls == [1, 2.5]
+    # What was finished before the interrupt is there, and is what JSON makes of it.
+    found = evidence.Cells(path, cells).run()
+    assert measure.calls == [1, 2.5]
+    assert found == {"row/1": {"twice": 2, "pair": [1, None]}, "row/2.5": {"twice": 5.0, "pair": [2.5, None]}}
+    written = json.loads(path.read_text())
+    environment = written["environments"][written["cells"]["row/1"]["environment"]]
+    assert environment["versions"]["torch"] == torch.__version__
+    assert {"device", "threads", "commit"} <= set(environment)
+    assert {"settings", "result", "seconds", "date"} <= set(written["cells"]["row/1"])
+
+
+def test_other_settings_are_another_measurement(evidence: ModuleType, tmp_path: Path) -> None:
+    path, measure = tmp_path / "found.json", Counting()
+    evidence.Cells(path, [evidence.Cell("a", measure, {"x": 1}), evidence.Cell("b", measure, {"x": 2})]).run()
+    cells = [evidence.Cell("a", measure, {"x": 7}), evidence.Cell("c", measure, {"x": 3})]
+    assert evidence.Cells(path, cells).results == {}
+    assert set(evidence.Cells(path, cells).run(only="c")) == {"c"}
+    assert evidence.Cells(path, cells).run()["a"] == {"twice": 14, "pair": [7, None]}
+    assert measure.calls == [1, 2, 3, 7]
+    # No more than the cells of the script, and no environment that none of them names.
+    written = json.loads(path.read_text())
+    assert set(written["cells"]) == {"a", "c"} and len(written["environments"]) == 1
+
+
+def test_large_runs_and_other_devices_have_files_of_their_own(evidence: ModuleType, tmp_path: Path) -> None:
+    def path(*arguments: str) -> Path:
+        return evidence.results_path("name", evidence.options(None, [*arguments, "--threads", "1"]))
+
+    paths = [path(), path("--large"), path("--device", "cuda"), path("--large", "--device", "cuda")]
+    assert [each.name for each in paths] == ["name.json", "name-large.json", "name-cuda.json", "name-large-cuda.json"]
+    assert path("--large", "--out", str(tmp_path / "x.json")) == tmp_path / "x.json"
+
+
+def test_the_formulas_meet_the_printed_numbers(tmp_path: Path) -> None:
+    theory = importlib.import_module("leviathan_theory")
+    found = theory.main(["--out", str(tmp_path / "theory.json")])
+    for row in found["table 1"]:
+        assert round(row["speed"], 2) == row["paper_speed"]
+        assert round(row["operations"], 2) == row["paper_operations"]
+    for row in found["table 4, expected"]:
+        low, high = row["within_rounding"]
+        assert low - 0.05 <= row["paper_expected"] <= high + 0.05
+        assert low <= row["expected"] <= high
+    assert all(round(row["factor"], 1) == row["paper_factor"] for row in found["appendix A.5, greedy"])
+    # The sampled factors of appendix A.5 are above what theorem 3.8 gives for any gamma.
+    assert all(row["factor_at_alpha_rounded_up"] < row["paper_factor"] - 0.05 for row in found["appendix A.5, sampled"])
+
+
+ROWS = ["1101110", "0000", "1", "11111", "0110100111"]
+
+
+def all_ways(row: str, position: int = 0) -> Iterator[list[int]]:
+    """Every choice of K for every step, as the loop would take it: a rejection ends the step behind its token."""
+    if position >= len(row):
+        yield []
+        return
+    for count in range(len(row) - position):
+        kept = next(
+            (i for i, bit in enumerate(row[position : position + count]) if bit == "0"),
+            count,
+        )
+        for rest in all_ways(row, position + kept + 1):
+            yield [count, *rest]
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("row", ROWS)
+def test_the_oracle_is_the_best_of_all_choices(row: str, cost: float) -> None:
+    oracle = importlib.import_module("leviathan_oracle")
+    ways = list(itertools.islice(all_ways(row), 200_000))
+    spent = [sum(1 + cost * count for count in way) for way in ways]
+    assert oracle.in_hindsight([row], cost) == pytest.approx(len(row) / min(spent))
+    # Constants are among the ways, and no better.
+    for count in (0, 2, 5):
+        speed = oracle.decoded([row], Constant(count), cost)
+        assert any(speed == pytest.approx(len(row) / each) for each in spent)
+        assert speed <= oracle.in_hindsight([row], cost) + 1e-12
+
+
+def test_a_schedule_on_a_trace_takes_these_steps() -> None:
+    oracle = importlib.import_module("leviathan_oracle")
+    # K = 2: 11 and a token; 1 and a rejection; a rejection; the same with room for one draft; a token without drafts.
+    assert oracle.decoded(["11010000"], Constant(2), 0.5) == 8 / (2 + 2 + 2 + 1.5 + 1)
+    # The heuristic begins with 5 in every sequence: 5 and a token; then 7, but there is room for 2.
+    assert oracle.decoded(["111111111"] * 2, Heuristic(), 0.1) == pytest.approx(9 / (1.5 + 1.2))

@@ -1,0 +1,61 @@
+"""What one process has compiled, another loads: `torch.compiler.save_cache_artifacts`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+import torch_specops
+
+artifacts, role = Path(sys.argv[1]), sys.argv[2]
+if role == "another-version":
+    torch.compiler.config.cache_key_tag += "-another"
+if role != "first":
+    torch.compiler.load_cache_artifacts(artifacts.read_bytes())
+
+
+@torch.compile(fullgraph=True)
+def step(target, tokens, draft, accept, sample):
+    return torch_specops.verify_exact(target, tokens, draft, accept, sample)
+
+
+generator = torch.Generator().manual_seed(0)
+logits = torch.randn(2, 4, 50, generator=generator)
+tokens = torch.randint(50, (2, 3), generator=generator)
+uniforms = torch.rand(2, 4, generator=generator)
+output, _ = step(logits, tokens, logits[:, :3].flip(0).clone(), uniforms[:, :3].clone(), uniforms[:, 3].clone())
+if role == "first":
+    artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
+cache = counters["aot_autograd"]
+print(json.dumps([output.tolist(), cache["autograd_cache_hit"], cache["autograd_cache_miss"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    found = {}
+    for role in ("first", "second", "another-version"):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path / "artifacts"), role],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / role)},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        found[role] = json.loads(done.stdout.splitlines()[-1])
+    # The tokens, then hits and misses of the cache.
+    assert [found[role][1:] for role in found] == [[0, 1], [1, 0], [0, 1]]
+    assert found["first"][0] == found["second"][0] == found["another-version"][0]
