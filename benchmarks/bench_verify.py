@@ -11,11 +11,14 @@ Kinds
     sampled           drafts with logits
     one-hot           drafts without logits (prompt lookup). `softmax` samples every position and keeps the matches
     greedy            temperature 0. `softmax` is an argmax
+    top-k, top-p      sampled, with top_k = 50 or top_p = 0.9 on both sides; the softmax provider runs transformers'
+                      processor over every row first
 
 Bytes model: what must be read of [V] rows, of s_p and s_q bytes an entry, for B sequences of K drafts
     sampled           B V ((K+1) s_p + K s_q)
     sampled, lse      B V ((K+1) s_p + s_q)
     one-hot, greedy   B V (K+1) s_p
+    top-k, top-p      as sampled; finding what is kept needs more than one pass over a row, which is not counted
 The pair of rows that the residual needs is read again, from cache, and is not counted. Even sequences are rejected at
 the last draft and odd ones accept all, so no row can be left out by stopping early. GB/s is that number over the
 median time, whatever the provider really moves; the roof is the rate of `copy_` on the same device in the same run.
@@ -53,7 +56,8 @@ Inputs = dict[str, Tensor]
 Result = tuple[Tensor, Tensor]
 Provider = Callable[[Inputs], Result]
 
-KINDS = ("sampled", "one-hot", "greedy")
+KINDS = ("sampled", "one-hot", "greedy", "top-k", "top-p")
+FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9)}
 # What the timings are measured against.
 BASELINE = "softmax eager"
 # Inputs are rotated through more memory than the last cache holds, so that logits come from memory.
@@ -69,9 +73,13 @@ class Problem:
     vocab: int
     dtype: str
 
+    @property
+    def has_draft_logits(self) -> bool:
+        return self.kind == "sampled" or self.kind in FILTERS
+
     def bytes(self, with_lse: bool = False) -> int:
         size = getattr(torch, self.dtype).itemsize
-        draft_rows = (1 if with_lse else self.num_draft_tokens) if self.kind == "sampled" else 0
+        draft_rows = (1 if with_lse else self.num_draft_tokens) if self.has_draft_logits else 0
         return self.batch * self.vocab * (self.num_draft_tokens + 1 + draft_rows) * size
 
 
@@ -85,7 +93,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     p = target_logits[:, :-1].float().softmax(-1)
     draft_tokens = p.argmax(-1)
     accept_uniforms = torch.zeros(batch, num_drafts)
-    if problem.kind == "sampled":
+    if problem.has_draft_logits:
         draft_tokens[::2, -1] = (draft_logits.float().softmax(-1) - p)[::2, -1].argmax(-1)
     else:
         draft_tokens[::2, -1] = p[::2, -1].argmin(-1)
@@ -98,6 +106,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         "sample_uniforms": torch.rand(batch, generator=g),
         "temperature": torch.zeros(batch),
         "draft_lse": draft_logits.float().logsumexp(-1),
+        "top_k": torch.full((batch,), FILTERS["top-k"][1]),
+        "top_p": torch.full((batch,), FILTERS["top-p"][1]),
     }
     return {name: value.to(device) for name, value in inputs.items()}
 
@@ -120,8 +130,11 @@ def determined(inputs: Inputs) -> Inputs:
 def op_arguments(kind: str, inputs: Inputs, with_lse: bool = False) -> dict[str, Any]:
     names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms")
     arguments: dict[str, Any] = {name: inputs[name] for name in names}
-    if kind != "sampled":
+    if kind in ("one-hot", "greedy"):
         arguments["draft_logits"] = None
+    if kind in FILTERS:
+        name, _ = FILTERS[kind]
+        arguments[name] = inputs[name]
     if kind == "greedy":
         arguments["temperature"] = inputs["temperature"]
     if with_lse:
@@ -175,6 +188,18 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
     def greedy(inputs: Inputs) -> Result:
         return matched(inputs, inputs["target_logits"].argmax(-1))
 
+    def filtered(inputs: Inputs) -> Result:
+        both = {
+            name: processor(None, inputs[name].flatten(0, 1).float()).view(inputs[name].shape)
+            for name in ("target_logits", "draft_logits")
+        }
+        return sampled(inputs | both)
+
+    if kind in FILTERS:
+        from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+        processor = {"top-k": TopKLogitsWarper, "top-p": TopPLogitsWarper}[kind](FILTERS[kind][1])
+        return filtered
     return {"sampled": sampled, "one-hot": one_hot, "greedy": greedy}[kind]
 
 
@@ -207,8 +232,8 @@ def check(problem: Problem, found: dict[str, Provider], inputs: Inputs) -> None:
         against_reference(name, provider, determined(inputs))
         if name.startswith("specops"):
             against_reference(name, provider, inputs)
-    if problem.kind == "sampled":
-        against_reference("softmax, inverse CDF", softmax_provider("sampled", inverse_cdf), inputs)
+    if problem.has_draft_logits:
+        against_reference("softmax, inverse CDF", softmax_provider(problem.kind, inverse_cdf), inputs)
     elif problem.kind == "greedy":
         against_reference("softmax", found["softmax eager"], inputs)
 

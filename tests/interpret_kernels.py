@@ -2,7 +2,8 @@
 
 A script of its own because TRITON_INTERPRET must be set before a kernel is defined:
     TRITON_INTERPRET=1 python tests/interpret_kernels.py OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
-KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them.
+KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
+with commas between.
 """
 
 import json
@@ -27,8 +28,9 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
     wrong = []
-    for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes):
-        if FILTERS.isdisjoint(case.args) != (kind == "plain"):
+    names = None if kind in ("plain", "filtered") else kind.split(",")
+    for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes, names=names):
+        if names is None and FILTERS.isdisjoint(case.args) != (kind == "plain"):
             continue
         with testing.poison_memory():
             result = LAUNCHERS[op](**case.args, tile=tile)

@@ -21,12 +21,12 @@ VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid")
 
 def good(op: str) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
-    if op == "sample":
-        return {
-            "logits": torch.randn(B, V, generator=g),
-            "uniforms": torch.rand(B, generator=g),
-            "temperature": torch.ones(B),
-        }
+    # Filters that keep every token.
+    filters = {"top_k": torch.full((B,), V), "top_p": torch.ones(B), "min_p": torch.zeros(B)}
+    if op in ("sample", "filter_logits"):
+        logits, uniforms = torch.randn(B, V, generator=g), torch.rand(B, generator=g)
+        arguments = {"logits": logits, "temperature": torch.ones(B)} | filters
+        return arguments if op == "filter_logits" else arguments | {"uniforms": uniforms}
     arguments = {
         "target_logits": torch.randn(B, K + 1, V, generator=g),
         "draft_tokens": torch.randint(0, V, (B, K), generator=g),
@@ -35,11 +35,13 @@ def good(op: str) -> dict[str, Any]:
         "sample_uniforms": torch.rand(B, generator=g),
         "temperature": torch.ones(B),
     }
-    if op != "verify_sigmoid":
-        return arguments | {"draft_lse": arguments["draft_logits"].logsumexp(-1), "lenience": 1.0}
-    return arguments | {"alpha": -1.0, "beta": 1.0}
+    if op == "verify_sigmoid":
+        return arguments | {"alpha": -1.0, "beta": 1.0}
+    arguments |= {"draft_lse": arguments["draft_logits"].logsumexp(-1), "lenience": 1.0} | filters
+    return arguments if op == "verify_block" else arguments | {"argmax_lenience": 1.0}
 
 
+FILTERS = {"top_k": TOKENS, "top_p": "float32", "min_p": "float32"}
 # argument -> (dtypes it takes, its axes)
 TENSORS: dict[str, dict[str, tuple[str, str]]] = {
     "verify_exact": {
@@ -52,22 +54,28 @@ TENSORS: dict[str, dict[str, tuple[str, str]]] = {
         "draft_lse": ("float32", "[B, K]"),
     },
     "sample": {"logits": (LOGITS, "[N, V]"), "uniforms": (UNIFORMS, "[N]"), "temperature": ("float32", "[N]")},
+    "filter_logits": {"logits": (LOGITS, "[N, V]"), "temperature": ("float32", "[N]")},
 }
-TENSORS["verify_block"] = TENSORS["verify_exact"]
 TENSORS["verify_sigmoid"] = {name: wants for name, wants in TENSORS["verify_exact"].items() if name != "draft_lse"}
+TENSORS["verify_exact"] |= {name: (dtypes, "[B]") for name, dtypes in FILTERS.items()}
+TENSORS["verify_block"] = TENSORS["verify_exact"]
+for _op in ("sample", "filter_logits"):
+    TENSORS[_op] |= {name: (dtypes, "[N]") for name, dtypes in FILTERS.items()}
 OPTIONAL = {
-    "verify_exact": ("draft_logits", "temperature", "draft_lse"),
-    "verify_block": ("draft_logits", "temperature", "draft_lse"),
+    "verify_exact": ("draft_logits", "temperature", "draft_lse", *FILTERS),
+    "verify_block": ("draft_logits", "temperature", "draft_lse", *FILTERS),
     "verify_sigmoid": ("temperature",),
-    "sample": ("temperature",),
+    "sample": ("temperature", *FILTERS),
+    "filter_logits": ("temperature", *FILTERS),
 }
 NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     # argument -> (what is expected, values out of range)
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, torch.inf, -torch.inf, torch.nan)),
+    "argmax_lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, torch.inf, -torch.inf, torch.nan)),
     "alpha": ("a finite number below 0", (0.0, 1.0, -torch.inf, torch.inf, torch.nan)),
     "beta": ("a finite number above 0", (0.0, -1.0, torch.inf, -torch.inf, torch.nan)),
 }
-NUMBERS_OF = {"verify_exact": ("lenience",), "verify_block": (), "verify_sigmoid": ("alpha", "beta"), "sample": ()}
+NUMBERS_OF = {"verify_exact": ("lenience", "argmax_lenience"), "verify_block": (), "verify_sigmoid": ("alpha", "beta")}
 
 
 def metadata_cases() -> Iterator[tuple[str, str, str, type[Exception], tuple[str, ...]]]:
@@ -127,7 +135,7 @@ def test_metadata(op: str, name: str, what: str, error: type[Exception], said: t
 @pytest.mark.parametrize("op", TENSORS)
 def test_no_vocabulary(op: str) -> None:
     arguments = good(op)
-    logits = "logits" if op == "sample" else "target_logits"
+    logits = "target_logits" if op in VERIFY_OPS else "logits"
     for name in arguments:
         if name.endswith("logits"):
             arguments[name] = arguments[name][..., :0]
@@ -197,7 +205,8 @@ def test_not_a_number(op: str, value: object) -> None:
 def test_an_integer_is_a_number() -> None:
     exact, sigmoid = good("verify_exact"), good("verify_sigmoid")
     for through in ("function", "op"):
-        assert function("verify_exact", through)(**exact | {"lenience": 1})[0].shape == (B, K + 1)
+        for name in ("lenience", "argmax_lenience"):
+            assert function("verify_exact", through)(**exact | {name: 1})[0].shape == (B, K + 1)
         assert function("verify_sigmoid", through)(**sigmoid | {"alpha": -1, "beta": 2})[0].shape == (B, K + 1)
 
 
@@ -221,15 +230,17 @@ def test_the_schema_is_the_contract() -> None:
     drafts = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
     uniforms = "Tensor accept_uniforms, Tensor sample_uniforms"
     optional = "Tensor? temperature=None"
+    filters = "Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None"
     result = "-> (Tensor, Tensor)"
     assert schemas == {
         "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {optional}, "
-        f"Tensor? draft_lse=None, float lenience=1.) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1.) {result}",
         "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {optional}, "
-        f"Tensor? draft_lse=None, float lenience=1., Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}) {result}",
         "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
         f"float alpha=-1000., float beta=1000., {optional}) {result}",
-        "sample": f"specops::sample(Tensor logits, Tensor uniforms, {optional}) {result}",
+        "sample": f"specops::sample(Tensor logits, Tensor uniforms, {optional}, {filters}) {result}",
+        "filter_logits": f"specops::filter_logits(Tensor logits, {optional}, {filters}) -> Tensor",
     }
 
 
@@ -267,6 +278,10 @@ TRACED = [
     ("verify_exact", "temperature", "float64", "expected float32, got float64"),
     ("verify_exact", "draft_lse", "axis 0 longer", "expected [B, K] = [2, 3], got shape [3, 3]"),
     ("verify_exact", "lenience", 1.5, "expected a number in (0, 1], got 1.5"),
+    ("verify_exact", "argmax_lenience", 0.0, "expected a number in (0, 1], got 0.0"),
+    ("verify_exact", "top_k", "float32", "expected int64 or int32, got float32"),
+    ("verify_exact", "top_p", "axis 0 longer", "expected [B] = [2], got shape [3]"),
+    ("filter_logits", "min_p", "rank above", "expected [N] = [2], got shape [1, 2]"),
     ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
     ("verify_block", "draft_logits", "axis 1 longer", "expected [B, K, V] = [2, 3, 11], got shape [2, 4, 11]"),
     ("verify_sigmoid", "alpha", 0.0, "expected a finite number below 0, got 0.0"),
@@ -315,13 +330,16 @@ def test_traced_type(op: str, name: str, value: object, expected: str) -> None:
 NAN, INF = torch.nan, torch.inf
 
 
-@pytest.mark.parametrize("op", TENSORS)
-@pytest.mark.parametrize("temperature", [-1.0, -0.5, -INF, NAN])
-def test_no_lawful_temperature(op: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("op", "name", "value"),
+    [(op, "temperature", value) for op in (*VERIFY_OPS, "sample") for value in (-1.0, -0.5, -INF, NAN)]
+    + [(op, name, NAN) for op in ("verify_exact", "verify_block", "sample") for name in ("top_p", "min_p")],
+)
+def test_no_lawful_value(op: str, name: str, value: float) -> None:
     """The data cannot be checked without a sync: such a row emits nothing but -1, and its neighbours are untouched."""
     arguments = good(op)
     clean = function(op, "op")(**arguments)
-    tokens, second = function(op, "op")(**arguments | {"temperature": torch.tensor([temperature, 1.0])})
+    tokens, second = function(op, "op")(**arguments | {name: torch.tensor([value, float(arguments[name][1])])})
     assert bool((tokens[0] == -1).all())
     assert float(second[0]) == (-INF if op == "sample" else 0)
     assert torch.equal(tokens[1], clean[0][1]) and torch.equal(second[1], clean[1][1])
@@ -344,7 +362,7 @@ def test_a_token_out_of_range_is_padding(op: str, temperature: float, padding: i
         assert bool((tokens[0, position + 1 :] == -1).all())
 
 
-@pytest.mark.parametrize("op", TENSORS)
+@pytest.mark.parametrize("op", [*VERIFY_OPS, "sample"])
 @pytest.mark.parametrize("value", [-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_uniform_out_of_range(op: str, value: float, dtype: torch.dtype) -> None:

@@ -44,13 +44,19 @@ def test_runs_and_reports(bench: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "with_lse", "entries"),
-    [("sampled", False, 11 * 2), ("sampled", True, 7 * 2), ("one-hot", False, 6 * 2), ("greedy", False, 6 * 2)],
+    [
+        ("sampled", False, 11 * 2),
+        ("sampled", True, 7 * 2),
+        ("top-k", False, 11 * 2),
+        ("one-hot", False, 6 * 2),
+        ("greedy", False, 6 * 2),
+    ],
 )
 def test_bytes_model(bench: ModuleType, kind: str, with_lse: bool, entries: int) -> None:
     assert bench.Problem(kind, 3, 5, 1000, "bfloat16").bytes(with_lse) == 3 * 1000 * entries
 
 
-@pytest.mark.parametrize("kind", ["sampled", "one-hot", "greedy"])
+@pytest.mark.parametrize("kind", ["sampled", "one-hot", "greedy", "top-k", "top-p"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inputs_are_rejected_where_they_say(bench: ModuleType, kind: str, dtype: str) -> None:
     """Every even sequence at its last draft, no odd one, in the inputs that are timed and in those without chance."""
@@ -64,7 +70,7 @@ def test_inputs_are_rejected_where_they_say(bench: ModuleType, kind: str, dtype:
     assert all(torch.equal(result[0], results[0][0]) for result in results)
 
 
-@pytest.mark.parametrize("kind", ["sampled", "one-hot", "greedy"])
+@pytest.mark.parametrize("kind", ["sampled", "one-hot", "greedy", "top-k", "top-p"])
 @pytest.mark.parametrize("provider", ["specops", "softmax"])
 @pytest.mark.parametrize("defect", ["next token", "num_accepted"])
 def test_check_finds_a_wrong_provider(bench: ModuleType, kind: str, provider: str, defect: str) -> None:

@@ -14,11 +14,12 @@ from torch_specops import testing
 
 pytestmark = pytest.mark.gpu
 
-OPS = ("verify_exact", "verify_sigmoid", "sample")
+OPS = ("verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits")
 
 
 def call(case: testing.Case) -> tuple[Tensor, ...]:
-    return getattr(torch_specops, case.op)(**case.args)
+    result = getattr(torch_specops, case.op)(**case.args)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def inputs(batch: int, num_drafts: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -43,6 +44,16 @@ def inputs(batch: int, num_drafts: int, vocab_size: int, dtype: torch.dtype = to
     }
 
 
+def filters(rows: int) -> dict[str, Tensor]:
+    """Rows with each filter alone, with two, and with all three."""
+    given = {"top_k": (50, 0, 0, 1000, 5), "top_p": (1.0, 0.9, 1.0, 0.5, 0.95), "min_p": (0.0, 0.0, 0.05, 0.0, 0.02)}
+    dtypes = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+    return {
+        name: torch.tensor([values[r % len(values)] for r in range(rows)], dtype=dtypes[name], device="cuda")
+        for name, values in given.items()
+    }
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("vocab_size", [1, 17, 1025, 50257, 151_936])
 def test_cuda_agrees_with_the_oracle(op: str, vocab_size: int) -> None:
@@ -61,7 +72,7 @@ def test_cuda_equals_cpu_off_the_margin(op: str, vocab_size: int) -> None:
     for cpu_case, cuda_case in zip(on_cpu, on_cuda, strict=True):
         differs = torch.zeros_like(testing.rounding_rows(cpu_case))
         for a, b in zip(call(cpu_case), call(cuda_case), strict=True):
-            if not a.is_floating_point():
+            if not a.is_floating_point() or op == "filter_logits":
                 differs |= (a != b.cpu()).flatten(1).any(1) if a.dim() > 1 else a != b.cpu()
         assert not (differs & ~testing.rounding_rows(cpu_case)).any(), cpu_case.name
 
@@ -76,7 +87,7 @@ def test_uniforms_are_bit_identical_on_cpu_and_cuda() -> None:
         assert torch.equal(on_cpu, compiled.cpu())
 
 
-@pytest.mark.parametrize("given", ["draft_lse", "draft rows", "one-hot", "greedy", "sigmoid"])
+@pytest.mark.parametrize("given", ["draft_lse", "draft rows", "one-hot", "greedy", "filters", "sigmoid"])
 def test_graph_replay_with_fresh_uniforms(given: str) -> None:
     """One captured graph, new numbers in its inputs: equal to eager each time, and not the same tokens again."""
     arguments = inputs(8, 5, 50257)
@@ -87,6 +98,9 @@ def test_graph_replay_with_fresh_uniforms(given: str) -> None:
         arguments["draft_logits"] = None
     if given == "greedy":
         arguments["temperature"] = torch.tensor([0.0, 1.0] * 4, device="cuda")
+    if given == "filters":
+        arguments.pop("draft_lse")
+        arguments |= filters(8)
     if given == "sigmoid":
         op = torch_specops.verify_sigmoid
     side = torch.cuda.Stream()
@@ -221,3 +235,60 @@ def test_law_on_cuda() -> None:
 
     assert p_value(torch_specops.uniforms(seeds, zero, 1, "sample")[:, 0]) > 1e-4
     assert p_value(propose[:, 0]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [50_257, 128_256])
+def test_top_k_is_that_of_transformers(dtype: torch.dtype, vocab_size: int) -> None:
+    """Bit for bit: no rounding takes part in it, and a row of bfloat16 is full of ties."""
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    x = inputs(8, 1, vocab_size, dtype)["target_logits"].flatten(0, 1)
+    for k in (1, 20, 1000, vocab_size - 1):
+        expected = processors.TopKLogitsWarper(k)(None, x)
+        top_k = torch.full((len(x),), k, device="cuda")
+        assert torch.equal(torch_specops.filter_logits(x, top_k=top_k), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_filters_repeat_bit_for_bit_and_allocate_no_copy(dtype: torch.dtype) -> None:
+    x = inputs(64, 5, 128_256, dtype)["target_logits"].flatten(0, 1)
+    given = filters(len(x))
+    uniforms = torch.rand(len(x), device="cuda")
+    filtered = torch_specops.filter_logits(x, **given)
+    drawn = torch_specops.sample(x, uniforms, **given)
+    assert (filtered > -torch.inf).any(1).all()
+    assert (filtered.gather(1, drawn[0].unsqueeze(1)) > -torch.inf).all()
+    for _ in range(20):
+        assert torch.equal(torch_specops.filter_logits(x, **given), filtered)
+        assert all(torch.equal(a, b) for a, b in zip(torch_specops.sample(x, uniforms, **given), drawn, strict=True))
+    # Neither a mask, nor a float32 copy, nor what a sort would need.
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch_specops.sample(x, uniforms, **given)
+    assert torch.cuda.max_memory_allocated() - before <= 0.03 * x.nbytes
+
+
+@pytest.mark.parametrize("op, limit", [("verify_exact", 9 + 9 + 3), ("sample", 9 + 2), ("filter_logits", 9 + 1)])
+def test_number_of_launches_with_filters(op: str, limit: int) -> None:
+    """Of two 16-bit types, so that target and draft rows need a search each."""
+    (case,) = testing.sample_inputs(op, device="cuda", vocab_sizes=[600], names=["filters_temperature"])
+    call(case)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call(case)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels) <= limit, kernels
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "sample", "filter_logits"])
+def test_compiled_filters_in_a_cuda_graph(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launches of the search write into each other's scratch: Inductor must keep their order."""
+    monkeypatch.setattr(torch._inductor.config.triton, "cudagraph_or_error", True)
+    (case,) = testing.sample_inputs(op, device="cuda", vocab_sizes=[5000], names=["filters"])
+    expected = call(case)
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead", dynamic=False)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert all(torch.equal(a, b) for a, b in zip(expected, compiled(case), strict=True))

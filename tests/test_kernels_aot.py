@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -59,14 +60,35 @@ def test_rows_of_any_vocabulary_and_stride_load_16_bytes_at_a_time(
     assert loads(wide=False)[0] == 0
 
 
-@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats"])
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.narrow", "filter.mask"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_stats_kernels_load_16_bytes_at_a_time(kernel: str, dtype: str) -> None:
+def test_kernels_over_whole_rows_load_16_bytes_at_a_time(kernel: str, dtype: str) -> None:
     size = 4 if dtype == "fp32" else 2
-    config = f"{dtype} / {dtype}" + (", draft_lse" if kernel == "verify_exact.stats" else "")
-    (build,) = [build for build in aot.builds() if (build.kernel, build.config) == (kernel, config)]
+    option = {"verify_exact.stats": ", draft_lse", "filter.narrow": ", first pass"}.get(kernel, "")
+    (build,) = [b for b in aot.builds() if (b.kernel, b.config) == (kernel, f"{dtype} / {dtype}{option}")]
     result = aot.compile_build(build, "sm_90")
     assert result.wide_loads == aot.TILES[0] * size // (16 * launch.num_warps(aot.TILES[0]) * 32)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
+    (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("filter.mask", f"{dtype} / {dtype}")]
+    compiled = aot.compile_kernel(aot.KERNELS["filter.mask"], dict(build.types), dict(build.constants), "sm_90")
+    stores = re.findall(r"\bSTG\.[\w.]*", aot.cuobjdump(compiled, "--dump-sass"))
+    share = aot.TILES[0] * (4 if dtype == "fp32" else 2) // (16 * launch.num_warps(aot.TILES[0]) * 32)
+    assert sum(".128" in store for store in stores) == share
+    # The others are those of the branch for a row's two ends.
+    assert len(stores) - share <= aot.TILES[0] // (launch.num_warps(aot.TILES[0]) * 32)
+
+
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "verify_exact.residual", "verify_exact.draw", "sample.stats"])
+def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
+    """A row that is masked by its bounds is loaded as wide as one that is not."""
+    wide = []
+    for option in ({}, {"FILTERED": True}):
+        builds = [b for b in aot._op_builds("bf16", "bf16", **option) if b.kernel == kernel]
+        wide.append(aot.compile_build(builds[0], "sm_90").wide_loads)
+    assert wide[0] == wide[1] > 0
 
 
 def test_a_spilling_kernel_is_seen() -> None:

@@ -7,35 +7,60 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).with_name("interpret_kernels.py")
-# (op, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd sizes put rows
-# off the 16-byte boundary.
+TESTS = Path(__file__).parent
+# The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
+FILTERED_VERIFY = "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law"
+# (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
+# sizes put rows off the 16-byte boundary.
 RUNS = [
-    ("verify_exact", 32, (1, 67)),
-    ("verify_block", 32, (1, 67)),
-    ("verify_sigmoid", 32, (1, 67)),
-    ("sample", 32, (1, 2, 37, 64, 131)),
-    ("sample", 256, (37, 600)),
+    ("verify_exact", "plain", 32, (1, 67)),
+    ("verify_exact", FILTERED_VERIFY, 64, (37,)),
+    ("verify_block", "plain", 32, (1, 67)),
+    ("verify_sigmoid", "plain", 32, (1, 67)),
+    ("sample", "plain", 32, (1, 2, 37, 64, 131)),
+    ("sample", "plain", 256, (37, 600)),
+    ("sample", "filtered", 32, (37,)),
+    ("filter_logits", "filtered", 64, (1, 131)),
 ]
+# (dtype, tile, vocabulary size) of the filters' own cases.
+FILTER_RUNS = [("bfloat16", 32, 67), ("float16", 32, 41), ("float32", 64, 67), ("bfloat16", 1024, 2001)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op, tile, vocab_sizes", RUNS, ids=lambda value: str(value).replace(" ", ""))
-def test_kernels_agree_with_the_oracle(
-    op: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
-) -> None:
-    command = [sys.executable, str(SCRIPT), op, str(tile), *map(str, vocab_sizes)]
+def interpret(script: str, *arguments: object) -> dict[str, Any]:
+    command = [sys.executable, str(TESTS / script), *map(str, arguments)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
-    report = json.loads(completed.stdout.splitlines()[-1])
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, kind, tile, vocab_sizes", RUNS, ids=lambda value: str(value).replace(" ", ""))
+def test_kernels_agree_with_the_oracle(
+    op: str, kind: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
+) -> None:
+    report = interpret("interpret_kernels.py", op, kind, tile, *vocab_sizes)
     for key in ("cases", "rows", "rounding", "disagreements"):
-        record_property(f"{op} kernels, {key}", report[key])
+        record_property(f"{op} kernels, {kind}, {key}", report[key])
     assert report["wrong"] == []
-    assert report["cases"] >= 30 * len(vocab_sizes)
+    least = {"plain": 30, "filtered": 10}.get(kind, len(kind.split(",")))
+    assert report["cases"] >= least * len(vocab_sizes)
     assert report["disagreements"] <= report["rounding"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tile, vocab_size", FILTER_RUNS)
+def test_filters_equal_the_oracle_bit_for_bit(dtype: str, tile: int, vocab_size: int) -> None:
+    """Ties at the cut inside a tile and across tiles, excluded and infinite entries, the ends of the dtype's range."""
+    report = interpret("interpret_filters.py", dtype, tile, vocab_size)
+    assert report["wrong"] == []
+    assert report["cases"] == 8
+    # The rows are neither left alone nor emptied.
+    assert report["kept"] > report["rows"]
+    assert report["removed"] > report["kept"]

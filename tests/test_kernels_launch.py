@@ -13,7 +13,10 @@ import torch_specops
 pytest.importorskip("triton")
 
 from torch_specops.kernels import sample
+from torch_specops.kernels.filter import bounds, logits
 from torch_specops.kernels.verify import block, exact, sigmoid
+
+LAUNCHERS = (block, bounds, exact, logits, sample, sigmoid)
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 5, 50257
 
@@ -36,6 +39,34 @@ def arguments(op: str, option: str) -> dict[str, Any]:
     return given | ({"draft_lse": cuda(BATCH, NUM_DRAFTS)} if option == "draft_lse" else {})
 
 
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
+    """Fills a list with the name, the grid and the tensors of every kernel launched from now on, and launches none."""
+    launched = []
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                # Every argument of the kernel is given, none twice.
+                names = self.kernel.arg_names
+                assert len(args) + len(set(constants) & set(names[len(args) :])) == len(names)
+                tensors = [x for x in (*args, *constants.values()) if isinstance(x, torch.Tensor)]
+                launched.append((self.kernel.fn.__name__, grid, tensors))
+
+            return launch
+
+    for module in LAUNCHERS:
+        monkeypatch.setattr(module, "wrap_triton", Recorded)
+    return launched
+
+
+def filters(given: str, rows: int) -> dict[str, torch.Tensor]:
+    dtypes = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+    return {name: torch.empty(rows, dtype=dtypes[name], device="cuda") for name in given.split()}
+
+
 @pytest.mark.parametrize(
     "op, option, limit",
     [
@@ -56,30 +87,14 @@ def arguments(op: str, option: str) -> dict[str, Any]:
 def test_fake_cuda_tensors_reach_the_launchers(
     op: str, option: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = []
-
-    class Recorded:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*args: Any, **constants: Any) -> None:
-                # Every argument of the kernel is given, none twice.
-                names = self.kernel.arg_names
-                assert len(args) + len(set(constants) & set(names[len(args) :])) == len(names)
-                launched.append((self.kernel.fn.__name__, grid))
-
-            return launch
-
-    for module in (block, exact, sigmoid, sample):
-        monkeypatch.setattr(module, "wrap_triton", Recorded)
+    launched = record_launches(monkeypatch)
     with FakeTensorMode():
         first, second = getattr(torch_specops, op)(**arguments(op, option))
     assert first.device.type == second.device.type == "cuda"
     assert first.shape == ((BATCH,) if op == "sample" else (BATCH, NUM_DRAFTS + 1))
     assert second.shape == (BATCH,)
     assert 1 < len(launched) <= limit
-    assert all(size > 0 for _, grid in launched for size in grid)
+    assert all(size > 0 for _, grid, _ in launched for size in grid)
 
 
 @pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
@@ -94,7 +109,7 @@ def test_no_sequence_no_launch(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(kernel: Any) -> Any:
         raise AssertionError("a kernel was launched over an empty grid")
 
-    for module in (block, exact, sigmoid, sample):
+    for module in LAUNCHERS:
         monkeypatch.setattr(module, "wrap_triton", refuse)
     with FakeTensorMode():
         empty = {
@@ -103,3 +118,70 @@ def test_no_sequence_no_launch(op: str, monkeypatch: pytest.MonkeyPatch) -> None
         }
         first, second = getattr(torch_specops, op)(**empty)
     assert len(first) == len(second) == 0
+
+
+@pytest.mark.parametrize(
+    "given, dtype, passes",
+    [
+        ("top_k", torch.bfloat16, 4),
+        ("top_p", torch.float16, 4),
+        ("top_k top_p", torch.bfloat16, 8),
+        ("top_k top_p min_p", torch.bfloat16, 8),
+        ("min_p", torch.bfloat16, 1),
+        ("top_k", torch.float32, 8),
+        ("top_p min_p", torch.float32, 8),
+        ("top_k top_p", torch.float32, 16),
+        ("min_p", torch.float32, 1),
+    ],
+)
+def test_passes_over_the_rows_of_a_filter(
+    given: str, dtype: torch.dtype, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = record_launches(monkeypatch)
+    rows = 700
+    with FakeTensorMode():
+        x = torch.empty(rows, VOCAB_SIZE, dtype=dtype, device="cuda")
+        output = torch_specops.filter_logits(x, **filters(given, rows))
+    assert (output.shape, output.dtype, output.device) == (x.shape, x.dtype, x.device)
+    names = [name for name, _, _ in launched]
+    assert names == ["narrow_kernel"] * passes + ["finish_kernel", "mask_kernel"]
+    # A row is split over programs in all of them but the last step of the search, and the scratch is small.
+    assert all(grid[0] > rows for name, grid, _ in launched if name != "finish_kernel")
+    scratch = {id(t): t.nbytes for _, _, tensors in launched for t in tensors if t.numel() != x.numel()}
+    assert sum(scratch.values()) <= 0.02 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    "option, dtypes, searches",
+    [
+        ("none", (torch.bfloat16, torch.bfloat16), 9),
+        ("draft_lse", (torch.bfloat16, torch.bfloat16), 9),
+        ("one-hot", (torch.bfloat16, torch.bfloat16), 9),
+        ("none", (torch.float32, torch.float32), 17),
+        ("none", (torch.float32, torch.bfloat16), 17 + 9),
+        ("none", (torch.float16, torch.bfloat16), 9 + 9),
+    ],
+)
+def test_target_and_draft_rows_of_one_dtype_share_a_search(
+    option: str, dtypes: tuple[torch.dtype, torch.dtype], searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = record_launches(monkeypatch)
+    with FakeTensorMode():
+        given = arguments("verify_exact", option) | filters("top_k top_p min_p", BATCH)
+        given["target_logits"] = given["target_logits"].to(dtypes[0])
+        if given["draft_logits"] is not None:
+            given["draft_logits"] = given["draft_logits"].to(dtypes[1])
+        torch_specops.verify_exact(**given)
+    names = [name for name, _, _ in launched]
+    assert names[searches:] == ["stats_kernel", "residual_kernel", "draw_kernel"]
+    assert set(names[:searches]) == {"narrow_kernel", "finish_kernel"}
+    searched = sum(grid[0] for name, grid, _ in launched if name == "finish_kernel")
+    assert searched == BATCH * (NUM_DRAFTS + 1 + (NUM_DRAFTS if option != "one-hot" else 0))
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "sample"])
+def test_filters_pass_through_wrap_triton(op: str) -> None:
+    with FakeTensorMode():
+        given = arguments(op, "temperature") | filters("top_k top_p min_p", BATCH)
+        first, _ = getattr(torch_specops, op)(**given)
+    assert first.dtype == torch.int64

@@ -46,6 +46,14 @@ def sample_inputs(rows: int = 3, vocab_size: int = 37, dtype: torch.dtype = torc
     }
 
 
+def filters() -> dict[str, Tensor]:
+    return {
+        "top_k": torch.tensor([20, 0, 5]),
+        "top_p": torch.tensor([0.9, 0.5, 1.0]),
+        "min_p": torch.tensor([0.0, 0.02, 0.1]),
+    }
+
+
 def lse(inputs: dict) -> Tensor:
     return inputs["draft_logits"].float().logsumexp(-1)
 
@@ -72,6 +80,14 @@ EXACT_CHANGES: dict[str, Callable[[dict], dict]] = {
     "draft_lse": lambda i: {"draft_lse": lse(i)},
     "draft_lse, temperature": lambda i: {"draft_lse": lse(i), "temperature": torch.ones(3)},
     "lenience": lambda i: {"lenience": 0.5},
+    "argmax_lenience": lambda i: {"argmax_lenience": 0.5, "temperature": torch.tensor([0.0, 0.7, 0.0])},
+    "top_k": lambda i: {"top_k": torch.tensor([3, 0, 100])},
+    "top_k int32, draft_logits None": lambda i: {"top_k": torch.tensor([3, 0, 9]).int(), "draft_logits": None},
+    "top_p": lambda i: {"top_p": torch.tensor([0.9, 1.0, torch.nan])},
+    "min_p": lambda i: {"min_p": torch.tensor([0.1, 0.0, 1.0])},
+    "filters, temperature, draft_lse": lambda i: {
+        **filters(), "temperature": torch.tensor([0.0, 0.7, -1.0]), "draft_lse": lse(i),
+    },
 }  # fmt: skip
 BLOCK_CHANGES: dict[str, Callable[[dict], dict]] = {
     **{name: change for name, change in EXACT_CHANGES.items() if "lenience" not in name},
@@ -86,7 +102,11 @@ SAMPLE_CHANGES: dict[str, Callable[[dict], dict]] = {
     "temperature": lambda i: {"temperature": torch.tensor([0.0, 0.7, -1.0])},
     "float64 uniforms": lambda i: {"uniforms": i["uniforms"].double()},
     "strides": lambda i: {name: strided(i[name]) for name in i},
+    "filters": lambda i: filters(),
+    "top_k": lambda i: {"top_k": torch.tensor([3, 0, 100]).int()},
 }
+# Of `sample`, without its uniforms.
+FILTER_CHANGES = {name: change for name, change in SAMPLE_CHANGES.items() if "uniforms" not in name}
 
 
 def check(op: str, inputs: dict[str, Any]) -> None:
@@ -124,7 +144,15 @@ def test_sample(name: str) -> None:
     check("sample", inputs | SAMPLE_CHANGES[name](inputs))
 
 
+@pytest.mark.parametrize("name", FILTER_CHANGES)
+def test_filter_logits(name: str) -> None:
+    inputs = sample_inputs()
+    changed = inputs | FILTER_CHANGES[name](inputs)
+    check("filter_logits", {key: value for key, value in changed.items() if key != "uniforms"})
+
+
 def test_no_optional_argument_is_left_out() -> None:
+    assert names_all_optional_arguments("filter_logits", sample_inputs(), FILTER_CHANGES)
     assert names_all_optional_arguments("verify_exact", verify_inputs(), EXACT_CHANGES)
     assert names_all_optional_arguments("verify_block", verify_inputs(), BLOCK_CHANGES)
     assert names_all_optional_arguments("verify_sigmoid", verify_inputs(), SIGMOID_CHANGES)
@@ -148,6 +176,8 @@ def test_one_hot_drafts_without_drafts(op: str) -> None:
 @pytest.mark.parametrize("rows", [0, 1])
 def test_sample_sizes(rows: int) -> None:
     check("sample", sample_inputs(rows))
+    logits = sample_inputs(rows)["logits"]
+    check("filter_logits", {"logits": logits, **{name: value[:rows] for name, value in filters().items()}})
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -156,18 +186,25 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check("verify_block", verify_inputs(dtype=dtype))
     check("verify_sigmoid", verify_inputs(dtype=dtype))
     check("sample", sample_inputs(dtype=dtype))
+    check("filter_logits", {"logits": sample_inputs(dtype=dtype)["logits"], **filters()})
+    check("verify_exact", verify_inputs(dtype=dtype) | filters())
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
-def test_logits_that_require_grad(op: str) -> None:
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits"])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_logits_that_require_grad(op: str, filtered: bool) -> None:
     """The ops are not differentiable: no output asks for a gradient, so a model outside `no_grad` can use them."""
-    inputs = sample_inputs() if op == "sample" else verify_inputs()
+    inputs = verify_inputs() if op.startswith("verify") else sample_inputs()
+    if op == "filter_logits":
+        del inputs["uniforms"]
+    if filtered and op != "verify_sigmoid":
+        inputs |= filters()
     for name in inputs:
         if name.endswith("logits"):
             inputs[name].requires_grad_()
     check(op, inputs)
     outputs = getattr(torch.ops.specops, op)(**inputs)
-    assert not any(output.requires_grad for output in outputs)
+    assert not any(output.requires_grad for output in ((outputs,) if isinstance(outputs, Tensor) else outputs))
 
 
 def broken_alias(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what it accepts, and that a filter it does not implement is refused by name."""
+"""`SamplingParams`: what it accepts, and the tensors that the ops take."""
 
 from __future__ import annotations
 
@@ -86,32 +86,73 @@ def test_not_a_number(field: str, value: object) -> None:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
+NAN = math.nan
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "expected"),
     [
-        ("top_k", 1),
-        ("top_k", 50),
-        ("top_k", -1),
-        ("top_k", [0, 3]),
-        ("top_k", torch.tensor([0, 0, 1])),
-        ("top_p", 0.9),
-        ("top_p", 0.0),
-        ("top_p", [1.0, 0.5]),
-        ("top_p", float("nan")),
-        ("min_p", 0.05),
-        ("min_p", [0.0, 0.1]),
+        ("top_k", -1, "integers >= 0"),
+        ("top_k", [3, -2], "integers >= 0"),
+        ("top_p", 0.0, r"numbers in \(0, 1\]"),
+        ("top_p", 1.0001, r"numbers in \(0, 1\]"),
+        ("top_p", [0.5, NAN], r"numbers in \(0, 1\]"),
+        ("min_p", -0.1, r"numbers in \[0, 1\]"),
+        ("min_p", torch.tensor([0.5, 2.0]), r"numbers in \[0, 1\]"),
+        ("min_p", NAN, r"numbers in \[0, 1\]"),
     ],
 )
-def test_filters_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(NotImplementedError, match=rf"^{field}: .*expected .*, got "):
+def test_filter_out_of_range(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: expected {expected}, got "):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [2.0, [1.0, 2.0], torch.ones(2), NAN])
+def test_top_k_counts(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^top_k: expected an integer or one per sequence, got "):
+        SamplingParams(top_k=value)  # type: ignore[arg-type]
+
+
+FILTERS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("top_k", 50, [50, 50]),
+        ("top_k", [0, 3], [0, 3]),
+        ("top_k", torch.tensor([7, 0], dtype=torch.int32), [7, 0]),
+        ("top_p", 0.5, [0.5, 0.5]),
+        ("top_p", [1, 0.25], [1.0, 0.25]),
+        ("min_p", (0.0, 1.0), [0.0, 1.0]),
+        ("min_p", torch.tensor([0.5, 0.25], dtype=torch.float64), [0.5, 0.25]),
+    ],
+)
+def test_filters_of_a_batch(field: str, value: object, expected: list[float]) -> None:
+    params = SamplingParams(**{field: value})  # type: ignore[arg-type]
+    got = getattr(params, f"{field}s")(batch=2)
+    assert got.dtype == FILTERS[field] and got.is_contiguous() and got.tolist() == expected
+    # What no row uses is None, and compiles away.
+    assert all(getattr(params, f"{other}s")(batch=2) is None for other in FILTERS if other != field)
+    tensors = params.tensors(batch=2)
+    assert list(tensors.filters) == [field] and torch.equal(tensors.filters[field], got)
+    assert getattr(params, f"{field}s")(batch=2, device="meta").device.type == "meta"
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("top_k", [0, 0]), ("top_p", torch.ones(2)), ("top_p", 1), ("min_p", 0), ("min_p", (0.0, 0.0))]
 )
 def test_a_filter_at_its_default_is_no_filter(field: str, value: object) -> None:
-    assert SamplingParams(**{field: value}).temperatures(1).tolist() == [1.0]  # type: ignore[arg-type]
+    params = SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert params.tensors(batch=2).filters == {}
+
+
+@pytest.mark.parametrize("field", FILTERS)
+def test_wrong_number_of_filters(field: str) -> None:
+    """Also where no row filters."""
+    params = SamplingParams(**{field: [1, 1, 1]})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"{field}: expected one number or 2, got shape \[3\]"):
+        params.tensors(batch=2)
 
 
 def test_frozen() -> None:

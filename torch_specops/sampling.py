@@ -191,7 +191,11 @@ class SamplingTensors:
 
 
 def _per_sequence(
-    name: str, value: float | list[float] | Tensor, dtype: torch.dtype, batch: int, device: torch.device | str
+    name: str,
+    value: float | list[float] | list[int] | Tensor,
+    dtype: torch.dtype,
+    batch: int,
+    device: torch.device | str,
 ) -> Tensor:
     values = _as_tensor(name, value).to(device=device, dtype=dtype)
     if values.dim() == 0:
@@ -201,7 +205,7 @@ def _per_sequence(
     return values
 
 
-def _as_tensor(name: str, value: float | list[float] | Tensor) -> Tensor:
+def _as_tensor(name: str, value: float | list[float] | list[int] | Tensor) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
         if not isinstance(value, Tensor) and tensor.is_floating_point():

@@ -98,13 +98,12 @@ def filter_bounds(
     p, m = per_row(top_p, 1.0), per_row(min_p, 0.0)
     rows = logits.reshape(num_rows, vocab_size)
     if vocab_size <= SHORT_ROW:
-        cut, first = _bounds_of_short_rows(_comparable(rows), inverse_temperature(t), k, p, m)
+        cut, first = _bounds_of_short_rows(_comparable(rows), t, k, p, m)
     else:
         cut, first = torch.full((num_rows,), -math.inf), torch.zeros(num_rows, dtype=torch.int64)
-        inverse = inverse_temperature(t)
         for r, (row_k, row_p, row_m) in enumerate(zip(k.tolist(), p.tolist(), m.tolist(), strict=True)):
             if t[r] > 0:
-                cut[r], first[r] = _bounds(_comparable(rows[r]), inverse[r : r + 1], row_k, row_p, row_m)
+                cut[r], first[r] = _bounds(_comparable(rows[r]), t[r : r + 1], row_k, row_p, row_m)
     has_law = (t > 0) & ~p.isnan() & ~m.isnan()
     cut = torch.where(t == 0, -math.inf, torch.where(has_law, cut, math.inf))
     return cut.view(shape), torch.where(has_law, first, 0).view(shape)
@@ -123,13 +122,13 @@ def _(
 
 
 def _bounds_of_short_rows(
-    x: Tensor, inverse: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[N, V] comparable logits -> [N] cut and first, by sorting."""
     vocab_size = x.shape[-1]
     # Ascending and stable, then reversed: of equal logits the higher index comes first.
     x, order = (sorted_.flip(-1) for sorted_ in x.sort(dim=-1, stable=True))
-    z = scale(x, inverse)
+    z = scale(x, inverse_temperature(temperature))
     gap = z - z[:, :1].clamp(min=-FLOAT32_MAX)
     k, p, m = top_k.unsqueeze(-1), top_p.unsqueeze(-1), min_p.unsqueeze(-1)
 
@@ -144,7 +143,7 @@ def _bounds_of_short_rows(
     return x.gather(1, last).squeeze(1), order.gather(1, last).squeeze(1)
 
 
-def _bounds(x: Tensor, inverse: Tensor, k: int, p: float, m: float) -> tuple[float, int]:
+def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple[float, int]:
     """(cut, first) of one row of comparable logits."""
     cut, first = -math.inf, 0
     index = None
@@ -155,7 +154,7 @@ def _bounds(x: Tensor, inverse: Tensor, k: int, p: float, m: float) -> tuple[flo
         x = x[index]
     if not (p < 1 or m > 0):
         return cut, first
-    z = scale(x.unsqueeze(0), inverse).squeeze(0)
+    z = scale(x.unsqueeze(0), inverse_temperature(temperature)).squeeze(0)
     z_max = float(z.max())
     if z_max == -math.inf:
         return cut, first

@@ -86,6 +86,7 @@ def verify_exact(
     )
     checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
     checks.check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
+    lenience, argmax_lenience = float(lenience), float(argmax_lenience)
     logits = [columns("target_logits", target_logits, 3)]
     if draft_logits is not None:
         logits.append(columns("draft_logits", draft_logits, 3))
@@ -96,13 +97,8 @@ def verify_exact(
     sample_uniforms = replicated("sample_uniforms", sample_uniforms)
     temperature = None if temperature is None else replicated("temperature", temperature)
     draft_lse = None if draft_lse is None else replicated("draft_lse", draft_lse)
-    checks.check_verify_exact(
-        *(target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, float(lenience)),
-        top_k=None,
-        top_p=None,
-        min_p=None,
-        argmax_lenience=float(argmax_lenience),
-    )
+    data = (target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, lenience)
+    checks.check_verify_exact(*data, top_k=None, top_p=None, min_p=None, argmax_lenience=argmax_lenience)
     if check_ranks:
         check_agreement(
             shards,
@@ -113,21 +109,10 @@ def verify_exact(
             ("sample_uniforms", sample_uniforms),
             ("temperature", temperature),
             ("draft_lse", draft_lse),
-            ("lenience", (float(lenience),)),
-            ("argmax_lenience", (float(argmax_lenience),)),
+            ("lenience", (lenience,)),
+            ("argmax_lenience", (argmax_lenience,)),
         )
-    return _verify(
-        target,
-        draft_tokens,
-        draft,
-        accept_uniforms,
-        sample_uniforms,
-        temperature,
-        draft_lse,
-        float(lenience),
-        float(argmax_lenience),
-        shards,
-    )
+    return _verify(*data, argmax_lenience, shards)
 
 
 def _verify(

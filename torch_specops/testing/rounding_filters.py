@@ -71,11 +71,11 @@ def single_rows(args: dict[str, Any], b: int) -> Iterator[dict[str, Any]]:
         list(lawful_row_pairs(target[i], None if draft is None else draft[b, i], t, filters))
         for i in range(target.shape[0] - 1)
     ]
-    for *pairs, last in itertools.product(*positions, lawful_rows(target[-1], t, filters)):
-        rows = {"target_logits": torch.stack([*(pair[0] for pair in pairs), last])[None]}
-        if draft is not None and pairs:
-            rows["draft_logits"] = torch.stack([pair[1] for pair in pairs])[None]
-        yield single | rows
+    for pairs in itertools.product(*positions):
+        drafts = [row for _, row in pairs if row is not None]
+        single |= {"draft_logits": torch.stack(drafts)[None]} if drafts else {}
+        for bonus in lawful_rows(target[-1], t, filters):
+            yield single | {"target_logits": torch.stack([*(row for row, _ in pairs), bonus])[None]}
 
 
 def argmax_lenience_is_open(logits: Tensor, x: int, argmax_lenience: float) -> bool:

@@ -17,10 +17,10 @@ the maximum alone. Launches for bfloat16 and float16 (float32):
 2. `finish_kernel`, one program per row: the cut from the last pass, whose buckets are single keys and are counted per
    tile; so only the tile in which the first kept tie lies is read once more.
 
-Bytes: a pass reads a row at most once, V * s. It reads no tile without an entry in the bucket, and no row whose
-maximum lies so close to the cut that the pass would put all that is left into its lowest bucket; so the passes of top_p
-behind top_k read only tiles that top_k left something of. Greedy rows, rows without a lawful temperature and rows whose
-filters are off are not read. Sixteen buckets rather than four or eight: launches, not bytes, bound a small batch.
+Bytes: a pass reads a row at most once, V * s. It reads no tile without an entry in the bucket, and no row of which all
+that is left lies in one bucket of the pass; so the passes of top_p behind top_k read only tiles that top_k left
+something of. Greedy rows, rows without a lawful temperature and rows whose filters are off are not read. 16 buckets,
+not 4 or 8, because fewer passes are fewer launches, which is what a small batch waits for.
 Scratch: 132 bytes per (row, tile) and 64 per row. No float atomics: bitwise repeatable.
 """
 

@@ -125,8 +125,7 @@ def reach_kernel(
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
 
     # n is the length of the block, or what a greedy sequence accepts; WALK drafts at a time, as in `verify_exact`.
-    k = tl.arange(0, BLOCK_K)
-    ratio = tl.zeros((BLOCK_K,), tl.float64)
+    reach_ptr += b * num_drafts
     n = 0
     walking = (num_valid > 0) & (temperature >= 0)
     for start in range(0, num_drafts, WALK):
@@ -164,8 +163,7 @@ def reach_kernel(
                 exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)
             sums = tl.where(q_sum == p_sum, 1.0, q_sum * reciprocal(p_sum)).to(tl.float64)
             exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_EXPONENT), 0.0)
-            value = tl.where(has_ratio, tl.exp(exponent) * sums, 0.0)
-            ratio += tl.sum(tl.where(i[:, None] == k[None, :], value[:, None], 0.0), 0)
+            tl.store(reach_ptr + i, tl.where(has_ratio, tl.exp(exponent) * sums, 0.0), mask=live)
             state = state_ptr + (b * num_drafts + i) * 4
             tl.store(state, p_max, mask=live)
             tl.store(state + 1, reciprocal(p_sum), mask=live)
@@ -175,7 +173,12 @@ def reach_kernel(
         n += run
         walking = walking & (run == WALK)
 
-    # Lane k has what concerns the end of the block behind draft k, that is before draft k + 1.
+    # The ratios p / q come back as one vector, and P takes their place. Lane k has what concerns the end of the block
+    # behind draft k, that is before draft k + 1.
+    tl.debug_barrier()
+    k = tl.arange(0, BLOCK_K)
+    ratio = tl.load(reach_ptr + k, mask=k < n, other=0.0)
+    tl.debug_barrier()
     scale, cap = tl.associative_scan((ratio, tl.full((BLOCK_K,), 1.0, tl.float64)), 0, compose)
     reach = tl.minimum(scale, cap)
     u = tl.load(accept_uniforms_ptr + b * stride_u_b + k.to(tl.int64) * stride_u_k, mask=k < n, other=0.0)
@@ -184,7 +187,6 @@ def reach_kernel(
     end = tl.max(tl.where(passed, k + 1, 0), 0)
     open = (end < n) & (temperature > 0)
     candidate = open & (passed | (k + 1 == last_certain)) & (k + 1 < n) & (k + 1 >= last_certain)
-    reach_ptr += b * num_drafts
     tl.store(reach_ptr + k + 1, tl.where(candidate, reach, -1.0), mask=k + 1 < num_drafts)
     tl.store(reach_ptr + k, tl.where(open & (last_certain == 0), 1.0, -1.0), mask=(k == 0) & (k < num_drafts))
     tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))

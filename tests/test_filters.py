@@ -1,0 +1,366 @@
+"""top_k, top_p and min_p: the oracle against transformers' processors, the ops against the oracle, and filters as
+arguments against filtered logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from conftest import Report
+from hypothesis import given, settings
+from torch import Tensor
+
+import torch_specops
+from torch_specops import reference
+from torch_specops.cpu import filters as cpu_filters
+from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
+
+INF, NAN = math.inf, math.nan
+FILTERS = ("top_k", "top_p", "min_p")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def transformers_filter(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """[V] what transformers' processors leave of a row, in their order, in float64."""
+    transformers = pytest.importorskip("transformers")
+    scores = (row.double() / temperature).unsqueeze(0)
+    processors: list[Any] = []
+    if top_k > 0:
+        processors.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(top_p))
+    if min_p > 0:
+        processors.append(transformers.MinPLogitsWarper(min_p))
+    for processor in processors:
+        scores = processor(None, scores)
+    return torch.where(scores[0] > -INF, row, -INF)
+
+
+def distance_to_boundary(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
+    """How near top_p lies to a sum of probabilities, or min_p to a ratio: at 1e-13 float64 rounding decides."""
+    kept = reference.filtered(row, temperature, top_k).double()
+    p = torch.softmax(kept / temperature, -1).sort(descending=True).values
+    return min(float((p.cumsum(0) - top_p).abs().min()), float((p / p[0] - min_p).abs().min()))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Tensor:
+    """[V] logits, many with ties: normal, rounded to few values or to bfloat16, some masked."""
+    vocab_size = draw(st.sampled_from((1, 2, 7, 40, 300)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    row = draw(st.sampled_from((0.3, 2.0, 8.0))) * torch.randn(vocab_size, generator=generator)
+    kind = draw(st.sampled_from(("float32", "bfloat16", "plateaus")))
+    if kind == "plateaus":
+        row = (row / 2).round() * 2
+    if kind != "float32":
+        row = row.bfloat16().float()
+    masked = torch.rand(vocab_size, generator=generator) < draw(st.sampled_from((0.0, 0.5)))
+    masked[int(torch.randint(vocab_size, (), generator=generator))] = False
+    return row.masked_fill(masked, -INF)
+
+
+TOP_P = st.one_of(st.floats(0.0, 1.0, width=32), st.sampled_from((1e-6, 0.9, 0.5, 1.0 - 2.0**-24, 1.0)))
+MIN_P = st.one_of(st.floats(0.0, 1.0, width=32), st.sampled_from((0.0, 0.05, 1e-30, 1.0)))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(rows(), st.sampled_from((1.0, 0.7, 2.5, 0.05)), st.integers(0, 310), TOP_P, MIN_P)
+def test_oracle_equals_transformers(row: Tensor, t: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Which of the tokens that tie at top_p's boundary are kept, transformers leaves to torch.sort, which is stable in
+    some builds and not in others. With a stable sort the sets are equal, with any the values that are left."""
+    got = reference.filtered(row, t, top_k, top_p, min_p)
+    sort = torch.sort
+    with mock.patch.object(torch, "sort", lambda x, **options: sort(x, stable=True, **options)):
+        expected = transformers_filter(row, t, top_k, top_p, min_p)
+    as_installed = transformers_filter(row, t, top_k, top_p, min_p)
+    if not (torch.equal(got, expected) and torch.equal(got.sort().values, as_installed.sort().values)):
+        assert distance_to_boundary(row, t, top_k, top_p, min_p) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("row", "filters", "kept"),
+    [
+        # Ties with the k-th are kept.
+        ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 2}, [1, 2, 3, 4]),
+        ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 1}, [1]),
+        # Four equal tokens of 1/4: those of the highest index come first, and a mass of 1/2 needs two.
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [2, 3]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.51}, [1, 2, 3]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.0}, [3]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": -1.0}, [3]),
+        # top_p sees what top_k left: of two tokens of 1/2 each one is enough for 0.5.
+        ([0.0, 0.0, -1.0, -1.0], {"top_k": 2, "top_p": 0.5}, [1]),
+        ([0.0, 0.0, -1.0, -1.0], {"top_p": 0.5}, [0, 1]),
+        # min_p compares with the largest probability, ties with it included.
+        ([0.0, 0.0, -1.0, -2.0], {"min_p": 1.0}, [0, 1]),
+        ([0.0, 0.0, -1.0, -2.0], {"min_p": 2.0}, [0, 1]),
+        ([0.0, 0.0, -1.0, -2.0], {"min_p": 0.3}, [0, 1, 2]),
+        # Off.
+        ([0.0, 1.0, -1.0], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2]),
+        ([0.0, 1.0, -1.0], {"top_k": 3, "top_p": 1.5, "min_p": -1.0}, [0, 1, 2]),
+        ([0.0, 1.0, -1.0], {"top_k": -1}, [0, 1, 2]),
+        # What is excluded stays so, and does not count; infinities tie with the largest float32.
+        ([-INF, 1.0, NAN, 0.0], {"top_k": 3}, [1, 3]),
+        ([INF, 1.0, 3.4028234663852886e38, INF], {"top_k": 1}, [0, 2, 3]),
+        ([INF, 1.0, 3.4028234663852886e38, INF], {"top_p": 0.5}, [2, 3]),
+        # No law.
+        ([0.0, 1.0], {"top_p": NAN}, []),
+        ([0.0, 1.0], {"min_p": NAN}, []),
+        ([0.0, 1.0], {"temperature": -1.0}, []),
+        ([0.0, 1.0], {"temperature": NAN, "top_k": 1}, []),
+        # A greedy row keeps all, whatever the filters.
+        ([0.0, 1.0], {"temperature": 0.0, "top_k": 1, "top_p": NAN}, [0, 1]),
+        # The temperature: probabilities 0.73, 0.27 become 0.88, 0.12.
+        ([1.0, 0.0], {"top_p": 0.8}, [0, 1]),
+        ([1.0, 0.0], {"top_p": 0.8, "temperature": 0.5}, [0]),
+        ([1.0, 0.0], {"min_p": 0.3}, [0, 1]),
+        ([1.0, 0.0], {"min_p": 0.3, "temperature": 0.5}, [0]),
+    ],
+)
+@pytest.mark.parametrize("short_row", [True, False])
+def test_by_hand(
+    row: list[float], filters: dict[str, float], kept: list[int], short_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle and both ways in which the CPU finds the bounds."""
+    if not short_row:
+        monkeypatch.setattr(cpu_filters, "SHORT_ROW", 0)
+    args = {name: torch.tensor([value]) for name, value in filters.items()}
+    logits = torch.tensor([row])
+    expected = torch.full_like(logits, -INF)
+    expected[0, kept] = logits[0, kept]
+    assert torch.equal(reference.filter_logits(logits, **args), expected)
+    assert torch.equal(torch_specops.filter_logits(logits, **args), expected)
+    assert torch.equal(torch.ops.specops.filter_logits(logits, **args), expected)
+
+
+def check(case: Case, got: Tensor | tuple[Tensor, ...], report: Report) -> tuple[int, int]:
+    comparison = compare(case, got)
+    report.add(case, comparison)
+    assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle off the margin"
+    return comparison.rounding, comparison.rows
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 600, 2049, 5000])
+def test_filter_logits_equals_oracle(vocab_size: int, report: Report) -> None:
+    """All dtypes, strides and values, on both sides of the length from which rows are searched one by one."""
+    open_rows, all_rows = 0, 0
+    names = None if vocab_size < 2000 else [name for name in NAMES if "filters" in name or "_p" in name or name == "k3"]
+    for case in sample_inputs("filter_logits", vocab_sizes=[vocab_size], names=names):
+        with poison_memory():
+            got = torch_specops.filter_logits(**case.args)
+        if got.numel() > 0:
+            assert got.untyped_storage().data_ptr() != case.args["logits"].untyped_storage().data_ptr()
+        open_here, rows_here = check(case, got, report)
+        open_rows, all_rows = open_rows + open_here, all_rows + rows_here
+    assert open_rows < 0.03 * all_rows
+
+
+NAMES = [case.name.rsplit("-", 1)[0] for case in sample_inputs("filter_logits", vocab_sizes=[1])]
+
+
+@pytest.mark.parametrize("head", [1, 3, 256])
+@pytest.mark.parametrize("op", ["filter_logits", "sample", "verify_exact", "verify_block"])
+def test_the_search_in_long_rows(op: str, head: int, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows searched as long ones are, from fewer of their largest logits than the mass needs."""
+    monkeypatch.setattr(cpu_filters, "SHORT_ROW", 0)
+    monkeypatch.setattr(cpu_filters, "HEAD", head)
+    names = [name for name in NAMES if name in FILTERS or name.startswith("filters")]
+    open_rows, all_rows = 0, 0
+    for case in sample_inputs(op, vocab_sizes=[17, 130], names=names, seed=head):
+        open_here, rows_here = check(case, getattr(torch_specops, op)(**case.args), report)
+        open_rows, all_rows = open_rows + open_here, all_rows + rows_here
+    assert open_rows < 0.03 * all_rows
+
+
+def ties_from_below(**args: Tensor) -> Tensor:
+    """Of equal logits top_p keeps the lowest indices."""
+    return reference.filter_logits(**args | {"logits": args["logits"].flip(-1)}).flip(-1)
+
+
+def reordered(order: tuple[str, ...]) -> Callable[..., Tensor]:
+    def wrong(logits: Tensor, temperature: Tensor | None = None, **filters: Tensor) -> Tensor:
+        for name in order:
+            logits = reference.filter_logits(logits, temperature, **{name: filters[name]} if name in filters else {})
+        return logits
+
+    return wrong
+
+
+def exactly_k(**args: Tensor) -> Tensor:
+    """top_k without the ties with the k-th: the logits are told apart first."""
+    spread = args["logits"].double() + 1e-9 * torch.arange(args["logits"].shape[-1])
+    kept = reference.filter_logits(**args | {"logits": spread}) > -INF
+    return torch.where(kept, args["logits"], -INF)
+
+
+def filters_greedy_rows(**args: Tensor) -> Tensor:
+    if args.get("temperature") is None:
+        return reference.filter_logits(**args)
+    t = args["temperature"]
+    return reference.filter_logits(**args | {"temperature": torch.where(t == 0, 1.0, t)})
+
+
+def without_temperature(**args: Tensor) -> Tensor:
+    return reference.filter_logits(**{name: value for name, value in args.items() if name != "temperature"})
+
+
+def scaled_output(**args: Tensor) -> Tensor:
+    t = args.get("temperature")
+    kept = reference.filter_logits(**args)
+    return kept if t is None else (kept / torch.where(t > 0, t, 1.0).unsqueeze(-1)).to(kept.dtype)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ties_from_below,
+        exactly_k,
+        filters_greedy_rows,
+        without_temperature,
+        scaled_output,
+        reordered(("top_p", "top_k", "min_p")),
+        reordered(("top_k", "top_p")),
+        reordered(("min_p", "top_p", "top_k")),
+    ],
+)
+def test_wrong_filter_is_caught(wrong: Callable[..., Tensor]) -> None:
+    """Control: the oracle with one mistake."""
+    assert any(compare(case, wrong(**case.args)).wrong for case in sample_inputs("filter_logits", vocab_sizes=[17]))
+
+
+def test_in_the_right_order_the_filters_compose() -> None:
+    composed = reordered(FILTERS)
+    for case in sample_inputs("filter_logits", vocab_sizes=[17, 130]):
+        # What one filter leaves of a row without a law has no finite entry.
+        assert torch.equal(composed(**case.args), reference.filter_logits(**case.args)), case.name
+
+
+def test_what_rounding_decides() -> None:
+    """Boundaries that float32 cannot hold: each side of each is lawful, and nothing else."""
+    logits = torch.log(torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]))
+    # Mass before the third token: 12/16; its ratio to the largest: 1/4.
+    case = Case("tie_boundary", "filter_logits", {"logits": logits, "top_p": torch.tensor([0.75])})
+    assert rounding_rows(case).tolist() == [True]
+    lawful = {tuple(kept) for kept in ([0, 1], [0, 1, 2])}
+    for kept in ([0], [0, 1], [0, 1, 2], [0, 1, 2, 4], [0, 2], []):
+        got = torch.full_like(logits, -INF)
+        got[0, kept] = logits[0, kept]
+        assert (compare(case, got).wrong == []) == (tuple(kept) in lawful)
+    for top_p in (0.74, 0.76):
+        assert not rounding_rows(Case("", "filter_logits", {"logits": logits, "top_p": torch.tensor([top_p])})).any()
+    for min_p, is_open in ((0.25, True), (0.26, False), (0.0625, False), (0.125, True)):
+        case = Case("", "filter_logits", {"logits": logits, "min_p": torch.tensor([min_p])})
+        assert rounding_rows(case).tolist() == [is_open]
+    # Counting has no margin.
+    assert not rounding_rows(Case("", "filter_logits", {"logits": logits, "top_k": torch.tensor([4])})).any()
+
+
+def filtered_args(op: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The same call with the logits filtered beforehand, and no filter."""
+    filters = {name: args[name] for name in FILTERS if name in args}
+    rest = {name: value for name, value in args.items() if name not in filters}
+    for name in [name for name in rest if name.endswith("logits") and rest[name] is not None]:
+        logits = rest[name]
+        repeats = logits.shape[1] if logits.dim() == 3 else 1
+        per_row = {key: value.repeat_interleave(repeats) for key, value in filters.items()}
+        t = None if args.get("temperature") is None else args["temperature"].repeat_interleave(repeats)
+        flat = torch_specops.filter_logits(logits.reshape(-1, logits.shape[-1]), t, **per_row)
+        rest[name] = flat.view(logits.shape)
+    return rest
+
+
+@pytest.mark.parametrize("op", ["sample", "verify_exact", "verify_block"])
+def test_filters_equal_filtered_logits(op: str) -> None:
+    """The same bits: what a filter removes counts as masked."""
+    for case in sample_inputs(op, vocab_sizes=[1, 17, 600, 2100]):
+        if any(name in case.args for name in FILTERS):
+            got = getattr(torch_specops, op)(**case.args)
+            expected = getattr(torch_specops, op)(**filtered_args(op, case.args))
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), case.name
+
+
+def test_filters_that_keep_all_change_nothing() -> None:
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for op in ("sample", "verify_exact", "verify_block"):
+        for case in sample_inputs(op, vocab_sizes=[130]):
+            if any(name in case.args for name in FILTERS):
+                continue
+            batch = len(case.args["uniforms" if op == "sample" else "sample_uniforms"])
+            filters = {name: torch.full((batch,), value) for name, value in off.items()}
+            got = getattr(torch_specops, op)(**case.args, **filters)
+            expected = getattr(torch_specops, op)(**case.args)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), case.name
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """Rows that filter and rows that do not, together and alone."""
+    case = next(iter(sample_inputs("verify_exact", vocab_sizes=[2100], names=["filters_lse"])))
+    together = torch_specops.verify_exact(**case.args)
+    for b in range(together[0].shape[0]):
+        alone = {name: value[b : b + 1] if isinstance(value, Tensor) else value for name, value in case.args.items()}
+        for a, c in zip(torch_specops.verify_exact(**alone), together, strict=True):
+            assert torch.equal(a[0], c[b])
+
+
+@pytest.mark.parametrize("op", ["filter_logits", "sample", "verify_exact"])
+def test_compiled(op: str) -> None:
+    """One graph for every value of the filters; absent filters are another graph, without any of it."""
+    cases = [
+        case.args
+        for case in sample_inputs(op, vocab_sizes=[1100, 2100], names=["filters_temperature"])
+        for _ in range(2)
+    ]
+    cases[1] = cases[1] | {"top_k": cases[1]["top_k"].flip(0), "top_p": cases[1]["top_p"].flip(0)}
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(torch_specops, op), fullgraph=True, dynamic=True)
+    compiled(**cases[0])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for args in cases:
+            got, expected = compiled(**args), getattr(torch_specops, op)(**args)
+            pairs = [(got, expected)] if op == "filter_logits" else list(zip(got, expected, strict=True))
+            for a, b in pairs:
+                if op == "sample" and a.is_floating_point():
+                    torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+                else:
+                    assert torch.equal(a, b)
+
+
+def test_absent_filters_compile_away() -> None:
+    """The graph of a call without filters calls no op of ours."""
+
+    def calls(**filters: Tensor) -> list[str]:
+        graphs: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+            from functorch.compile import make_boxed_func
+            from torch._dynamo.backends.common import aot_autograd
+
+            def record(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+                graphs.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+                return make_boxed_func(graph)
+
+            return aot_autograd(fw_compiler=record)(graph, example_inputs)
+
+        torch._dynamo.reset()
+        case = next(iter(sample_inputs("sample", vocab_sizes=[50], names=["k3"])))
+        torch.compile(torch_specops.sample, fullgraph=True, backend=backend)(**case.args, **filters)
+        return [name for name in graphs if "specops" in name]
+
+    assert calls() == []
+    assert calls(top_k=torch.full((6,), 3)) == ["specops.filter_bounds.default"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bounds_opcheck(dtype: torch.dtype) -> None:
+    """The CPU's own op, which finds the bounds."""
+    logits = torch.randn(2, 3, 37, generator=torch.Generator().manual_seed(0)).to(dtype)
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for top_k in (None, torch.tensor([3, 0])):
+        args = (logits, torch.tensor([0.5, 0.0]), top_k, torch.tensor([0.9, 0.5]), None)
+        outcome = torch.library.opcheck(torch.ops.specops.filter_bounds.default, args, test_utils=utilities)
+        assert outcome == dict.fromkeys(utilities, "SUCCESS")
