@@ -42,6 +42,7 @@ KERNELS = {
     "verify_exact.stats": exact.stats_kernel,
     "verify_exact.residual": exact.residual_kernel,
     "verify_exact.draw": exact.draw_kernel,
+    "verify_block.ratio": block.ratio_kernel,
     "verify_block.reach": block.reach_kernel,
     "verify_block.residual": block.residual_kernel,
     "verify_block.draw": block.draw_kernel,
@@ -60,6 +61,7 @@ TYPES = {
     "num_accepted_ptr": "*i64",
     "output_tokens_ptr": "*i64",
     "tokens_ptr": "*i64",
+    "ratio_ptr": "*fp64",
     "reach_ptr": "*fp64",
     "top_ptr": "*i32",
     "top_k_ptr": "*i64",
@@ -110,9 +112,15 @@ def builds() -> Iterator[Build]:
         {"TILE": TILES[2], "BLOCK_T": 256},
         {"BLOCK_K": 32},
         {"FILTERED": True, "ARGMAX_LENIENT": True},
+        {"FILTERED": True, "TILE": TILES[1], "BLOCK_T": 128},
+        {"FILTERED": True, "TILE": TILES[2], "BLOCK_T": 256},
         {"tokens": "i32", "uniforms": "fp64"},
     ):
-        yield from (build for build in _op_builds("bf16", "bf16", **option) if "draft_lse" not in build.config)
+        for build in _op_builds("bf16", "bf16", **option):
+            # A kernel that does not know the option would be built twice alike.
+            is_new = "FILTERED" not in option or "FILTERED" in KERNELS[build.kernel].arg_names
+            if is_new and "draft_lse" not in build.config:
+                yield build
 
 
 def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[Build]:

@@ -61,6 +61,13 @@ class Sample(nn.Module):
         return torch_specops.sample(logits, uniforms, temperature)
 
 
+class SampleFiltered(nn.Module):
+    def forward(
+        self, logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.sample(logits, uniforms, temperature, top_k, top_p)
+
+
 # module -> its op, the names of its inputs
 MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     VerifyExact: (
@@ -81,6 +88,7 @@ MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
         ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms"),
     ),
     Sample: ("sample", ("logits", "uniforms", "temperature")),
+    SampleFiltered: ("sample", ("logits", "uniforms", "temperature", "top_k", "top_p")),
 }
 
 
@@ -100,6 +108,8 @@ def inputs(module: type[nn.Module], batch: int, seed: int = 0) -> tuple[Tensor, 
         "draft_lse": scaled.logsumexp(-1),
         "logits": target_logits[:, 0].contiguous(),
         "uniforms": torch.rand(batch, generator=g),
+        "top_k": torch.arange(batch) % 4 * 5,
+        "top_p": torch.tensor([0.9, 1.0, 0.5]).repeat(batch // 3 + 1)[:batch],
     }
     return tuple(values[name] for name in MODULES[module][1])
 
@@ -176,3 +186,14 @@ def test_aot_inductor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FRESH_PROCESS, package, str(tmp_path / "cases.pt")]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (finished.returncode, finished.stdout.strip()) == (0, "equal"), finished.stderr
+
+
+def test_aot_inductor_with_filters(tmp_path: Path) -> None:
+    """The package calls the op that finds the bounds on CPU, so it needs torch_specops at hand, as here."""
+    arguments = inputs(SampleFiltered, batch=4)
+    program = torch.export.export(SampleFiltered(), arguments)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "sample.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for seed in range(3):
+        fresh = inputs(SampleFiltered, batch=4, seed=seed)
+        assert_same(loaded(*fresh), SampleFiltered()(*fresh))

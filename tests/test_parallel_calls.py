@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from functorch.compile import make_boxed_func
 from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -77,17 +78,20 @@ def compiled_step(options: dict[str, Any]) -> Callable[..., Result]:
     return step
 
 
-def run_compiled(backend: str, dtensor: bool) -> tuple[list[list[str]], list[tuple[Tensor, ...]]]:
+def run_compiled(backend: str, dtensor: bool, split: Split) -> tuple[list[list[str]], list[tuple[Tensor, ...]]] | None:
     """The collectives of every graph, and the results of two calls compiled and in eager."""
+    group = split.group()
+    if group is None:
+        return None
     graphs: list[list[str]] = []
 
-    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def record(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)])
-        return make_boxed_func(graph.forward) if backend == "record" else compile_fx_inner(graph, inputs)
+        return make_boxed_func(graph.forward) if backend == "record" else compile_fx_inner(graph, inputs, **options)
 
-    split = Split((5, 5, 5, 2))
-    args = [split.cut(base_case(17, accept_uniforms=torch.full((64, 3), u)), dist.group.WORLD) for u in (0.5, 0.9)]
-    options: dict[str, Any] = {"group": dist.group.WORLD, "shard_sizes": split.sizes}
+    recorder = aot_autograd(fw_compiler=record) if backend == "record" else partial(compile_fx, inner_compile=record)
+    args = [split.cut(base_case(17, accept_uniforms=torch.full((64, 3), u)), group) for u in (0.5, 0.9)]
+    options: dict[str, Any] = {"group": group, "shard_sizes": split.sizes}
     args = [{name: value for name, value in each.items() if name not in options} for each in args]
     if dtensor:
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -99,7 +103,7 @@ def run_compiled(backend: str, dtensor: bool) -> tuple[list[list[str]], list[tup
                 stride = (17 * shape[1], 17, 1)
                 each[name] = DTensor.from_local(local, mesh, [Shard(-1)], shape=shape, stride=stride)
     eager = compiled_step(options)
-    compiled = torch.compile(eager, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+    compiled = torch.compile(eager, fullgraph=True, backend=recorder)
     results = []
     try:
         for i, each in enumerate(args):
@@ -110,14 +114,23 @@ def run_compiled(backend: str, dtensor: bool) -> tuple[list[list[str]], list[tup
     return graphs, results
 
 
+FOUR, TWO = Split((5, 5, 5, 2)), Split((9, 8))
+
+
 @pytest.mark.parametrize(
-    "backend, dtensor",
-    [("record", False), ("record", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
-    ids=["shards", "DTensors", "inductor"],
+    "backend, dtensor, split",
+    [
+        ("record", False, FOUR),
+        ("record", True, FOUR),
+        ("record", False, TWO),
+        pytest.param("inductor", False, TWO, marks=pytest.mark.slow),
+    ],
+    ids=["shards", "DTensors", "two", "inductor"],
 )
-def test_one_graph_with_three_collectives(backend: str, dtensor: bool, ranks: Ranks) -> None:
+def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split, ranks: Ranks) -> None:
     expected = ["_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"] * 3
-    every = ranks(run_compiled, backend, dtensor)
+    every = [result for result in ranks(run_compiled, backend, dtensor, split) if result is not None]
+    assert len(every) == len(split.sizes)
     for graphs, (first, first_eager, second, second_eager) in every:
         assert graphs == [expected]
         for compiled, eager in ((first, first_eager), (second, second_eager)):

@@ -121,11 +121,16 @@ def distances(z_p: Tensor, z_q: Tensor) -> dict[str, dict[str, float]]:
     "accepted", mean acceptance rate; "tail", mean probability of tokens that neither law gives a thousandth."""
     p, q = z_p.softmax(-1), z_q.softmax(-1)
     rare = (p < 1e-3) & (q < 1e-3)
-    laws = {name: emitted_law(q, *scores) for name, *scores in score_pairs(z_p, z_q)}
-    laws |= {f"softmax, lenience {lenience}": lenient_law(p, q, lenience) for lenience in (0.5, 0.3, 0.1)}
-    laws["the draft alone"] = q, torch.ones(len(q))
+
+    def laws() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        for name, *scores in score_pairs(z_p, z_q):
+            yield name, emitted_law(q, *scores)
+        for lenience in (0.5, 0.3, 0.1):
+            yield f"softmax, lenience {lenience}", lenient_law(p, q, lenience)
+        yield "the draft alone", (q, torch.ones(len(q)))
+
     found = {}
-    for name, (law, kept) in laws.items():
+    for name, (law, kept) in laws():
         found[name] = {
             "distance": round(float(total_variation(law, p).mean()), 6),
             "from_draft": round(float(total_variation(law, q).mean()), 6),

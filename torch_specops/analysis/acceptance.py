@@ -53,8 +53,11 @@ def acceptance_probability(
     p, q = _probabilities(target_logits, temperature), _probabilities(draft_logits, temperature)
     # Sums of rounded numbers may exceed one in the last digit.
     sampled = torch.minimum(p / lenience, q).sum(-1).clamp(max=1.0)
+    is_greedy = _temperature(temperature, target_logits) == 0
+    if not bool(is_greedy.any()):
+        return sampled
     greedy = (q * _accepted_when_greedy(target_logits, argmax_lenience)).sum(-1)
-    return torch.where(_temperature(temperature, target_logits) == 0, greedy, sampled)
+    return torch.where(is_greedy, greedy, sampled)
 
 
 def token_acceptance_probability(
@@ -174,15 +177,14 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: float |
 def _probabilities(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """[.., V] float64 softmax(logits / T), one-hot at T = 0; zero where no entry is finite (docs/math.md,
     section 3)."""
-    temperature = _temperature(temperature, logits).unsqueeze(-1)
-    z = _clean(logits)
-    z = torch.where(z == -math.inf, z, (z / temperature.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX))
-    highest = z.amax(-1, keepdim=True)
-    has_law = highest > -math.inf
-    weights = torch.exp(z - torch.where(has_law, highest, 0.0))
-    one_hot = torch.zeros_like(z).scatter(-1, _clean(logits).argmax(-1, keepdim=True).expand_as(highest), 1.0)
-    weights = torch.where(temperature == 0, one_hot, weights)
-    return torch.where(has_law, weights / weights.sum(-1, keepdim=True), 0.0)
+    t = _temperature(temperature, logits).unsqueeze(-1)
+    x = _clean(logits)
+    z = (x / t.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    law = z.masked_fill_(x == -math.inf, -math.inf).softmax(-1)
+    if bool((t == 0).any()):
+        one_hot = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
+        law = torch.where(t == 0, one_hot, law)
+    return torch.where(x.amax(-1, keepdim=True) > -math.inf, law, 0.0)
 
 
 def _accepted_when_greedy(logits: Tensor, argmax_lenience: float) -> Tensor:
@@ -196,9 +198,8 @@ def _accepted_when_greedy(logits: Tensor, argmax_lenience: float) -> Tensor:
 
 
 def _clean(logits: Tensor) -> Tensor:
-    """[.., V] float64: NaN is -inf, anything else within float32's range."""
-    x = logits.double()
-    return torch.where(x.isnan() | (x == -math.inf), -math.inf, x.clamp(-FLOAT32_MAX, FLOAT32_MAX))
+    """[.., V] float64: NaN is -inf, +inf the largest float32."""
+    return logits.double().nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf).clamp(max=FLOAT32_MAX)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

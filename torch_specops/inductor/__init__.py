@@ -1,11 +1,11 @@
 """Plain PyTorch speculative sampling inside `torch.compile` becomes the op: an opt-in pass for Inductor.
 
-Nothing happens on import. Inside `with rewrite():`, or between `install()` and `uninstall()`, whatever Inductor compiles
-is searched for speculative sampling written in plain PyTorch: two softmaxes of logits, their values at the draft
-tokens, the test u < p / q, the leading acceptances, the residual max(p - q, 0) of the first rejected row, and a draw by
-inverse CDF. Its number of accepted drafts and its next token are then taken from `torch.ops.specops.verify_exact`,
-called with the code's own logits and uniform numbers. All else stays as it was written, such as how the output is put
-together; what nothing needs any more is removed.
+Nothing happens on import. Inside `with rewrite():`, or between `install()` and `uninstall()`, whatever Inductor
+compiles is searched for speculative sampling written in plain PyTorch: two softmaxes of logits, their values at the
+draft tokens, the test u < p / q, the leading acceptances, the residual max(p - q, 0) of the first rejected row, and a
+draw by inverse CDF. Its number of accepted drafts and its next token are then taken from
+`torch.ops.specops.verify_exact`, called with the code's own logits and uniform numbers. All else stays as it was
+written, such as how the output is put together; what nothing needs any more is removed.
 
 The tokens are those of the plain code, except where float32 rounding decides, and where the plain code has no law:
 
@@ -18,9 +18,9 @@ The tokens are those of the plain code, except where float32 rounding decides, a
 What is recognised, and what is refused for which reason, is a table in docs/design.md; `counters` says what was found.
 Only 3-dimensional logits, [B, K+1, V] and [B, K, V], are looked for.
 
-A graph is rewritten when it is compiled, which is at the first call, and stays as it was compiled. A graph that Inductor
-takes from its cache was rewritten when it was put there, so nothing is counted. torch keeps its settings per thread: the
-pass works for compilations of the thread that installed it.
+A graph is rewritten when it is compiled, which is at the first call, and stays as it was compiled. A graph that
+Inductor takes from its cache was rewritten when it was put there, so nothing is counted. torch may keep its settings
+per thread: the pass works for compilations of the thread that installed it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def install() -> None:
         return
     others = tuple(before) if isinstance(before, (list, tuple)) else () if before is None else (before,)
     ours = RewritePass(others, _report)
-    config.joint_custom_pre_pass = ours  # type: ignore[assignment]
+    config.joint_custom_pre_pass = ours
     _installed.stack.append((ours, before))
 
 

@@ -48,11 +48,12 @@ def looks_like_a_draw(token: Term) -> bool:
 
 
 def _is_draw(term: Term) -> bool:
-    if term.op == "random":
-        return True
-    if term.op == "argmax":
-        return True
-    return term.op == "sum" and term.args[0].op in ("lt", "le") and any(arg.op == "cumsum" for arg in term.args[0].args)
+    if term.op not in ("argmax", "sum"):
+        return term.op == "random"
+    test = term.args[0]
+    if test.op in ("lt", "le"):
+        return any(part.op == "cumsum" for part in test.cone())
+    return term.op == "argmax" and not is_boolean(test)
 
 
 def match(terms: Terms, token: Term) -> Match:

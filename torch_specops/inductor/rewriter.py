@@ -1,4 +1,4 @@
-"""The graph surgery: one call of the op, and what was computed from the walk over the drafts computed from its result."""
+"""The graph surgery: one call of the op, and from its result what was computed from the walk over the drafts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _token(reader: Reader, node: Node) -> Term | None:
 
 
 def _telling(refusals: list[tuple[Term, Refusal]], rewritten: Iterable[Term]) -> list[str]:
-    """One reason per draw: not of parts of what was rewritten, and of overlapping attempts the one that came furthest."""
+    """One reason per draw: none for parts of what was rewritten; of overlapping attempts that which came furthest."""
     parts: set[Term] = set()
     for term in rewritten:
         parts |= term.cone()
@@ -185,18 +185,15 @@ class _Surgery:
         found = self.found
         rows = None if found.draft_rows == found.count.params[1] else found.count.params[1]
         peeled = self._without_temperature()
-        options = [(found.target_logits, found.draft_logits, None)]
-        if peeled is not None:
-            options.insert(0, peeled)
-        for target, draft, divisor in options:
+        one = self.reader.terms.const(1)
+        for target, draft, divisor in (*peeled, (found.target_logits, found.draft_logits, one)):
             p, q = self._producer(target, LOGITS), self._producer(draft, LOGITS)
-            temperature: Node | float | None = None
-            if divisor is not None:
-                known = divisor.op == "const"
-                temperature = divisor.params[0] if known else self._producer(divisor, (torch.float32,))
-                if temperature is None:
-                    continue
-            if p is not None and q is not None:
+            temperature: Node | float | None
+            if divisor.op == "const":
+                temperature = None if divisor is one else divisor.params[0]
+            else:
+                temperature = self._producer(divisor, (torch.float32,))
+            if p is not None and q is not None and (divisor.op == "const" or temperature is not None):
                 break
         else:
             raise Refusal("the logits are not float32, bfloat16 or float16", 9)
@@ -206,19 +203,18 @@ class _Surgery:
             raise Refusal("the uniforms are not float32 or float64 values of the graph", 9)
         return [p, tokens, q, *(node for node in uniforms if node is not None)], temperature, rows
 
-    def _without_temperature(self) -> tuple[Term, Term, Term] | None:
-        """The logits and T where both are divided by one T: a positive number, or one per sequence or for all."""
+    def _without_temperature(self) -> list[tuple[Term, Term, Term]]:
+        """The logits and T, where both are divided by one T: a positive number, or one per sequence or for all."""
         scaled = (self.found.target_logits, self.found.draft_logits)
         if any(term.op != "div" for term in scaled):
-            return None
+            return []
         (target, p_divisor), (draft, q_divisor) = (term.args for term in scaled)
         (base, sources), (other, other_sources) = base_of(p_divisor), base_of(q_divisor)
         if base is not other or sources != other_sources:
-            return None
-        if base.op == "const":
-            return (target, draft, base) if _is_temperature(base.params[0]) else None
+            return []
         one_each = sources == (0, None, None) and base.shape == self.found.sample_uniforms.shape
-        return (target, draft, base) if one_each or base.shape == () else None
+        lawful = _is_temperature(base.params[0]) if base.op == "const" else one_each or base.shape == ()
+        return [(target, draft, base)] if lawful else []
 
     def _producer(self, term: Term, dtypes: tuple[torch.dtype, ...]) -> Node | None:
         """The first node that computes exactly this term, in one of these types."""
@@ -233,10 +229,10 @@ class _Surgery:
         reached = set(nodes)
         found = []
         for node in self.graph.nodes:
-            if self.order.get(node, limit + 1) <= limit and node not in reached:
-                if any(source in reached for source in node.all_input_nodes):
-                    reached.add(node)
-                    found.append(node)
+            before = self.order[node] <= limit and node not in reached
+            if before and any(source in reached for source in node.all_input_nodes):
+                reached.add(node)
+                found.append(node)
         return found
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -204,6 +204,9 @@ class Terms:
             return self.view(inner, sources, shape)
         if term.op == "slice" and term.params[0] == dim:
             return self.slice(term.args[0], dim, term.params[1] + start, length)
+        if term.op == "cumsum" and term.params == (dim,) and length == 1 and start == term.shape[dim] - 1:
+            sources = tuple(None if d == dim else d - (d > dim) for d in range(len(shape)))
+            return self.view(self.reduce("sum", term.args[0], dim), sources, shape)
         sunk = self._sunk(term, lambda x: self.slice(x, dim, start, length), dim, shape)
         return sunk or self.new("slice", (term,), (dim, start, length), shape)
 

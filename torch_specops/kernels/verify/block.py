@@ -10,14 +10,17 @@ Bytes per sequence, with s_p and s_q bytes a logit and C rows left, 0 <= C <= K:
     without draft_lse   V * ((K + 1 + C) * s_p + (K + C) * s_q)
     with draft_lse      V * ((K + 1 + C) * s_p + C * s_q)
     one-hot drafts      V * (K + 1 + C) * s_p
-and one tile of a row pair once more. What `verify_exact` does not read is not read here. Nothing of size [.., V] is
-written; the scratch is 8 bytes per (row, tile) of the rows above, 8 per (draft, tile) and 24 per draft.
+and one tile of a row pair once more; with filters, the search for the bounds of all rows comes first. As in
+`verify_exact`, rows behind a padded draft, draft rows of greedy sequences and sequences without a lawful temperature
+are not read. Nothing of size [.., V] is written; the scratch is 8 bytes per (row, tile) of the rows read first, 8 per
+(draft, tile) and 32 per draft.
 
-Four launches, each a grid over what it writes, so there are no races, atomics or counters:
+Five launches (three for K = 0), each a grid over what it writes, so there are no races, atomics or counters:
 1. `stats_kernel` of `verify_exact`, one program per (row, tile).
-2. `reach_kernel`, one program per sequence: combines the partials, and P_i; which rows are left, or n if none is.
-3. `residual_kernel`, one program per (draft, tile): sums the residual weights of its tile, if its row is left.
-4. `draw_kernel`, one program per sequence: decides n, picks the tile that s falls into, rescans it, writes the row.
+2. `ratio_kernel` (`block_reach.py`), one program per draft: combines the partials of its two rows, p / q of its token.
+3. `reach_kernel` (`block_reach.py`), one program per sequence: P_i; which rows are left, or n if none is.
+4. `residual_kernel`, one program per (draft, tile): sums the residual weights of its tile, if its row is left.
+5. `draw_kernel`, one program per sequence: decides n, picks the tile that s falls into, rescans it, writes the row.
 """
 
 import torch
@@ -26,9 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import launch
+from ..filter import filter_bounds
 from ..launch import wrap_triton
 from ..rows import (
     FLOAT32_MAX,
+    bounds_of,
     combine_argmax,
     combine_stats,
     inverse_temperature,
@@ -41,156 +46,13 @@ from ..rows import (
     tile_tokens,
 )
 from . import walk
-from .exact import residual_weights, stats_kernel
-from .walk import count_valid, load_scaled, stats_from_lse, store_output
+from .block_reach import ratio_kernel, reach_kernel
+from .exact import stats_kernel
+from .exact_residual import residual_weights
+from .walk import store_output
 
 __all__ = ["verify_block"]
 
-# The exponential of the first is finite in float64; so is the product of the second with it.
-LARGEST_EXPONENT = tl.constexpr(300.0)
-LARGEST_SCALE = tl.constexpr(1e150)
-
-
-@triton.jit
-def compose(scale, cap, next_scale, next_cap):
-    """x -> min(x * scale, cap), then x -> min(x * next_scale, next_cap), as one such map."""
-    return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_u_b",
-        "stride_u_k",
-        "stride_t",
-        "stride_lse_b",
-        "stride_lse_k",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-    ]
-)
-def reach_kernel(
-    target_ptr,  # [B, K+1, V]
-    draft_ptr,  # [B, K, V]
-    draft_tokens_ptr,  # [B, K]
-    accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B]
-    draft_lse_ptr,  # [B, K]
-    partial_ptr,  # [B, R, num_tiles, 2], R = K+1 target rows, then K draft rows if they are read
-    reach_ptr,  # [B, K] float64 P_i where the block may end before draft i, else -1
-    state_ptr,  # [B, K, 4] shift and weight of p_i, of q_i
-    num_accepted_ptr,  # [B]; -1 where the residuals are to decide
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    stride_tokens_b,
-    stride_tokens_k,
-    stride_u_b,
-    stride_u_k,
-    stride_t,
-    stride_lse_b,
-    stride_lse_k,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    HAS_TEMPERATURE: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-    DRAFT_STATS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WALK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-
-    rows_per_sequence = num_drafts + 1
-    if DRAFT_STATS:
-        rows_per_sequence += num_drafts
-    first_row = b * rows_per_sequence
-    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
-
-    # n is the length of the block, or what a greedy sequence accepts; WALK drafts at a time, as in `verify_exact`.
-    reach_ptr += b * num_drafts
-    n = 0
-    walking = (num_valid > 0) & (temperature >= 0)
-    for start in range(0, num_drafts, WALK):
-        lane = tl.arange(0, WALK)
-        i = (start + lane).to(tl.int64)
-        live = walking & (i < num_valid)
-        x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-        first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-        if temperature == 0:
-            passed = live & (combine_argmax(first, second).to(tl.int64) == x)
-        else:
-            p_max, p_sum = combine_stats(first, second)
-            passed = live & (p_sum > 0)
-            p_max = tl.maximum(p_max, -FLOAT32_MAX)
-            z_p = load_scaled(
-                target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, passed
-            )
-            exponent = z_p.to(tl.float64) - p_max.to(tl.float64)
-            if ONE_HOT:
-                has_ratio = z_p > float("-inf")
-                q_max = tl.zeros((WALK,), tl.float32)
-                q_sum = tl.full((WALK,), 1.0, tl.float32)
-            else:
-                if DRAFT_STATS:
-                    first, second = load_partials(partial_ptr, first_row + num_drafts + 1 + i, num_tiles, live, BLOCK_T)
-                    q_max, q_sum = combine_stats(first, second)
-                    q_max = tl.maximum(q_max, -FLOAT32_MAX)
-                else:
-                    lse = tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k, mask=live, other=0.0)
-                    q_max, q_sum = stats_from_lse(lse)
-                z_q = load_scaled(
-                    draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, passed
-                )
-                has_ratio = (z_p > float("-inf")) & (z_q > float("-inf")) & (q_sum > 0)
-                exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)
-            sums = tl.where(q_sum == p_sum, 1.0, q_sum * reciprocal(p_sum)).to(tl.float64)
-            exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_EXPONENT), 0.0)
-            tl.store(reach_ptr + i, tl.where(has_ratio, tl.exp(exponent) * sums, 0.0), mask=live)
-            state = state_ptr + (b * num_drafts + i) * 4
-            tl.store(state, p_max, mask=live)
-            tl.store(state + 1, reciprocal(p_sum), mask=live)
-            tl.store(state + 2, q_max, mask=live)
-            tl.store(state + 3, reciprocal(q_sum), mask=live)
-        run = tl.min(tl.where(passed, WALK, lane), 0)
-        n += run
-        walking = walking & (run == WALK)
-
-    # The ratios p / q come back as one vector, and P takes their place. Lane k has what concerns the end of the block
-    # behind draft k, that is before draft k + 1.
-    tl.debug_barrier()
-    k = tl.arange(0, BLOCK_K)
-    ratio = tl.load(reach_ptr + k, mask=k < n, other=0.0)
-    tl.debug_barrier()
-    scale, cap = tl.associative_scan((ratio, tl.full((BLOCK_K,), 1.0, tl.float64)), 0, compose)
-    reach = tl.minimum(scale, cap)
-    u = tl.load(accept_uniforms_ptr + b * stride_u_b + k.to(tl.int64) * stride_u_k, mask=k < n, other=0.0)
-    passed = (k < n) & (reach > 0) & (u.to(tl.float64) < reach)
-    last_certain = tl.max(tl.where((k + 1 < n) & (reach == 1), k + 1, 0), 0)
-    end = tl.max(tl.where(passed, k + 1, 0), 0)
-    open = (end < n) & (temperature > 0)
-    candidate = open & (passed | (k + 1 == last_certain)) & (k + 1 < n) & (k + 1 >= last_certain)
-    tl.store(reach_ptr + k + 1, tl.where(candidate, reach, -1.0), mask=k + 1 < num_drafts)
-    tl.store(reach_ptr + k, tl.where(open & (last_certain == 0), 1.0, -1.0), mask=(k == 0) & (k < num_drafts))
-    tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
-
 
 @triton.jit(
     do_not_specialize=[
@@ -206,6 +68,7 @@ def reach_kernel(
         "num_drafts",
         "vocab_size",
         "num_tiles",
+        "num_bounds",
     ]
 )
 def residual_kernel(
@@ -215,6 +78,7 @@ def residual_kernel(
     temperature_ptr,  # [B]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
+    bounds_ptr,  # [B, K+1 or 2K+1, 2]
     mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
     stride_target_b,
     stride_target_k,
@@ -228,8 +92,10 @@ def residual_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    num_bounds,
     HAS_TEMPERATURE: tl.constexpr,
     ONE_HOT: tl.constexpr,
+    FILTERED: tl.constexpr,
     TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -248,7 +114,16 @@ def residual_kernel(
         target_row_ptr = target_ptr + b * stride_target_b + i * stride_target_k
         lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
         z_p = load_own_tile(
-            target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+            target_row_ptr,
+            stride_target_v,
+            lead,
+            vocab_size,
+            tile,
+            inverse_t,
+            TILE,
+            TARGET_UNIT_STRIDE,
+            bounds_of(bounds_ptr, b, i, num_bounds, FILTERED),
+            FILTERED,
         )
         p_shift = tl.load(state_ptr + row * 4)
         p_weight = tl.load(state_ptr + row * 4 + 1) * reach.to(tl.float32)
@@ -268,6 +143,8 @@ def residual_kernel(
             ONE_HOT,
             DRAFT_UNIT_STRIDE,
             TILE,
+            bounds_of(bounds_ptr, b, num_drafts + 1 + i, num_bounds, FILTERED),
+            FILTERED,
         )
         tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
         tl.store(mass_ptr + program * 2 + 1, differs)
@@ -297,6 +174,7 @@ def load_mass(mass_ptr, row, num_tiles, live, BLOCK_T: tl.constexpr):
         "num_drafts",
         "vocab_size",
         "num_tiles",
+        "num_bounds",
     ]
 )
 def draw_kernel(
@@ -310,6 +188,7 @@ def draw_kernel(
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
     mass_ptr,  # [B, K, num_tiles, 2]
+    bounds_ptr,  # [B, K+1 or 2K+1, 2]
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,
@@ -327,9 +206,11 @@ def draw_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    num_bounds,
     HAS_TEMPERATURE: tl.constexpr,
     ONE_HOT: tl.constexpr,
     DRAFT_STATS: tl.constexpr,
+    FILTERED: tl.constexpr,
     TARGET_UNIT_STRIDE: tl.constexpr,
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -338,13 +219,14 @@ def draw_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
 
     n = tl.load(num_accepted_ptr + b)
     open = n < 0
@@ -368,7 +250,6 @@ def draw_kernel(
         if temperature == 0:
             next_token = tl.max(combine_argmax(first, second), 0)
         else:
-            inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
             row_max, row_sum = combine_stats(first, second)
             p_shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
             p_weight = reciprocal(tl.max(row_sum, 0))
@@ -384,7 +265,16 @@ def draw_kernel(
             lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
             v = tile_tokens(lead, tile, TILE)
             z_p = load_own_tile(
-                target_row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE
+                target_row_ptr,
+                stride_target_v,
+                lead,
+                vocab_size,
+                tile,
+                inverse_t,
+                TILE,
+                TARGET_UNIT_STRIDE,
+                bounds_of(bounds_ptr, b, n, num_bounds, FILTERED),
+                FILTERED,
             )
             weight = tl.exp(z_p - p_shift) * p_weight
             if has_residual:
@@ -406,6 +296,8 @@ def draw_kernel(
                     ONE_HOT,
                     DRAFT_UNIT_STRIDE,
                     TILE,
+                    bounds_of(bounds_ptr, b, num_drafts + 1 + n, num_bounds, FILTERED),
+                    FILTERED,
                 )
             next_token = pick_token(weight, v, threshold)
     store_output(
@@ -447,62 +339,84 @@ def verify_block(
     partial = torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device)
     mass = torch.empty(batch, num_drafts, num_tiles, 2, dtype=torch.float32, device=device)
     state = torch.empty(batch, num_drafts, 4, dtype=torch.float32, device=device)
-    reach = torch.empty(batch, num_drafts, dtype=torch.float64, device=device)
+    ratio = torch.empty(batch, num_drafts, dtype=torch.float64, device=device)
+    reach = torch.empty_like(ratio)
 
+    filtered = top_k is not None or top_p is not None or min_p is not None
     # An absent tensor is passed as a present one that the kernels do not touch.
+    bounds = partial
+    if filtered:
+        bounds = filter_bounds(target_logits, temperature, top_k, top_p, min_p, draft_logits, tile=tile)
     draft = target_logits if draft_logits is None else draft_logits
     t = sample_uniforms if temperature is None else temperature
     lse = accept_uniforms if draft_lse is None else draft_lse
-    block_t = launch.next_power_of_2(num_tiles)
-    one_hot = draft_logits is None
-    strides = {"TARGET_UNIT_STRIDE": target_logits.stride(2) == 1, "DRAFT_UNIT_STRIDE": draft.stride(2) == 1}
-    has_temperature = temperature is not None
-    rows = {"HAS_TEMPERATURE": has_temperature, "num_warps": launch.num_warps(tile)}
-    walks = {"BLOCK_K": launch.next_power_of_2(num_rows), "WALK": walk.width(block_t), "BLOCK_T": block_t}
+    strides = (*target_logits.stride(), *draft.stride(), *draft_tokens.stride())
+    u_strides = accept_uniforms.stride()
+    block_k, block_t = launch.next_power_of_2(num_rows), launch.next_power_of_2(num_tiles)
+    one_hot, has_temperature = draft_logits is None, temperature is not None
+    drafts = {"ONE_HOT": one_hot, "HAS_TEMPERATURE": has_temperature, "FILTERED": filtered}
+    tiles = {
+        "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
+        "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
+        "TILE": tile,
+        "num_warps": launch.num_warps(tile),
+    }
+    few_warps = launch.num_warps(walk.MAX_PARTIALS)
     wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
         target_logits,
         draft,
         draft_tokens,
         t,
         partial,
-        *target_logits.stride(),
-        *draft.stride(),
-        *draft_tokens.stride(),
+        *strides,
         t.stride(0),
         num_drafts,
         vocab_size,
         num_tiles,
+        bounds_ptr=bounds,
+        num_bounds=bounds.shape[1],
+        HAS_TEMPERATURE=has_temperature,
+        FILTERED=filtered,
         DRAFT_STATS=draft_stats,
-        TILE=tile,
-        BLOCK_K=walks["BLOCK_K"],
-        **strides,
-        **rows,
+        BLOCK_K=block_k,
+        **tiles,
     )
+    if num_drafts > 0:
+        wrap_triton(ratio_kernel)[(batch * num_drafts,)](
+            target_logits,
+            draft,
+            draft_tokens,
+            t,
+            lse,
+            partial,
+            bounds,
+            state,
+            ratio,
+            *strides,
+            t.stride(0),
+            *lse.stride(),
+            num_drafts,
+            vocab_size,
+            num_tiles,
+            bounds.shape[1],
+            DRAFT_STATS=draft_stats,
+            BLOCK_K=block_k,
+            BLOCK_T=block_t,
+            num_warps=few_warps,
+            **drafts,
+        )
     wrap_triton(reach_kernel)[(batch,)](
-        target_logits,
-        draft,
-        draft_tokens,
         accept_uniforms,
         t,
-        lse,
-        partial,
+        ratio,
         reach,
-        state,
         num_accepted,
-        *target_logits.stride(),
-        *draft.stride(),
-        *draft_tokens.stride(),
-        *accept_uniforms.stride(),
+        *u_strides,
         t.stride(0),
-        *lse.stride(),
         num_drafts,
-        vocab_size,
-        num_tiles,
         HAS_TEMPERATURE=has_temperature,
-        ONE_HOT=one_hot,
-        DRAFT_STATS=draft_stats,
-        num_warps=launch.num_warps(walk.MAX_PARTIALS),
-        **walks,
+        BLOCK_K=block_k,
+        num_warps=few_warps,
     )
     if num_drafts > 0:
         wrap_triton(residual_kernel)[(batch * num_drafts * num_tiles,)](
@@ -512,18 +426,16 @@ def verify_block(
             t,
             reach,
             state,
+            bounds,
             mass,
-            *target_logits.stride(),
-            *draft.stride(),
-            *draft_tokens.stride(),
+            *strides,
             t.stride(0),
             num_drafts,
             vocab_size,
             num_tiles,
-            ONE_HOT=one_hot,
-            TILE=tile,
-            **strides,
-            **rows,
+            bounds.shape[1],
+            **drafts,
+            **tiles,
         )
     wrap_triton(draw_kernel)[(batch,)](
         target_logits,
@@ -536,22 +448,22 @@ def verify_block(
         reach,
         state,
         mass,
+        bounds,
         num_accepted,
         output_tokens,
-        *target_logits.stride(),
-        *draft.stride(),
-        *draft_tokens.stride(),
-        *accept_uniforms.stride(),
+        *strides,
+        *u_strides,
         sample_uniforms.stride(0),
         t.stride(0),
         num_drafts,
         vocab_size,
         num_tiles,
-        ONE_HOT=one_hot,
+        bounds.shape[1],
         DRAFT_STATS=draft_stats,
-        TILE=tile,
-        **walks,
-        **strides,
-        **rows,
+        BLOCK_K=block_k,
+        WALK=walk.width(block_t),
+        BLOCK_T=block_t,
+        **drafts,
+        **tiles,
     )
     return output_tokens, num_accepted

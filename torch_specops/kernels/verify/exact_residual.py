@@ -145,10 +145,11 @@ def residual_kernel(
     inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
 
     # The walk, WALK drafts at a time; nothing is live behind a failure. A loop whose end depends on the data would make
-    # every reduction in it a call.
+    # every reduction in it a call. What bounds add is not hoisted out of the loop, which mostly takes one turn: hoisted
+    # addresses made `ptxas` spill.
     n = 0
     walking = (num_valid > 0) & (temperature >= 0)
-    for start in range(0, num_drafts, WALK):
+    for start in tl.range(0, num_drafts, WALK, disable_licm=FILTERED or ARGMAX_LENIENT):
         lane = tl.arange(0, WALK)
         i = (start + lane).to(tl.int64)
         live = walking & (i < num_valid)

@@ -1,0 +1,245 @@
+"""`verify_block` beyond what all ops are tested for: how it relates to `verify_exact`, where a block ends, and the
+numbers that decide. The oracle grid, compile, export, opcheck and bad input are with the other ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torch_specops
+from torch_specops import reference
+from torch_specops.cpu.block import _reach
+from torch_specops.testing import Case, compare, rounding_rows, sample_inputs
+
+INF, NAN = math.inf, math.nan
+BELOW_ONE = 1 - 2.0**-24
+VERIFIERS = [torch_specops.verify_block, reference.verify_block]
+Verify = Callable[..., tuple[Tensor, Tensor]]
+
+both = pytest.mark.parametrize("verify", VERIFIERS, ids=["op", "oracle"])
+
+
+def block(num_drafts: int, vocab_size: int = 5, seed: int = 0, noise: float = 1.0) -> dict[str, Any]:
+    """One sequence whose drafts are drawn from their logits."""
+    g = torch.Generator().manual_seed(seed)
+    target = 2 * torch.randn(1, num_drafts + 1, vocab_size, generator=g)
+    draft = target[:, :-1] + noise * torch.randn(1, num_drafts, vocab_size, generator=g)
+    tokens, _ = reference.sample(draft[0], torch.rand(num_drafts, generator=g))
+    return {
+        "target_logits": target,
+        "draft_tokens": tokens.view(1, num_drafts),
+        "draft_logits": draft,
+        "accept_uniforms": torch.rand(1, num_drafts, generator=g),
+        "sample_uniforms": torch.rand(1, generator=g),
+    }
+
+
+def reach_of(args: dict[str, Any]) -> list[float]:
+    """P_0 .. P_K of the first sequence, in float64."""
+    p, q = (args[name][0].double().softmax(-1) for name in ("target_logits", "draft_logits"))
+    reach = [1.0]
+    for i, x in enumerate(args["draft_tokens"][0].tolist()):
+        reach.append(min(reach[i] * float(p[i, x] / q[i, x]), 1.0))
+    return reach
+
+
+def probability_of(args: dict[str, Any], i: int) -> float:
+    """h_i for 0 < i < K."""
+    p, q = (args[name][0].double().softmax(-1) for name in ("target_logits", "draft_logits"))
+    reach = reach_of(args)[i]
+    mass = float((reach * p[i] - q[i]).clamp(min=0).sum())
+    return mass / (mass + 1 - reach)
+
+
+@both
+@pytest.mark.parametrize(
+    "names", [["k1"], ["one_hot"], ["lse"], ["pad_head"], ["greedy_mixed"], ["draft_nan"], ["masked"]]
+)
+def test_one_draft_is_verified_as_by_verify_exact(verify: Verify, names: list[str]) -> None:
+    rows = 0
+    for case in sample_inputs("verify_block", vocab_sizes=[2, 17, 130], names=names):
+        first = {
+            name: value if value is None or value.dim() == 1 else value[:, : 2 if name == "target_logits" else 1]
+            for name, value in case.args.items()
+        }
+        certain = ~rounding_rows(Case(case.name, "verify_block", first))
+        certain &= ~rounding_rows(Case(case.name, "verify_exact", first))
+        for got, expected in zip(verify(**first), torch_specops.verify_exact(**first), strict=True):
+            assert torch.equal(got[certain], expected[certain]), case.name
+        rows += int(certain.sum())
+    assert rows >= 15
+
+
+@both
+def test_every_threshold_is_where_the_law_puts_it(verify: Verify) -> None:
+    """A uniform just below h_i accepts i drafts, one just above does not, whatever was rejected before it."""
+    margin, tested = 1e-5, 0
+    for seed in range(40):
+        args = block(3, seed=seed, noise=1.5)
+        thresholds = {3: reach_of(args)[3]} | {i: probability_of(args, i) for i in (1, 2)}
+        for i, h in thresholds.items():
+            for u, accepted in ((h - margin, True), (h + margin, False)):
+                if 0 <= u < 1:
+                    uniforms = torch.full((1, 3), BELOW_ONE, dtype=torch.float64)
+                    uniforms[0, i - 1] = u
+                    # Without a certain draft elsewhere, which 1 - 2**-24 would accept.
+                    if all(other == i or thresholds[other] < 0.999 for other in thresholds):
+                        _, n = verify(**args | {"accept_uniforms": uniforms})
+                        assert int(n) == (i if accepted else 0), (seed, i, accepted)
+                        tested += 1
+    assert tested > 50
+
+
+@both
+def test_a_rejection_does_not_end_the_walk(verify: Verify) -> None:
+    """Sun et al., section 3: p = (1/3, 2/3), q = (2/3, 1/3). 0 is half as likely as drafted, 1 twice."""
+    p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+    uniforms, s = torch.full((1, 2), 0.9), torch.tensor([0.5])
+    args = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2), uniforms, s)
+    assert int(torch_specops.verify_exact(*args)[1]) == 0
+    output, n = verify(*args)
+    assert output.tolist() == [[0, 1, 1]] and n.tolist() == [2]
+
+
+@both
+def test_p_of_one_accepts_all_before_it(verify: Verify) -> None:
+    """x_1 has p > q, x_2 p = 0: nothing behind x_1 can be accepted, and x_1 is, for every uniform."""
+    target, draft = torch.zeros(1, 3, 4), torch.zeros(1, 2, 4)
+    target[0, 0, 1] = 1.0
+    target[0, 1, 2] = -INF
+    for u in (0.0, 0.5, BELOW_ONE):
+        output, n = verify(target, torch.tensor([[1, 2]]), draft, torch.full((1, 2), u), torch.tensor([0.99]))
+        assert int(n) == 1 and output[0, 0] == 1 and output[0, 1] in (0, 1, 3)
+
+
+@both
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_equal_rows_accept_everything(verify: Verify, num_drafts: int) -> None:
+    """p = q bit for bit: P stays 1, so no uniform rejects."""
+    args = block(num_drafts, vocab_size=40, seed=num_drafts, noise=0.0)
+    assert torch.equal(args["target_logits"][:, :-1], args["draft_logits"])
+    output, n = verify(**args | {"accept_uniforms": torch.full((1, num_drafts), BELOW_ONE)})
+    assert int(n) == num_drafts
+    assert output[0, :-1].tolist() == args["draft_tokens"][0].tolist()
+
+
+@both
+def test_an_empty_residual_under_p_of_one_draws_from_p(verify: Verify) -> None:
+    """Equal rows, but the second token is one that the draft excludes and so never drew: the first one stands."""
+    logits = torch.tensor([0.0, 0.0, -INF])
+    output, n = verify(
+        logits.expand(1, 3, 3),
+        torch.tensor([[0, 2]]),
+        logits.expand(1, 2, 3),
+        torch.full((1, 2), 0.9),
+        torch.tensor([0.7]),
+    )
+    assert output.tolist() == [[0, 1, -1]] and n.tolist() == [1]
+
+
+ENDS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "padding": lambda args: args["draft_tokens"].__setitem__((0, 1), -1),
+    "padding above": lambda args: args["draft_tokens"].__setitem__((0, 1), 5),
+    "no target row": lambda args: args["target_logits"].__setitem__((0, 1), -INF),
+    "no draft row": lambda args: args["draft_logits"].__setitem__((0, 1), NAN),
+}
+
+
+@both
+@pytest.mark.parametrize("end", ENDS)
+def test_where_no_draft_can_follow_the_block_ends(verify: Verify, end: str) -> None:
+    """Behind x_1 stands padding, or a row without a law: x_1 is accepted with probability P_1, what follows it drawn
+    from p, and nothing behind matters."""
+    tested = 0
+    for seed in range(30):
+        args = block(4, seed=seed, noise=2.0)
+        reach = reach_of(args)[1]
+        ENDS[end](args)
+        if not 0.01 < reach < 0.99:
+            continue
+        for u, accepted in ((reach - 1e-4, 1), (reach + 1e-4, 0)):
+            args["accept_uniforms"][:] = 0.0
+            args["accept_uniforms"][0, 0] = u
+            output, n = verify(**args)
+            assert int(n) == accepted
+            if accepted:
+                expected, _ = reference.sample(args["target_logits"][:, 1], args["sample_uniforms"])
+                assert output[0].tolist() == [int(args["draft_tokens"][0, 0]), int(expected), -1, -1, -1]
+            changed = {name: value.clone() for name, value in args.items()}
+            changed["target_logits"][0, 2:], changed["draft_logits"][0, 2:] = 7.0, NAN
+            changed["draft_tokens"][0, 2:], changed["accept_uniforms"][0, 1:] = 0, 0.5
+            assert all(torch.equal(a, b) for a, b in zip(verify(**changed), (output, n), strict=True))
+            tested += 1
+    assert tested >= 10
+
+
+def test_long_products_neither_cancel_nor_vanish() -> None:
+    """Ratios of 1e-30 and 1e30 in turn: P comes back to 1 each time, through values that float32 cannot multiply."""
+    num_drafts, gap = 12, 30 * math.log(10)
+    target, draft = torch.zeros(2, num_drafts + 1, 2), torch.zeros(2, num_drafts, 2)
+    target[:, 0:-1:2, 0] = -gap
+    draft[:, 1::2, 0] = -gap
+    tokens = torch.zeros(2, num_drafts, dtype=torch.int64)
+    # The second sequence has one rejection for good.
+    target[1, 6, 0] = -INF
+    case = Case(
+        "long products",
+        "verify_block",
+        {
+            "target_logits": target,
+            "draft_tokens": tokens,
+            "draft_logits": draft,
+            "accept_uniforms": torch.full((2, num_drafts), 0.9),
+            "sample_uniforms": torch.full((2,), 0.5),
+        },
+    )
+    for verify in VERIFIERS:
+        assert verify(**case.args)[1].tolist() == [12, 6]
+        assert compare(case, verify(**case.args)).wrong == []
+
+
+ratios = st.one_of(
+    st.sampled_from((0.0, 1.0, 1e-300, 1e300, 5e-324, INF)), st.floats(0, 4), st.floats(-300, 300).map(lambda x: 10**x)
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(ratios, min_size=1, max_size=12))
+def test_p_without_a_loop_is_p(values: list[float]) -> None:
+    """The least of the products of the last ratios, against the recurrence; where a product leaves float64's range
+    the two may part."""
+    expected, in_range = [1.0], True
+    for value in values:
+        in_range &= value == 0 or expected[-1] == 0 or expected[-1] * value > 1e-290
+        expected.append(min(expected[-1] * value, 1.0) if expected[-1] > 0 else 0.0)
+    ratio = torch.tensor([values], dtype=torch.float64)
+    got = _reach(ratio, torch.ones_like(ratio))[0]
+    assert ((got >= 0) & (got <= 1)).all()
+    if in_range:
+        torch.testing.assert_close(got, torch.tensor(expected[1:], dtype=torch.float64), rtol=1e-12, atol=0)
+    # Exactly 1 and exactly 0 decide on their own.
+    sticky = (ratio[0] == 0).cumsum(0) > 0
+    assert (got[sticky] == 0).all()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.2, 1.0, 3.0)))
+def test_smaller_uniforms_and_longer_blocks_never_accept_less(seed: int, num_drafts: int, noise: float) -> None:
+    """P at the end of a block is at least h there: padding the rest never loses the drafts before it that a longer
+    block would have ended at."""
+    args = block(num_drafts, vocab_size=7, seed=seed, noise=noise)
+    certain = not rounding_rows(Case("", "verify_block", args))[0]
+    _, n = torch_specops.verify_block(**args)
+    _, halved = torch_specops.verify_block(**args | {"accept_uniforms": args["accept_uniforms"] / 2})
+    assert int(halved) >= int(n)
+    shorter = args["draft_tokens"].clone()
+    shorter[0, int(n) :] = -1
+    _, padded = torch_specops.verify_block(**args | {"draft_tokens": shorter})
+    assert int(padded) == int(n) or not certain
