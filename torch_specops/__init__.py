@@ -32,8 +32,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name == "hf":
+    if name in ("hf", "parallel"):
         from importlib import import_module
 
-        return import_module(".hf", __name__)
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

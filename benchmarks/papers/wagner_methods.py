@@ -27,6 +27,8 @@ __all__ = [
     "METHODS",
     "SIGMOID",
     "UNIFORM",
+    "calls",
+    "calls_table",
     "measure",
     "scales",
     "steps_table",
@@ -135,6 +137,48 @@ def warm_up(options: Mapping[str, Any], vocab_size: int, device: str) -> None:
             generation._speculative_sampling(ids, draft, number, target, False)
 
 
+@torch.no_grad()
+def calls(
+    methods: Mapping[str, Mapping[str, Any]], vocab_size: int, numbers: Sequence[int], rounds: int, device: str
+) -> dict[str, dict[str, float]]:
+    """Median ms of one call on random logits, by method and number of drafts, in turns and without a model; and of
+    `torch.multinomial` alone, which the first two methods call."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {}
+    for number in numbers:
+        target = torch.randn(1, number + 1, vocab_size, generator=generator) * 3
+        draft = target[:, :number] + torch.randn(1, number, vocab_size, generator=generator)
+        ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), draft.argmax(-1)], 1)
+        inputs[number] = [each.to(device) for each in (ids, draft, target)]
+    law = inputs[numbers[0]][2][:, 0].softmax(-1)
+    times: dict[str, dict[str, list[float]]] = {name: {str(number): [] for number in numbers} for name in methods}
+    alone = []
+    for options in methods.values():
+        warm_up(options, vocab_size, device)
+    for _ in range(rounds):
+        started = time.perf_counter()
+        torch.multinomial(law, 1)
+        alone.append(time.perf_counter() - started)
+        for number, (ids, draft, target) in inputs.items():
+            for name, options in methods.items():
+                with assisted_generation(**options) as stats:
+                    generation._speculative_sampling(ids, draft, number, target, False)
+                times[name][str(number)] += stats.step_seconds
+    found = {
+        name: {number: round(statistics.median(own) * 1e3, 4) for number, own in by_number.items()}
+        for name, by_number in times.items()
+    }
+    return found | {"torch.multinomial": {"1": round(statistics.median(alone) * 1e3, 4)}}
+
+
+def calls_table(title: str, rows: Iterator[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
+    table = Table("", "method", "ms of one call, by number of drafts", title=title)
+    for subject, methods in rows:
+        for name, own in methods.items():
+            table.add_row(subject, name, ", ".join(f"{number}: {value:.2f}" for number, value in own.items()))
+    return table
+
+
 def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What is kept in the file: numbers, not texts."""
     return {
@@ -153,7 +197,19 @@ def reduction(own: float, baseline: float) -> str:
 def steps_table(title: str, quality: str, rows: Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]) -> Table:
     """Tables 1, 5, 6 and 8 in one: a line per subject and method."""
     table = Table(
-        *("", "method", quality, "sampling", "wall clock", "ms per step", "median", "accepted", "steps", "same text"),
+        *(
+            "",
+            "method",
+            quality,
+            "sampling",
+            "wall clock",
+            "ms per step",
+            "median",
+            "less",
+            "accepted",
+            "steps",
+            "same",
+        ),
         title=title,
     )
     for subject, methods in rows:
@@ -167,6 +223,7 @@ def steps_table(title: str, quality: str, rows: Iterator[tuple[str, Mapping[str,
                 reduction(own["wall_seconds"], baseline["wall_seconds"]),
                 f"{own['step_ms']:.3f} +- {own['step_ms_deviation']:.3f}",
                 f"{own['step_ms_median']:.3f}",
+                reduction(own["step_ms_median"], baseline["step_ms_median"]),
                 f"{own['accepted'] / own['drafted']:.3f}",
                 str(own["steps"]),
                 f"{own['identical']}",

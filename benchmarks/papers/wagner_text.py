@@ -31,7 +31,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
-from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
+from wagner_methods import (
+    BASELINE,
+    EAGER,
+    METHODS,
+    calls,
+    calls_table,
+    measure,
+    reduction,
+    scales,
+    steps_table,
+    without_outputs,
+)
 
 import torch_specops
 from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
@@ -197,6 +208,9 @@ def cells_of(chosen: Any) -> list[Cell]:
         return {"subject": subject, "device": chosen.device} | dict(zip(names, size, strict=True)) | more
 
     cells = []
+    for vocab_size in (256, 49152):
+        call = {"methods": METHODS, "vocab_size": vocab_size, "numbers": [1, *GAMMAS], "rounds": 40}
+        cells.append(Cell(f"calls/V={vocab_size}", calls, call | {"device": chosen.device}))
     for subject, size in sizes.items():
         law = {"subject": subject, "device": chosen.device} | dict(
             zip(("windows", "window"), law_sizes[subject], strict=True)
@@ -234,6 +248,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def show(console: Console, found: Mapping[str, Any]) -> None:
     rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
     console.print(steps_table("Tables 1, 5, 6 and 8", "ROUGE-1", iter(rows)))
+    rows = [(key, found[key]) for key in found if key.startswith("calls/")]
+    console.print(calls_table("Random logits, no model", iter(rows)))
     table = Table("", "scale", "ROUGE-1", "nats", "sampling", "accepted", "steps", title="Tables 2 and 7")
     for key in (key for key in found if key.startswith("scales/")):
         for name, own in found[key].items():
@@ -264,7 +280,7 @@ def show_laws(console: Console, found: Mapping[str, Any]) -> None:
     for key in (key for key in found if key.startswith("constants/")):
         own = found[key]
         console.print(
-            f"{key}: of all constants, sigmoid((z - mean lse - {own['offset']:g}) / {own['width']:g}) loses least: "
+            f"{key}: of all constants, sigmoid((z - mean lse {-own['offset']:+g}) / {own['width']:g}) loses least: "
             f"{own['distance']:.4f}, the draft alone {own['distance_of_draft']:.4f}"
         )
 

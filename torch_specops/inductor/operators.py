@@ -88,8 +88,6 @@ def _full(value: float | None) -> Read:
         if constant is None:
             constant = args.get("fill_value", args.get("s"))
         const = reader.tensor(constant)
-        if args.get("dtype") is not None and not args["dtype"].is_floating_point and isinstance(constant, float):
-            raise Unknown
         return reader.terms.view(const, (None,) * len(shape), shape)
 
     return read

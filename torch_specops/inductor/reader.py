@@ -40,7 +40,9 @@ class Reader:
         shape = tuple(map(size_of, value.shape))
         if node.op == "call_function":
             try:
-                return self._value_of_call(node, shape, value.dtype)
+                term = self._value_of_call(node, shape, value.dtype)
+                if term.shape == shape and _holds(base_of(term)[0], value.dtype):
+                    return term
             except Unknown:
                 pass
         return self.terms.leaf(node, shape, value.dtype == torch.bool)
@@ -119,6 +121,12 @@ class Reader:
             return reduced
         sources = tuple(None if d == axis else d - (d > axis) for d in range(len(term.shape)))
         return self.terms.view(reduced, sources, (*term.shape[:axis], 1, *term.shape[axis + 1 :]))
+
+
+def _holds(term: Term, dtype: torch.dtype) -> bool:
+    """Whether a constant keeps its value in this type."""
+    number = term.params[0] if term.op == "const" else 0
+    return not isinstance(number, float) or dtype.is_floating_point or number.is_integer()
 
 
 def _is_low(dtype: torch.dtype) -> bool:

@@ -56,6 +56,8 @@ def rewrite_graph(graph: Graph) -> Counters:
             rewritten[token] = token
         except Refusal as refusal:
             refusals.append((token, refusal))
+        except RecursionError:
+            refusals.append((token, Refusal("the expression is too deep", 0)))
     result.matched = len(rewritten)
     result.refused.update(_telling(refusals, rewritten))
     if result.matched:
@@ -98,6 +100,14 @@ def _mutates(graph: Graph) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A node, of which the (dimension, index) pairs are selected in turn."""
+
+    node: Node
+    selections: tuple[tuple[int, Size], ...] = ()
+
+
 class _Surgery:
     def __init__(self, graph: Graph, reader: Reader, found: Match) -> None:
         self.graph = graph
@@ -117,27 +127,23 @@ class _Surgery:
 
     def run(self) -> None:
         replaced = [node for node in self.reader.term if self._is_first(node)]
-        for node in replaced:
-            base, sources = base_of(self.reader.term[node])
-            if [source for source in sources if source is not None] != list(range(len(base.shape))):
-                raise Refusal("the result of the walk is laid out anew", 10)
+        self._check_layouts(replaced)
         self._check_other_users(set(replaced))
-        arguments, temperature, created_slice = self._arguments()
-        device = arguments[0].meta["val"].device
-        if any(node.meta["val"].device != device for node in (*arguments, temperature) if isinstance(node, Node)):
+        arguments, temperature = self._arguments()
+        sources = [source.node for source in (*arguments, temperature) if isinstance(source, _Source)]
+        if len({node.meta["val"].device for node in sources}) != 1:
             raise Refusal("the arguments are on several devices", 10)
-        anchor = max((n for n in (*arguments, temperature) if isinstance(n, Node)), key=self.order.__getitem__)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        anchor = max(anchor, *placeholders[-1:], key=self.order.__getitem__)
+        anchor = max((*sources, *placeholders[-1:]), key=self.order.__getitem__)
         moved = self._dependants(replaced, anchor)
-        if anchor in moved or any(node in moved for node in (*arguments, temperature)):
+        if any(node in moved for node in (anchor, *sources)):
             raise Refusal("a uniform number or a logit depends on how many drafts are accepted", 10)
         if any(_is_random(node) for node in moved):
             raise Refusal("random numbers are drawn between the walk and what it needs", 10)
 
         marker = anchor.next
         with self.graph.inserting_before(marker):
-            output_tokens, num_accepted = self._call_op(arguments, temperature, created_slice)
+            output_tokens, num_accepted = self._call_op(arguments, temperature)
             values = {node: self._value(node, output_tokens, num_accepted) for node in replaced}
         for node in moved:
             marker.prepend(node)
@@ -164,6 +170,12 @@ class _Surgery:
         sources = [self._result(source) for source in node.all_input_nodes if source in self.reader.term]
         return all(source is None or source[0] is not result[0] for source in sources)
 
+    def _check_layouts(self, replaced: list[Node]) -> None:
+        for node in replaced:
+            base, sources = base_of(self.reader.term[node])
+            if [source for source in sources if source is not None] != list(range(len(base.shape))):
+                raise Refusal("the result of the walk is laid out anew", 10)
+
     def _check_other_users(self, replaced: set[Node]) -> None:
         """What stays in the graph must not count past the walk: where rounding decides it could contradict the op."""
         tests = self.found.count.args[0]
@@ -180,28 +192,26 @@ class _Surgery:
             if base.op in RUNNING and base.args[0] in (tests, negated):
                 raise Refusal("the running count of rejections is used elsewhere", 10)
 
-    def _arguments(self) -> tuple[list[Node], Node | float | None, Size | None]:
-        """target_logits, draft_tokens, draft_logits, the uniforms; the temperature; how many of the draft's rows."""
+    def _arguments(self) -> tuple[list[_Source], _Source | float | None]:
+        """target_logits, draft_tokens, draft_logits and the uniforms; the temperature."""
         found = self.found
-        rows = None if found.draft_rows == found.count.params[1] else found.count.params[1]
-        peeled = self._without_temperature()
         one = self.reader.terms.const(1)
-        for target, draft, divisor in (*peeled, (found.target_logits, found.draft_logits, one)):
-            p, q = self._producer(target, LOGITS), self._producer(draft, LOGITS)
-            temperature: Node | float | None
+        for target, draft, divisor in (*self._without_temperature(), (found.target_logits, found.draft_logits, one)):
+            p, q = self._source(target, LOGITS), self._source(draft, LOGITS)
+            temperature: _Source | float | None
             if divisor.op == "const":
                 temperature = None if divisor is one else divisor.params[0]
             else:
-                temperature = self._producer(divisor, (torch.float32,))
+                temperature = self._source(divisor, (torch.float32,))
             if p is not None and q is not None and (divisor.op == "const" or temperature is not None):
                 break
         else:
             raise Refusal("the logits are not float32, bfloat16 or float16", 9)
-        tokens = self._producer(found.draft_tokens, TOKENS)
-        uniforms = [self._producer(term, UNIFORMS) for term in (found.accept_uniforms, found.sample_uniforms)]
-        if tokens is None or None in uniforms:
+        tokens = self._source(found.draft_tokens, TOKENS)
+        accept, sample = (self._source(u, UNIFORMS) for u in (found.accept_uniforms, found.sample_uniforms))
+        if tokens is None or accept is None or sample is None:
             raise Refusal("the uniforms are not float32 or float64 values of the graph", 9)
-        return [p, tokens, q, *(node for node in uniforms if node is not None)], temperature, rows
+        return [p, tokens, q, accept, sample], temperature
 
     def _without_temperature(self) -> list[tuple[Term, Term, Term]]:
         """The logits and T, where both are divided by one T: a positive number, or one per sequence or for all."""
@@ -216,12 +226,15 @@ class _Surgery:
         lawful = _is_temperature(base.params[0]) if base.op == "const" else one_each or base.shape == ()
         return [(target, draft, base)] if lawful else []
 
-    def _producer(self, term: Term, dtypes: tuple[torch.dtype, ...]) -> Node | None:
-        """The first node that computes exactly this term, in one of these types."""
+    def _source(self, term: Term, dtypes: tuple[torch.dtype, ...]) -> _Source | None:
+        """The first node that computes this term in one of these types, or what it is selected from."""
         for node, own in self.reader.term.items():
             if own is term and node.meta["val"].dtype in dtypes and node.meta["val"].layout == torch.strided:
-                return node
-        return None
+                return _Source(node)
+        if term.op != "select" or not isinstance(term.params[1], int):
+            return None
+        inner = self._source(term.args[0], dtypes)
+        return inner and _Source(inner.node, (*inner.selections, term.params))
 
     def _dependants(self, nodes: Iterable[Node], anchor: Node) -> list[Node]:
         """In order, what is computed from these nodes up to the anchor."""
@@ -246,24 +259,29 @@ class _Surgery:
         return node
 
     def _fake_mode(self) -> Any:
-        logits = self._producer(self.found.accept_uniforms, UNIFORMS)
-        mode = getattr(logits.meta["val"], "fake_mode", None) if logits is not None else None
+        mode = getattr(next(iter(self.reader.term)).meta["val"], "fake_mode", None)
         return contextlib.nullcontext() if mode is None else mode
 
-    def _call_op(
-        self, arguments: list[Node], temperature: Node | float | None, draft_rows: Size | None
-    ) -> tuple[Node, Node]:
+    def _node(self, source: _Source) -> Node:
+        node = source.node
+        for dim, index in source.selections:
+            node = self._call(torch.ops.aten.select.int, node, dim, index)
+        return node
+
+    def _call_op(self, arguments: list[_Source], temperature: _Source | float | None) -> tuple[Node, Node]:
         aten = torch.ops.aten
-        p, tokens, q, accept, sample = arguments
-        if draft_rows is not None:
+        p, tokens, q, accept, sample = map(self._node, arguments)
+        self.tokens = tokens
+        if self.found.draft_rows != self.found.count.params[1]:
             q = self._call(aten.slice.Tensor, q, 1, 0, self._size(tokens, 1))
         t: Node | None = None
-        if isinstance(temperature, Node) and temperature.meta["val"].dim() == 1:
-            t = temperature
+        if isinstance(temperature, _Source):
+            t = self._node(temperature)
+            if t.meta["val"].dim() == 0:
+                ones = self._call(aten.full_like.default, sample, 1.0, dtype=torch.float32)
+                t = self._call(aten.mul.Tensor, ones, t)
         elif temperature is not None:
-            number = 1.0 if isinstance(temperature, Node) else float(temperature)
-            t = self._call(aten.full_like.default, sample, number, dtype=torch.float32)
-            t = self._call(aten.mul.Tensor, t, temperature) if isinstance(temperature, Node) else t
+            t = self._call(aten.full_like.default, sample, float(temperature), dtype=torch.float32)
         call = self.graph.call_function(torch.ops.specops.verify_exact.default, (p, tokens, q, accept, sample, t))
         batch, num_drafts = tokens.meta["val"].shape
         device = tokens.meta["val"].device
@@ -290,9 +308,7 @@ class _Surgery:
         return self._call(aten.squeeze.dim, self._call(aten.gather.default, output_tokens, 1, index), 1)
 
     def _accepted_mask(self, output_tokens: Node, num_accepted: Node) -> Node:
-        tokens = self._producer(self.found.draft_tokens, TOKENS)
-        assert tokens is not None
-        length, device = self._size(tokens, 1), num_accepted.meta["val"].device
+        length, device = self._size(self.tokens, 1), num_accepted.meta["val"].device
         positions = self._call(
             torch.ops.prims.iota.default,
             length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False,
@@ -301,9 +317,7 @@ class _Surgery:
         return self._call(torch.ops.aten.lt.Tensor, positions, ends)
 
     def _all_accepted(self, output_tokens: Node, num_accepted: Node) -> Node:
-        tokens = self._producer(self.found.draft_tokens, TOKENS)
-        assert tokens is not None
-        return self._call(torch.ops.aten.eq.Scalar, num_accepted, self._size(tokens, 1))
+        return self._call(torch.ops.aten.eq.Scalar, num_accepted, self._size(self.tokens, 1))
 
     def _value(self, node: Node, output_tokens: Node, num_accepted: Node) -> Node:
         """What stands in for a node: its result in its layout and type."""

@@ -109,12 +109,16 @@ class Terms:
         return self.new("view", (base,), (sources,), shape)
 
     def broadcast(self, term: Term, shape: tuple[Size, ...]) -> Term:
-        base, sources = base_of(term)
-        if base.op == "const":
-            return base
+        if base_of(term)[0].op == "const":
+            return base_of(term)[0]
         extra = len(shape) - len(term.shape)
-        kept = (s if term.shape[i] == shape[i + extra] else None for i, s in enumerate(sources))
-        return self.view(base, (None,) * extra + tuple(kept), shape)
+        repeated = [d for d in range(len(term.shape)) if term.shape[d] != shape[d + extra]]
+        for d in reversed(repeated):
+            term = self.select(term, d, 0)
+        base, sources = base_of(term)
+        rest = iter(sources)
+        kept = tuple(None if d - extra in repeated or d < extra else next(rest) for d in range(len(shape)))
+        return self.view(base, kept, shape)
 
     def elementwise(self, op: str, args: Sequence[Term], shape: tuple[Size, ...]) -> Term:
         args = [self.broadcast(arg, shape) for arg in args]
@@ -325,7 +329,8 @@ class Terms:
             return term.params[0]
         if term.op == "count":
             return self.upper_bounds.get(term, term.params[1])
-        return term.args[1].params[0] if term.op == "minimum" and term.args[1].op == "const" else None
+        bounded = term.op == "minimum" and term.args[1].op == "const" and is_nonnegative(term.args[0])
+        return term.args[1].params[0] if bounded else None
 
     def _simplified(self, op: str, args: tuple[Term, ...], shape: tuple[Size, ...]) -> Term:
         rule = self.rules.get(op)
@@ -344,18 +349,22 @@ def is_boolean(term: Term) -> bool:
     return base.op in BOOLEAN or (base.op == "const" and base.params[0] in (0, 1))
 
 
-def is_nonnegative(term: Term) -> bool:
+def is_nonnegative(term: Term, depth: int = 8) -> bool:
+    """Whether it is known; `depth` bounds the search, for sums may be nested as deep as a model."""
     base, _ = base_of(term)
     if base.op == "const":
         return bool(base.params[0] >= 0)
+    if depth == 0:
+        return False
+    parts = (is_nonnegative(arg, depth - 1) for arg in base.args)
     if base.op == "maximum":
-        return any(map(is_nonnegative, base.args))
+        return any(parts)
     if base.op in STRUCTURE | {"sum"}:
-        return is_nonnegative(base.args[0])
+        return next(parts)
     if base.op == "where":
-        return all(map(is_nonnegative, base.args[1:]))
-    if base.op in ("div", "mul", "add"):
-        return all(map(is_nonnegative, base.args))
+        return all(list(parts)[1:])
+    if base.op in ("div", "mul", "add", "minimum"):
+        return all(parts)
     return base.op in ("softmax", "exp", "count", "argmax") or is_boolean(base)
 
 

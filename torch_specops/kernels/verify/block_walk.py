@@ -1,4 +1,4 @@
-"""The second and third kernel of `verify_block` (`block.py`): p / q of every draft, then where the block may end."""
+"""The small kernels of `verify_block` (`block.py`): p / q of every draft, where the block may end, where it does."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ from ..rows import (
 )
 from .walk import count_valid, load_scaled, stats_from_lse
 
-__all__ = ["ratio_kernel", "reach_kernel"]
+__all__ = ["decide_kernel", "ratio_kernel", "reach_kernel"]
 
 # The exponential of the first is finite in float64; so is the product of the second with it.
 LARGEST_EXPONENT = tl.constexpr(300.0)
@@ -184,5 +184,72 @@ def reach_kernel(
     candidate = open & (passed | (k + 1 == last_certain)) & (k + 1 < n) & (k + 1 >= last_certain)
     reach_ptr += b * num_drafts
     tl.store(reach_ptr + k + 1, tl.where(candidate, reach, -1.0), mask=k + 1 < num_drafts)
-    tl.store(reach_ptr + k, tl.where(open & (last_certain == 0), 1.0, -1.0), mask=(k == 0) & (k < num_drafts))
+    tl.store(reach_ptr, tl.where(open & (last_certain == 0), 1.0, -1.0))
     tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["stride_u_b", "stride_u_k", "stride_t", "num_drafts", "num_tiles"])
+def decide_kernel(
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B]
+    partial_ptr,  # [B, R, num_tiles, 2]
+    reach_ptr,  # [B, K] float64
+    state_ptr,  # [B, K, 4]
+    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
+    row_state_ptr,  # [B, 4] shift and weight of P p_n, of q_n
+    row_mass_ptr,  # [B, num_tiles, 2] the masses of row n; zero where the next token is drawn from p_n
+    num_accepted_ptr,  # [B]
+    stride_u_b,
+    stride_u_k,
+    stride_t,
+    num_drafts,
+    num_tiles,
+    HAS_TEMPERATURE: tl.constexpr,
+    DRAFT_STATS: tl.constexpr,
+    WALK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + b * stride_t)
+    if temperature > 0:
+        n = tl.load(num_accepted_ptr + b)
+        tile = tl.arange(0, BLOCK_T)
+        row_mass_ptr += (b * num_tiles + tile) * 2
+        if n < 0:
+            for start in range(0, num_drafts, WALK):
+                i = (start + tl.arange(0, WALK)).to(tl.int64)
+                reach = tl.load(reach_ptr + b * num_drafts + i, mask=i < num_drafts, other=-1.0)
+                candidate = reach > 0
+                mass, differs = load_partials(mass_ptr, b * num_drafts + i, num_tiles, candidate, BLOCK_T)
+                total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
+                total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
+                u_ptr = accept_uniforms_ptr + b * stride_u_b + (i - 1) * stride_u_k
+                u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
+                # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
+                accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
+                n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
+            tl.store(num_accepted_ptr + b, n)
+            row = b * num_drafts + n
+            source_ptr = mass_ptr + (row * num_tiles + tile) * 2
+            for part in tl.static_range(2):
+                tl.store(row_mass_ptr + part, tl.load(source_ptr + part, mask=tile < num_tiles), mask=tile < num_tiles)
+            weight = tl.load(state_ptr + row * 4 + 1) * tl.load(reach_ptr + row).to(tl.float32)
+            tl.store(row_state_ptr + b * 4, tl.load(state_ptr + row * 4))
+            tl.store(row_state_ptr + b * 4 + 1, weight)
+            tl.store(row_state_ptr + b * 4 + 2, tl.load(state_ptr + row * 4 + 2))
+            tl.store(row_state_ptr + b * 4 + 3, tl.load(state_ptr + row * 4 + 3))
+        else:
+            rows_per_sequence = num_drafts + 1
+            if DRAFT_STATS:
+                rows_per_sequence += num_drafts
+            only = b * rows_per_sequence + n + tl.zeros((1,), tl.int64)
+            first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+            row_max, row_sum = combine_stats(first, second)
+            tl.store(row_mass_ptr, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
+            tl.store(row_mass_ptr + 1, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
+            tl.store(row_state_ptr + b * 4, tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX))
+            tl.store(row_state_ptr + b * 4 + 1, reciprocal(tl.max(row_sum, 0)))
+            tl.store(row_state_ptr + b * 4 + 2, 0.0)
+            tl.store(row_state_ptr + b * 4 + 3, 0.0)
