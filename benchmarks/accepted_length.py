@@ -4,9 +4,9 @@
     python benchmarks/accepted_length.py --prompts 2000 --temperature 1.0 0.7 --num-draft-tokens 2 4 6 8 --out out.json
     python benchmarks/accepted_length.py --target DIR --draft DIR --text FILE.txt --device cuda
 
-Prompts are pieces of a held-out text, spread evenly over it. After each the draft model draws the largest K of tokens, the
-target scores them in one forward, and both verifiers get these logits and the same uniform numbers, `--repeats` times
-anew. A smaller K is the first K of the same drafts. No loop runs, so nothing but the verifier differs.
+Prompts are pieces of a held-out text, spread evenly over it. After each the draft model draws as many tokens as the
+largest K, the target scores them in one forward, and both verifiers get these logits and the same uniform numbers,
+`--repeats` times anew. A smaller K is the first K of the same drafts. No loop runs: only the verifier differs.
 
 Standard errors are over prompts, each the mean of its repeats; the gain is the mean of their differences.
 """

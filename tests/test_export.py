@@ -42,6 +42,21 @@ class VerifyOneHot(nn.Module):
         return torch_specops.verify_exact(target_logits, draft_tokens, None, accept_uniforms, sample_uniforms)
 
 
+class VerifyBlock(nn.Module):
+    def forward(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_logits: Tensor,
+        accept_uniforms: Tensor,
+        sample_uniforms: Tensor,
+        temperature: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_block(
+            target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, temperature
+        )
+
+
 class VerifySigmoid(nn.Module):
     def forward(
         self,
@@ -83,6 +98,10 @@ MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
         ),
     ),
     VerifyOneHot: ("verify_exact", ("target_logits", "draft_tokens", "accept_uniforms", "sample_uniforms")),
+    VerifyBlock: (
+        "verify_block",
+        ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature"),
+    ),
     VerifySigmoid: (
         "verify_sigmoid",
         ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms"),

@@ -167,7 +167,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert (got[0][:-4, 0] == 5).all()
 
 
-@pytest.mark.parametrize("op, limit", [("verify_exact", 3), ("verify_sigmoid", 2), ("sample", 2)])
+@pytest.mark.parametrize("op, limit", [("verify_exact", 3), ("verify_block", 6), ("verify_sigmoid", 2), ("sample", 2)])
 def test_number_of_launches(op: str, limit: int) -> None:
     case = next(testing.sample_inputs(op, device="cuda", vocab_sizes=[600]))
     call(case)
@@ -269,7 +269,9 @@ def test_filters_repeat_bit_for_bit_and_allocate_no_copy(dtype: torch.dtype) -> 
     assert torch.cuda.max_memory_allocated() - before <= 0.03 * x.nbytes
 
 
-@pytest.mark.parametrize("op, limit", [("verify_exact", 9 + 9 + 3), ("sample", 9 + 2), ("filter_logits", 9 + 1)])
+@pytest.mark.parametrize(
+    "op, limit", [("verify_exact", 9 + 9 + 3), ("verify_block", 9 + 9 + 6), ("sample", 9 + 2), ("filter_logits", 9 + 1)]
+)
 def test_number_of_launches_with_filters(op: str, limit: int) -> None:
     """Of two 16-bit types, so that target and draft rows need a search each."""
     (case,) = testing.sample_inputs(op, device="cuda", vocab_sizes=[600], names=["filters_temperature"])

@@ -22,6 +22,7 @@ RUNS = [
     ("verify_exact", "plain", 32, (1, 67)),
     ("verify_exact", FILTERED_VERIFY, 64, (37,)),
     ("verify_block", "plain", 32, (1, 67)),
+    ("verify_block", FILTERED_VERIFY, 64, (37,)),
     ("verify_sigmoid", "plain", 32, (1, 67)),
     ("sample", "plain", 32, (1, 2, 37, 64, 131)),
     ("sample", "plain", 256, (37, 600)),

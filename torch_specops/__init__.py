@@ -1,7 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
-Importing the package registers `torch.ops.specops.verify_exact`, `verify_sigmoid` and `sample`; it imports torch
-alone. `torch_specops.hf`, which imports transformers, is loaded when it is first used.
+Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
+`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, and `torch_specops.parallel`
+are loaded when they are first used.
 """
 
 from __future__ import annotations

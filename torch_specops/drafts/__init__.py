@@ -13,9 +13,20 @@ Example:
 
 from .base import Draft, DraftSource, LanguageModel
 from .early_exit import EarlyExit
+from .hierarchical import HierarchicalDraft
 from .model import ModelDraft
 from .ngram import NGram
 from .prompt_lookup import PromptLookup
 from .token_map import TokenMap
 
-__all__ = ["Draft", "DraftSource", "EarlyExit", "LanguageModel", "ModelDraft", "NGram", "PromptLookup", "TokenMap"]
+__all__ = [
+    "Draft",
+    "DraftSource",
+    "EarlyExit",
+    "HierarchicalDraft",
+    "LanguageModel",
+    "ModelDraft",
+    "NGram",
+    "PromptLookup",
+    "TokenMap",
+]

@@ -152,6 +152,8 @@ class _Surgery:
             node.replace_all_uses_with(value)
             # A later match takes what stands in for the node.
             self.reader.term[value] = self.reader.term.pop(node)
+        for node in reversed(replaced):
+            self.graph.erase_node(node)
 
     def _result(self, node: Node) -> tuple[Term, bool] | None:
         """Which of the results a node is, and whether negated."""

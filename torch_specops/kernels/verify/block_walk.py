@@ -216,7 +216,7 @@ def decide_kernel(
     if temperature > 0:
         n = tl.load(num_accepted_ptr + b)
         tile = tl.arange(0, BLOCK_T)
-        row_mass_ptr += (b * num_tiles + tile) * 2
+        chosen_ptr = row_mass_ptr + (b * num_tiles + tile) * 2
         if n < 0:
             for start in range(0, num_drafts, WALK):
                 i = (start + tl.arange(0, WALK)).to(tl.int64)
@@ -234,7 +234,7 @@ def decide_kernel(
             row = b * num_drafts + n
             source_ptr = mass_ptr + (row * num_tiles + tile) * 2
             for part in tl.static_range(2):
-                tl.store(row_mass_ptr + part, tl.load(source_ptr + part, mask=tile < num_tiles), mask=tile < num_tiles)
+                tl.store(chosen_ptr + part, tl.load(source_ptr + part, mask=tile < num_tiles), mask=tile < num_tiles)
             weight = tl.load(state_ptr + row * 4 + 1) * tl.load(reach_ptr + row).to(tl.float32)
             tl.store(row_state_ptr + b * 4, tl.load(state_ptr + row * 4))
             tl.store(row_state_ptr + b * 4 + 1, weight)
@@ -247,8 +247,8 @@ def decide_kernel(
             only = b * rows_per_sequence + n + tl.zeros((1,), tl.int64)
             first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
             row_max, row_sum = combine_stats(first, second)
-            tl.store(row_mass_ptr, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
-            tl.store(row_mass_ptr + 1, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
+            tl.store(chosen_ptr, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
+            tl.store(chosen_ptr + 1, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
             tl.store(row_state_ptr + b * 4, tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX))
             tl.store(row_state_ptr + b * 4 + 1, reciprocal(tl.max(row_sum, 0)))
             tl.store(row_state_ptr + b * 4 + 2, 0.0)
