@@ -147,7 +147,10 @@ def chain_p_values(tokens: Tensor, target: Tensor, temperature: float = 1.0) -> 
 def expect_laws(report: Report, name: str, p_values: dict[str, float]) -> None:
     report.p_values |= {f"{name}, {key}": value for key, value in p_values.items()}
     # The laws of the decoding loop are counted where they are tested.
-    assert sum(not key.startswith(("loop, ", "custom_generate", "filters, ", "block, ")) for key in report.p_values) <= NUM_LAWS
+    assert (
+        sum(not key.startswith(("loop, ", "custom_generate", "filters, ", "block, ")) for key in report.p_values)
+        <= NUM_LAWS
+    )
     assert min(p_values.values()) > ALPHA, p_values
 
 
