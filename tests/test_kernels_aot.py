@@ -14,12 +14,15 @@ import triton.language as tl  # noqa: E402
 from benchmarks import kernel_resources as aot  # noqa: E402
 from torch_specops.kernels import launch, rows  # noqa: E402
 
+# One NVIDIA and the AMD target get every build; the other two every third one, so that the suite stays short.
+# `python benchmarks/kernel_resources.py` compiles all of them for any target.
+STEPS = dict.fromkeys(aot.TARGETS, 1) | {"sm_80": 3, "sm_100": 3}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_no_register_spills(target: str) -> None:
-    results = list(aot.compile_all(target))
-    assert len(results) == len(list(aot.builds()))
+    results = [aot.compile_build(build, target) for build in list(aot.builds())[:: STEPS[target]]]
     assert {result.kernel for result in results} == set(aot.KERNELS)
     spilled = [result for result in results if result.spill_bytes > 0]
     assert not spilled
