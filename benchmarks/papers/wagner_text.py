@@ -49,6 +49,7 @@ from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
+SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
@@ -240,8 +241,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = Console(width=None if sys.stdout.isatty() else 140)
     found = runner.run(chosen.only, console)
     show(console, found)
-    if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
-        draw(found)
+    if chosen.out is None and not chosen.large:
+        if all(f"laws/{subject}/top_k=0" in found for subject in SUBJECTS):
+            draw_laws(found)
+        if all(f"gamma/{subject}/{gamma}" in found for subject in SUBJECTS for gamma in GAMMAS):
+            draw_steps(found)
     return found
 
 
@@ -285,12 +289,12 @@ def show_laws(console: Console, found: Mapping[str, Any]) -> None:
         )
 
 
-def draw(found: Mapping[str, Any]) -> None:
-    """Figure 3a on this machine, and how far each scale is from the target's law."""
+def draw_steps(found: Mapping[str, Any]) -> None:
+    """Figure 3a on this machine."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for subject, axis in zip(("austen", "topics"), axes, strict=True):
+    for subject, axis in zip(SUBJECTS, axes, strict=True):
         for method in METHODS:
             times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
             axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
@@ -300,9 +304,14 @@ def draw(found: Mapping[str, Any]) -> None:
     save_svg(figure, FIGURES / "wagner_step_time.svg")
     pyplot.close(figure)
 
+
+def draw_laws(found: Mapping[str, Any]) -> None:
+    """How far each scale is from the target's law."""
+    from matplotlib import pyplot
+
     figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
     sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-    for subject in ("austen", "topics"):
+    for subject in SUBJECTS:
         own = found[f"laws/{subject}/top_k=0"]
         (line,) = axis.plot(
             sizes, [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes], marker="o", markersize=3, label=subject

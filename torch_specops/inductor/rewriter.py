@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from .law import Match, Refusal, looks_like_a_draw, match
 from .reader import Reader
-from .terms import Size, Term, base_of
+from .terms import Term, base_of
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 UNIFORMS = (torch.float32, torch.float64)
@@ -102,10 +102,10 @@ def _mutates(graph: Graph) -> bool:
 
 @dataclass(frozen=True)
 class _Source:
-    """A node, of which the (dimension, index) pairs are selected in turn."""
+    """A node and what is done to it: operators with their numbers."""
 
     node: Node
-    selections: tuple[tuple[int, Size], ...] = ()
+    steps: tuple[tuple[Any, ...], ...] = ()
 
 
 class _Surgery:
@@ -233,10 +233,17 @@ class _Surgery:
         for node, own in self.reader.term.items():
             if own is term and node.meta["val"].dtype in dtypes and node.meta["val"].layout == torch.strided:
                 return _Source(node)
-        if term.op != "select" or not isinstance(term.params[1], int):
+        if term.op == "select":
+            step = (torch.ops.aten.select.int, *term.params)
+        elif term.op == "remainder" and term.args[1].op == "const":
+            # What `take_along_dim` does with an index.
+            step = (torch.ops.aten.remainder.Scalar, *term.args[1].params)
+        else:
             return None
         inner = self._source(term.args[0], dtypes)
-        return inner and _Source(inner.node, (*inner.selections, term.params))
+        if inner is None or not all(isinstance(number, int) for number in step[1:]):
+            return None
+        return _Source(inner.node, (*inner.steps, step))
 
     def _dependants(self, nodes: Iterable[Node], anchor: Node) -> list[Node]:
         """In order, what is computed from these nodes up to the anchor."""
@@ -266,8 +273,8 @@ class _Surgery:
 
     def _node(self, source: _Source) -> Node:
         node = source.node
-        for dim, index in source.selections:
-            node = self._call(torch.ops.aten.select.int, node, dim, index)
+        for operation, *numbers in source.steps:
+            node = self._call(operation, node, *numbers)
         return node
 
     def _call_op(self, arguments: list[_Source], temperature: _Source | float | None) -> tuple[Node, Node]:

@@ -259,9 +259,6 @@ class Terms:
 
     def at(self, term: Term, tokens: Term) -> Term:
         """[..., V], [...] -> [...]: the entry of the token in each row."""
-        if tokens.op == "remainder" and tokens.args[1].params == (term.shape[-1],):
-            # How `take_along_dim` lets an index be negative; a token is not.
-            tokens = tokens.args[0]
         base, sources = base_of(term)
         if term.op == "view" and sources[-1] is None:
             return self.view(base, sources[:-1], tokens.shape)
