@@ -25,7 +25,8 @@ median time, whatever the provider really moves; the roof is the rate of `copy_`
 
 Every answer is checked before it is timed: specops, and softmax with its multinomial replaced by an inverse CDF over
 the same uniforms, against the float64 reference; softmax as it is timed, on inputs whose result does not depend on
-chance (for one-hot drafts that is its only check).
+chance. For one-hot drafts that is its only check, and for top-p of 16-bit logits: many of those tie, and which of the
+tied tokens transformers' processor keeps is left to an unstable sort.
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ def check(problem: Problem, found: dict[str, Provider], inputs: Inputs) -> None:
         against_reference(name, provider, determined(inputs))
         if name.startswith("specops"):
             against_reference(name, provider, inputs)
-    if problem.has_draft_logits:
+    ties = problem.kind == "top-p" and problem.dtype != "float32"
+    if problem.has_draft_logits and not ties:
         against_reference("softmax, inverse CDF", softmax_provider(problem.kind, inverse_cdf), inputs)
     elif problem.kind == "greedy":
         against_reference("softmax", found["softmax eager"], inputs)

@@ -19,6 +19,7 @@ from torch_specops import reference, testing
 from torch_specops.kernels.filter import filter_logits
 
 INF, NAN = math.inf, math.nan
+LARGEST = torch.finfo(torch.float32).max
 
 # One row each: temperature, top_k, and which of the kept tokens top_p and min_p cut behind (None: off).
 ROWS = (
@@ -53,6 +54,8 @@ def exclude(x: Tensor) -> None:
     spread(x)
     x[:, ::3], x[:, 1::7] = -INF, NAN
     x[0, 2::11], x[1, -1], x[4, 2::5] = INF, INF, INF
+    # The law of +inf is that of the largest float32, of which 16-bit types have none.
+    x[0, 5::12], x[4, 4::12], x[6, 4::16], x[6, 5::16] = LARGEST, LARGEST, INF, LARGEST
     x[2], x[3] = -INF, NAN
     x[5, :-1] = -INF
 

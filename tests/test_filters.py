@@ -21,6 +21,7 @@ from torch_specops.cpu import filters as cpu_filters
 from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
 
 INF, NAN = math.inf, math.nan
+LARGEST = torch.finfo(torch.float32).max
 FILTERS = ("top_k", "top_p", "min_p")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,10 +105,13 @@ def test_oracle_equals_transformers(row: Tensor, t: float, top_k: int, top_p: fl
         ([0.0, 1.0, -1.0], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2]),
         ([0.0, 1.0, -1.0], {"top_k": 3, "top_p": 1.5, "min_p": -1.0}, [0, 1, 2]),
         ([0.0, 1.0, -1.0], {"top_k": -1}, [0, 1, 2]),
-        # What is excluded stays so, and does not count; infinities tie with the largest float32.
+        # What is excluded stays so, and does not count; infinities come before the largest float32.
         ([-INF, 1.0, NAN, 0.0], {"top_k": 3}, [1, 3]),
-        ([INF, 1.0, 3.4028234663852886e38, INF], {"top_k": 1}, [0, 2, 3]),
-        ([INF, 1.0, 3.4028234663852886e38, INF], {"top_p": 0.5}, [2, 3]),
+        ([INF, 1.0, LARGEST, INF], {"top_k": 1}, [0, 3]),
+        ([INF, 1.0, LARGEST, INF], {"top_p": 0.5}, [0, 3]),
+        ([INF, 1.0, LARGEST, INF], {"top_p": 0.5, "temperature": 2.0}, [3]),
+        ([INF, 1.0, LARGEST, INF], {"top_p": 0.9, "temperature": 0.5}, [0, 2, 3]),
+        ([INF, 1.0], {"temperature": -1.0, "top_k": 1}, []),
         # No law.
         ([0.0, 1.0], {"top_p": NAN}, []),
         ([0.0, 1.0], {"min_p": NAN}, []),

@@ -42,6 +42,11 @@ def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     return torch.where(x.isnan() | (x == -math.inf), -math.inf, z)
 
 
+def comparable_logits(logits: Tensor) -> Tensor:
+    """[V] what the filters order, in float64: NaN counts as -inf, +inf stays above every finite value."""
+    return logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
     """[V] softmax(logits / T); all zero when no entry is finite."""
     z = scaled_logits(logits, temperature)
@@ -84,8 +89,7 @@ def filter_bounds(
 ) -> tuple[float, int]:
     """(cut, first) of a [V] row: what is kept are the v with x_v > cut, and those with x_v = cut and v >= first.
 
-    x are the logits with NaN as -inf and +inf as the largest float32, so that (-inf, 0) keeps every finite entry and
-    (inf, V) none. A greedy row keeps all; a row without a lawful temperature, top_p or min_p none.
+    x are `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps all; a row without a lawful temperature, top_p or min_p none.
     """
     if temperature == 0:
         return -math.inf, 0
@@ -93,7 +97,7 @@ def filter_bounds(
         return math.inf, len(logits)
     if top_k <= 0 and top_p >= 1 and min_p <= 0:
         return -math.inf, 0
-    x, z = scaled_logits(logits, 0.0).tolist(), scaled_logits(logits, temperature).tolist()
+    x, z = comparable_logits(logits).tolist(), scaled_logits(logits, temperature).tolist()
     # Among equal logits the higher index comes first.
     kept = sorted((v for v in range(len(x)) if x[v] > -math.inf), key=lambda v: (x[v], v), reverse=True)
     if not kept:
@@ -119,7 +123,7 @@ def filter_bounds(
 
 def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """[V] the logits with what the filters remove, and NaN, as -inf."""
-    x = scaled_logits(logits, 0.0)
+    x = comparable_logits(logits)
     cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
     kept = (x > cut) | ((x == cut) & (torch.arange(len(x)) >= first))
     return torch.where(kept & (x > -math.inf), logits, -math.inf)

@@ -25,8 +25,8 @@ HEAD = 256
 
 
 class Bounds(NamedTuple):
-    """Of each row [...]: kept are x > cut, and x == cut from index `first` on, None = 0. (-inf, 0) keeps every finite
-    entry, cut = inf none."""
+    """Of each row [...]: kept are x > cut, and x == cut from index `first` on, None = 0. (-inf, 0) keeps every entry
+    that is not excluded, cut = NaN none."""
 
     cut: Tensor
     first: Tensor | None
@@ -64,7 +64,7 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
 
 def _kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
     # Comparisons with NaN are false.
-    x, cut = logits.float().clamp(max=FLOAT32_MAX), bounds.cut.unsqueeze(-1)
+    x, cut = logits.float(), bounds.cut.unsqueeze(-1)
     if bounds.first is None:
         return x >= cut
     return (x > cut) | ((x == cut) & (index >= bounds.first.unsqueeze(-1)))
@@ -105,12 +105,12 @@ def filter_bounds(
             if t[r] > 0:
                 cut[r], first[r] = _bounds(_comparable(rows[r]), t[r : r + 1], row_k, row_p, row_m)
     has_law = (t > 0) & ~p.isnan() & ~m.isnan()
-    cut = torch.where(t == 0, -math.inf, torch.where(has_law, cut, math.inf))
+    cut = torch.where(t == 0, -math.inf, torch.where(has_law, cut, math.nan))
     return cut.view(shape), torch.where(has_law, first, 0).view(shape)
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf)
+    return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 @filter_bounds.register_fake

@@ -39,7 +39,8 @@ def lawful_rows(logits: Tensor, t: float, filters: Filters) -> list[Tensor]:
     if filters == (0, 1.0, 0.0):
         return [logits]
     bounds = reference.filter_bounds(logits, t, *filters)
-    others = _lawful_bounds(logits, t, *filters) - {bounds} if t > 0 and math.isfinite(bounds[0]) else set()
+    some_or_all = t > 0 and bounds[0] > -INF and bounds[1] < len(logits)
+    others = _lawful_bounds(logits, t, *filters) - {bounds} if some_or_all else set()
     return [_kept(logits, each) for each in (bounds, *sorted(others))]
 
 
@@ -88,14 +89,14 @@ def argmax_lenience_is_open(logits: Tensor, x: int, argmax_lenience: float) -> b
 
 
 def _kept(logits: Tensor, bounds: Bounds) -> Tensor:
-    x, (cut, first) = reference.scaled_logits(logits, 0.0), bounds
+    x, (cut, first) = reference.comparable_logits(logits), bounds
     kept = (x > cut) | ((x == cut) & (torch.arange(len(x)) >= first))
     return torch.where(kept & (x > -INF), logits, -INF)
 
 
 def _lawful_bounds(logits: Tensor, t: float, top_k: int, top_p: float, min_p: float) -> set[Bounds]:
     """(cut, first) of every lawful result, of a row with a law and a finite entry."""
-    x = reference.scaled_logits(logits, 0.0)
+    x = reference.comparable_logits(logits)
     # Ascending and stable, then reversed: of equal logits the higher index comes first.
     order = x.sort(stable=True).indices.flip(0)
     order = order[x[order] > -INF]
