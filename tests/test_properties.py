@@ -31,6 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (-INF, INF, NAN, 0.0, 3e38, -3e38, 1e-30, -80.0, 30000.0)
 TEMPERATURES = (1.0, 0.0, 0.7, 1e-3, 100.0, -1.0, NAN)
 EDGES = (0.0, 1.0 - 2.0**-24, 0.5)
+# Off, ordinary, of one token, and no number at all.
+FILTERS = {"top_k": (0, 1, 2, 5, 40), "top_p": (1.0, 0.9, 0.3, 0.0, NAN), "min_p": (0.0, 0.1, 1.0, NAN)}
 
 
 @st.composite
@@ -55,6 +57,16 @@ def uniform(draw: st.DrawFn, generator: torch.Generator, *shape: int) -> Tensor:
 
 
 @st.composite
+def filters(draw: st.DrawFn, generator: torch.Generator, rows: int) -> dict[str, Tensor]:
+    chosen = draw(st.sets(st.sampled_from(tuple(FILTERS)))) if draw(st.booleans()) else set()
+    return {
+        name: torch.tensor(FILTERS[name])[torch.randint(len(FILTERS[name]), (rows,), generator=generator)]
+        for name in FILTERS
+        if name in chosen
+    }
+
+
+@st.composite
 def verify_args(draw: st.DrawFn, op: str) -> dict[str, Any]:
     batch, num_drafts = draw(st.integers(0, 5)), draw(st.integers(0, 4))
     vocab_size = draw(st.sampled_from((1, 2, 3, 7, 33)))
@@ -65,16 +77,21 @@ def verify_args(draw: st.DrawFn, op: str) -> dict[str, Any]:
         "accept_uniforms": draw(uniform(generator, batch, num_drafts)),
         "sample_uniforms": draw(uniform(generator, batch)),
     }
+    law = {}
+    if draw(st.booleans()):
+        index = torch.randint(len(TEMPERATURES), (batch,), generator=generator)
+        law["temperature"] = torch.tensor(TEMPERATURES)[index]
+    if op != "verify_sigmoid":
+        law |= draw(filters(generator, batch))
+    args |= law
     flat = args["draft_logits"].reshape(batch * num_drafts, vocab_size)
-    sampled, lse = torch_specops.sample(flat, torch.rand(len(flat), generator=generator))
+    flat_law = map_tensors(law, lambda x: x.repeat_interleave(num_drafts))
+    sampled, lse = torch_specops.sample(flat, torch.rand(len(flat), generator=generator), **flat_law)
     tokens = sampled.view(batch, num_drafts)
     wild = torch.randint(-3, vocab_size + 3, tokens.shape, generator=generator)
     wild_share = draw(st.sampled_from((0.0, 0.3, 1.0)))
     tokens = torch.where(torch.rand(tokens.shape, generator=generator) < wild_share, wild, tokens)
     args["draft_tokens"] = tokens.to(draw(st.sampled_from((torch.int64, torch.int32))))
-    if draw(st.booleans()):
-        index = torch.randint(len(TEMPERATURES), (batch,), generator=generator)
-        args["temperature"] = torch.tensor(TEMPERATURES)[index]
     if op != "verify_sigmoid":
         draft = draw(st.sampled_from(("logits", "lse", "one-hot")))
         if draft == "lse":
@@ -96,7 +113,7 @@ def sample_args(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         index = torch.randint(len(TEMPERATURES), (rows,), generator=generator)
         args["temperature"] = torch.tensor(TEMPERATURES)[index]
-    return args
+    return args | draw(filters(generator, rows))
 
 
 def calls() -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
@@ -157,14 +174,17 @@ def test_masked_tokens_are_never_drawn(call: tuple[str, dict[str, Any]]) -> None
 
 @given(calls())
 def test_no_token_only_without_a_law(call: tuple[str, dict[str, Any]]) -> None:
-    """The next token is -1 exactly where the row has no entry above -inf, or the temperature is none."""
+    """The next token is -1 exactly where the row has no entry above -inf, or its temperature or a filter is none."""
     op, args = call
     output, n = run(op, args)
     every = torch.arange(output.shape[0])
     tokens, row = (output, args["logits"]) if op == "sample" else (output[every, n], args["target_logits"][every, n])
     lawful = (row > -INF).any(-1)
-    if "temperature" in args:
-        lawful &= args["temperature"] >= 0
+    t = args.get("temperature", torch.ones(len(lawful)))
+    lawful &= t >= 0
+    for name in ("top_p", "min_p"):
+        if name in args:
+            lawful &= (t == 0) | ~args[name].isnan()
     assert torch.equal(tokens >= 0, lawful)
 
 
@@ -237,9 +257,9 @@ def test_draft_lse_of_sample_changes_nothing_off_the_margin(args: dict[str, Any]
     args["draft_logits"] = args["target_logits"][:, :-1] if args["draft_logits"] is None else args["draft_logits"]
     args.pop("draft_lse", None)
     batch, num_drafts, vocab_size = args["draft_logits"].shape
-    flat_t = args["temperature"].repeat_interleave(num_drafts) if "temperature" in args else None
     flat = args["draft_logits"].reshape(-1, vocab_size)
-    _, lse = torch_specops.sample(flat, torch.zeros(len(flat)), flat_t)
+    law = {name: args[name].repeat_interleave(num_drafts) for name in ("temperature", *FILTERS) if name in args}
+    _, lse = torch_specops.sample(flat, torch.zeros(len(flat)), **law)
     with_lse = args | {"draft_lse": lse.view(batch, num_drafts)}
     given_lse = run("verify_exact", with_lse)
     without = run("verify_exact", args)

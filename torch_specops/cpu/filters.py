@@ -4,7 +4,7 @@ Each filter keeps the top of a row in one order: descending by logit, of equal l
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
 
 The bounds are found by an op of its own, which Inductor calls as it is. It takes one long row after the other, which
-stays in the cache, and sorts a few hundred of its largest logits. A traced form would have to sort whole rows, eight
+stays in the cache, and sorts a few hundred of its logits. A traced form would have to sort whole rows, eight
 times slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
 """
 
@@ -20,8 +20,11 @@ from .rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
 SHORT_ROW = 2048
-# The largest logits of a row that top_p looks at first; 16 times as many where they do not hold its mass.
+# The largest logits of a row that top_p looks at first. Where they do not hold its mass, the row is divided into
+# intervals of its logits; the last one takes all that is less likely than exp(-32) times the most likely token.
 HEAD = 256
+INTERVALS_PER_UNIT = 128
+NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
 
 
 class Bounds(NamedTuple):
@@ -148,10 +151,12 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
     cut, first = -math.inf, 0
     index = None
     if 0 < k < len(x):
-        cut = float(x.topk(k, sorted=False).values.min())
-        # What follows looks at the kept tokens alone.
-        index = (x >= cut).nonzero().squeeze(1)
-        x = x[index]
+        largest = x.topk(k, sorted=False)
+        cut = float(largest.values.min())
+        if p < 1 or m > 0:
+            # What follows looks at the kept tokens alone.
+            index = _at_least(x, cut, largest.indices)
+            x = x[index]
     if not (p < 1 or m > 0):
         return cut, first
     z = scale(x.unsqueeze(0), inverse_temperature(temperature)).squeeze(0)
@@ -169,21 +174,34 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
     return cut, first
 
 
+def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
+    """Places of all x >= cut, ascending: those of the k largest, and of what ties with the last of them."""
+    kept = x >= cut
+    return largest.sort().values if int(kept.sum()) == len(largest) else kept.nonzero().squeeze(1)
+
+
 def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
     """The last of the fewest tokens whose mass is at least p of the row's: its logit and its place in the row."""
-    mass = p * float(gap.exp().sum(dtype=torch.float64))
-    size = HEAD
-    while True:
-        if size < len(x):
-            head = (x >= x.topk(size, sorted=False).values.min()).nonzero().squeeze(1)
-        else:
-            head = torch.arange(len(x))
-        # Ascending and stable, then reversed: of equal logits the higher index comes first.
-        head = head[x[head].sort(stable=True).indices.flip(0)]
-        cdf = gap[head].exp().cumsum(0, dtype=torch.float64)
-        if size >= len(x) or float(cdf[-1]) >= mass:
-            break
-        size *= 16
+    weight = gap.exp()
+    mass = p * float(weight.sum(dtype=torch.float64))
+    among, before = torch.arange(len(x)), 0.0
+    if len(x) > HEAD:
+        largest = x.topk(HEAD, sorted=False)
+        among = _at_least(x, float(largest.values.min()), largest.indices)
+        if float(weight[among].sum(dtype=torch.float64)) < mass:
+            among, before = _crossing(gap, weight, mass)
+    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    among = among[x[among].sort(stable=True).indices.flip(0)]
+    cdf = before + weight[among].cumsum(0, dtype=torch.float64)
     # Rounding may leave the mass of the whole row below p of it.
-    last = int(head[min(int((cdf < mass).sum()), len(head) - 1)])
+    last = int(among[min(int((cdf < mass).sum()), len(among) - 1)])
     return float(x[last]), last
+
+
+def _crossing(gap: Tensor, weight: Tensor, mass: float) -> tuple[Tensor, float]:
+    """Of intervals of equal width: the places of the tokens in the one where the mass is reached, counted from the most
+    likely token, and the mass before it."""
+    interval = (gap * -INTERVALS_PER_UNIT).clamp(max=NUM_INTERVALS - 1).long()
+    cdf = torch.zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
+    reached = min(int((cdf < mass).sum()), int(interval.max()))
+    return (interval == reached).nonzero().squeeze(1), float(cdf[reached - 1]) if reached > 0 else 0.0
