@@ -16,6 +16,7 @@ from .beam_scorer import BeamScorer
 from .beam_tree import BeamTree, Level, TreeModel
 from .choices import as_draft_source, as_language_model
 from .output import GenerationOutput, GenerationStats
+from .pair import check_pair, check_room
 from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row
 
 __all__ = ["BeamOutput", "beam_search"]
@@ -109,7 +110,7 @@ def beam_search(
     prompts, lengths = align_prompts(input_ids, attention_mask, model.vocab_size)
     prompts, lengths = prompts.to(model.device), lengths.to(model.device)
     limits = per_row("max_new_tokens", max_new_tokens, prompts.shape[0], 1).to(model.device)
-    _check_room(model, draft_model, int((lengths + limits).max()))
+    check_room(model, draft_model, int((lengths + limits).max()))
     eos_ids = getattr(model, "eos_token_ids", ()) if eos_token_id is None else eos_token_id
     eos = eos_tensor(eos_ids, prompts.shape[0]).to(model.device)
     if pad_token_id is None:
@@ -294,20 +295,5 @@ def _draft_model(draft: DraftSource | LanguageModel | nn.Module | None, target: 
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(draft)}")
     source.bind(target)
     model = _tree_model("draft", source.model)
-    if model.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {model.vocab_size} tokens"
-        )
-    if model.device != target.device:
-        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {model.device}")
+    check_pair(target, model)
     return model
-
-
-def _check_room(target: TreeModel, draft: TreeModel | None, longest: int) -> None:
-    for name, model in (("target", target), ("draft", draft)):
-        readable = None if model is None else model.max_length
-        if readable is not None and longest > readable:
-            raise ValueError(
-                f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
-                f"got {longest}"
-            )

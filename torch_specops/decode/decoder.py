@@ -19,6 +19,7 @@ from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
 from .choices import as_draft_source, as_language_model, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
+from .pair import check_pair, check_room
 from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row, row_seeds
 from .records import RecordReader, Streamer, step_of, streamer_calls
 from .state import DecodeState, propose, speculative_step, verify_and_commit, without_padding
@@ -109,7 +110,7 @@ class SpeculativeDecoder:
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
         self._verify = as_verify(verify, self.draft, lenience, argmax_lenience)
-        self._check_pair()
+        check_pair(self.target, self.draft)
         self._compile = compile
         self._num_eager_steps = 0
         self._one_graph = one_graph
@@ -295,13 +296,7 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"max_new_tokens: expected prompt and new tokens within max_length = {self.max_length}, got {longest}"
             )
-        for name, model in (("target", self.target), ("draft", self.draft)):
-            readable = None if model is None else model.max_length
-            if readable is not None and longest > readable:
-                raise ValueError(
-                    f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
-                    f"got {longest}"
-                )
+        check_room(self.target, self.draft, longest)
         slots = (self.max_length or longest) + max(self.schedule.buckets) + 1
         if not self.compiled:
             return slots
@@ -461,18 +456,6 @@ class SpeculativeDecoder:
         with torch.cuda.graph(graph, pool=pool):
             record = self._step(num_draft_tokens)
         self._graphs[num_draft_tokens] = (graph, record)
-
-    def _check_pair(self) -> None:
-        draft = self.draft
-        if draft is None:
-            return
-        if draft.vocab_size is not None and draft.vocab_size != self.target.vocab_size:
-            raise ValueError(
-                f"draft: expected the vocabulary of the target ({self.target.vocab_size} tokens), "
-                f"got {draft.vocab_size} tokens"
-            )
-        if draft.device is not None and draft.device != self.target.device:
-            raise ValueError(f"draft: expected a draft on {self.target.device}, as the target is, got {draft.device}")
 
 
 def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
