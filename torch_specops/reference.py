@@ -89,7 +89,8 @@ def filter_bounds(
 ) -> tuple[float, int]:
     """(cut, first) of a [V] row: what is kept are the v with x_v > cut, and those with x_v = cut and v >= first.
 
-    x are `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps all; a row without a lawful temperature, top_p or min_p none.
+    x are `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps all;
+    a row without a lawful temperature, top_p or min_p none.
     """
     if temperature == 0:
         return -math.inf, 0
