@@ -121,6 +121,13 @@ def indexed(v: Values) -> None:
     v.ratio = v.p_x / v.q_x
 
 
+def viewed(v: Values) -> None:
+    batch = v.x.shape[0]
+    index = v.x.view(batch, -1, 1)
+    v.p_x, v.q_x = (each.gather(2, index).view(batch, -1) for each in (v.p[:, :-1], v.q))
+    v.ratio = v.p_x / v.q_x
+
+
 def along_dim(v: Values) -> None:
     index = v.x.unsqueeze(-1)
     v.p_x, v.q_x = (torch.take_along_dim(each, index, -1).squeeze(-1) for each in (v.p[:, : v.k], v.q))
@@ -135,6 +142,7 @@ def ratio_of_rows(v: Values) -> None:
 GATHERS: dict[str, Part] = {
     "gather": gathered,
     "gather without a slice": gathered_of_all_rows,
+    "gather, viewed": viewed,
     "index": indexed,
     "take_along_dim": along_dim,
     "ratio of rows": ratio_of_rows,
@@ -180,9 +188,13 @@ COUNTS: dict[str, Callable[[Values], Tensor]] = {
     "cumsum of rejections < 1": lambda v: ((~v.accepted).cumsum(1) < 1).sum(1),
     "cumsum of rejections == 0": lambda v: ((~v.accepted).int().cumsum(-1) == 0).sum(-1),
     "not cumsum of rejections > 0": lambda v: (~((~v.accepted).cumsum(-1) > 0)).sum(-1),
+    "not any rejection so far": lambda v: (~(~v.accepted).cumsum(1).bool()).sum(1),
     "1 - accepted": lambda v: ((1 - v.accepted.int()).cumsum(1) < 1).long().sum(1),
     "cumsum == 1, 2, ..": lambda v: (v.accepted.cumsum(1) == torch.arange(1, v.k + 1)).sum(1),
     "cumprod": lambda v: v.accepted.long().cumprod(1).sum(1),
+    "cumprod == 1": lambda v: (v.accepted.int().cumprod(1) == 1).sum(1),
+    "cumprod of 1 and 0": lambda v: torch.where(v.accepted, 1, 0).cumprod(1).sum(1),
+    "cumsum of 0 and 1": lambda v: (torch.where(v.accepted, 0, 1).cumsum(1) < 1).sum(1),
     "cumprod, float": lambda v: torch.cumprod(v.accepted.float(), dim=-1).sum(-1).long(),
     "cumprod, keepdim": lambda v: v.accepted.int().cumprod(1).sum(1, keepdim=True).squeeze(1),
     "argmax of rejections, closed": lambda v: closed(v).int().argmax(1),
@@ -223,6 +235,10 @@ def by_condition(condition: Callable[[Values], Tensor]) -> Callable[[Values], Te
     return lambda v: normalised(torch.where(condition(v)[:, None], v.p[:, -1], (v.p_n - v.q_n).clamp(min=0)))
 
 
+def by_rejection(condition: Callable[[Values], Tensor]) -> Callable[[Values], Tensor]:
+    return lambda v: normalised(torch.where(condition(v)[:, None], F.relu(v.p_n - v.q_n), v.p[:, -1]))
+
+
 WEIGHTS: dict[str, Callable[[Values], Tensor]] = {
     "padded q": lambda v: normalised(v.residual),
     "q and zeros": lambda v: normalised(F.relu(v.p_n - torch.cat([v.q, torch.zeros_like(v.q[:, :1])], 1)[v.rows, v.n])),
@@ -237,6 +253,8 @@ WEIGHTS: dict[str, Callable[[Values], Tensor]] = {
     "n == K": by_condition(lambda v: v.n == v.k),
     "n >= K": by_condition(lambda v: v.n >= v.k),
     "not n < K": by_condition(lambda v: ~(v.n < v.k)),
+    "n != K": by_rejection(lambda v: v.n != v.k),
+    "not all": by_rejection(lambda v: ~v.accepted.all(1)),
     "all": by_condition(lambda v: v.accepted.all(1)),
     "not any": by_condition(lambda v: ~(~v.accepted).any(-1)),
     "as many as K": by_condition(lambda v: v.accepted.sum(-1) == v.k),
@@ -255,6 +273,7 @@ def cdf(v: Values) -> Tensor:
 
 DRAWS: dict[str, Callable[[Values], Tensor]] = {
     "argmax of cdf > s": lambda v: (cdf(v) > v.s[:, None]).int().argmax(-1),
+    "argmax, viewed": lambda v: (cdf(v) > v.s.view(-1, 1)).int().argmax(-1),
     "argmax, float": lambda v: (v.s.unsqueeze(1) < cdf(v)).float().argmax(dim=1),
     "argmax, keepdim": lambda v: (cdf(v) > v.s[:, None]).long().argmax(-1, keepdim=True).squeeze(-1),
     "argmax, float64": lambda v: (v.weights.double().cumsum(-1) > v.s[:, None]).int().argmax(-1),
@@ -263,6 +282,7 @@ DRAWS: dict[str, Callable[[Values], Tensor]] = {
     "searchsorted": lambda v: torch.searchsorted(cdf(v), v.s[:, None], right=True).squeeze(1),
     "searchsorted, side": lambda v: torch.searchsorted(cdf(v), v.s.unsqueeze(-1), side="right")[:, 0],
     "s times the sum": lambda v: (cdf(v) > (v.s * v.weights.sum(-1))[:, None]).int().argmax(-1),
+    "s times the last, selected": lambda v: (cdf(v) > (v.s * cdf(v)[:, -1])[:, None]).int().argmax(-1),
     "s times the last": lambda v: (cdf(v) > v.s[:, None] * cdf(v)[:, -1:]).int().argmax(-1),
 }
 
@@ -385,8 +405,13 @@ def gumbel(v: Values) -> Tensor:
     return (v.weights.log() - (-torch.rand_like(v.weights).log()).log()).argmax(-1)
 
 
-# name: (the parts that differ, what its refusal says); None: nothing in it is taken for speculative sampling.
-NEAR_MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
+def other_temperature(v: Values) -> Tensor:
+    q = F.pad(torch.softmax(v.d / 0.7, -1), (0, 0, 0, 1))
+    return normalised(F.relu(v.p_n - q[v.rows, v.n]))
+
+
+# name: (the parts that differ, what its refusal says)
+NEAR_MISSES: dict[str, tuple[dict[str, Any], str]] = {
     "softmax over positions": ({"probabilities": without_dimension}, "not over the vocabulary"),
     "softmax over the batch": ({"probabilities": soft(lambda z, v: torch.softmax(z, 0))}, "not over the vocabulary"),
     "bfloat16 softmax": ({"probabilities": low_precision(torch.bfloat16)}, "below float32"),
@@ -422,7 +447,10 @@ NEAR_MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"weights": lambda v: normalised(v.p_n - v.padded_q[v.rows, v.n])},
         "not clamped at zero",
     ),
-    "absolute residual": ({"weights": lambda v: normalised((v.p_n - v.padded_q[v.rows, v.n]).abs())}, None),
+    "absolute residual": (
+        {"weights": lambda v: normalised((v.p_n - v.padded_q[v.rows, v.n]).abs())},
+        "no single number",
+    ),
     "residual q - p": ({"weights": lambda v: normalised(F.relu(v.padded_q[v.rows, v.n] - v.p_n))}, "last row"),
     "residual q - p, bonus from p": (
         {
@@ -438,6 +466,8 @@ NEAR_MISSES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"weights": lambda v: normalised(F.relu(v.p_n - v.padded_q[v.rows, (v.n - 1).clamp(min=0)]))},
         "first rejected",
     ),
+    "residual of another temperature": ({"weights": other_temperature}, "not u < p(x) / q(x)"),
+    "u from the probabilities": ({"acceptance": lambda v: 1 - v.p_x < v.ratio}, "computed from probabilities"),
     "residual after K acceptances": ({"weights": lambda v: normalised(F.relu(v.p_n - v.q_n))}, "last row"),
     "bonus from the row before": (
         {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from naive_verification import (
     NEAR_MISSES,
     OWN_SOFTMAX,
@@ -21,17 +22,20 @@ from naive_verification import (
     Function,
     Values,
     cdf,
+    normalised,
     scattered,
     spelled,
     with_output,
 )
 from torch import Tensor
+from torch._dynamo.utils import counters as dynamo_counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import torch_specops
 from torch_specops.inductor import counters, install, rewrite, uninstall
@@ -86,19 +90,27 @@ def law_of(name: str, args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
+def without_law(law: dict[str, Any]) -> Tensor:
+    """[B] where the plain code has no law: a draft token that the draft cannot have drawn, or that is none; a number
+    that is no uniform; no temperature; a row without a finite logit, whose softmax is NaN."""
+    target, draft, x = law["target_logits"], law["draft_logits"], law["draft_tokens"]
+    vocab_size = target.shape[-1]
+    tokens = (x >= 0) & (x < vocab_size)
+    drawn = tokens & (draft.gather(2, x.clamp(0, vocab_size - 1).unsqueeze(-1)).squeeze(-1) > -torch.inf)
+    u, s = law["accept_uniforms"], law["sample_uniforms"]
+    lawful = drawn.all(1) & ((u >= 0) & (u < 1)).all(1) & (s >= 0) & (s < 1)
+    lawful &= (target.amax(-1) > -torch.inf).all(1) & (draft.amax(-1) > -torch.inf).all(1)
+    return ~lawful if law.get("temperature") is None else ~(lawful & (law["temperature"] > 0))
+
+
 @functools.cache
 def inputs(name: str = "softmax") -> list[tuple[tuple[Tensor, ...], Tensor]]:
     """Arguments of the plain functions, and the rows [B] for which rounding may decide or which have no law."""
     found = []
-    for seed in range(2):
-        for case in sample_inputs("verify_exact", vocab_sizes=[17], names=CASES, seed=seed):
-            law = law_of(name, case.args)
-            # A draft token of probability zero was not drawn from the draft; a row without a finite logit is NaN.
-            x = law["draft_tokens"].unsqueeze(-1)
-            lawless = (law["draft_logits"].gather(2, x).squeeze(-1) == -torch.inf).any(1)
-            lawless |= (law["target_logits"].amax(-1) == -torch.inf).any(1)
-            open_rows = rounding_rows(Case(case.name, "verify_exact", law)) | lawless
-            found.append(((*(case.args[key] for key in ARGUMENTS[:-1]), TEMPERATURE), open_rows))
+    for case in sample_inputs("verify_exact", vocab_sizes=[17], names=CASES, seed=0):
+        law = law_of(name, case.args)
+        open_rows = rounding_rows(Case(case.name, "verify_exact", law)) | without_law(law)
+        found.append(((*(case.args[key] for key in ARGUMENTS[:-1]), TEMPERATURE), open_rows))
     return found
 
 
@@ -130,7 +142,7 @@ def test_spellings(part: str, decomposed: bool) -> None:
         left = {op.split(".")[0] for op in after} & {"_softmax", "exp", "amax", "cumsum", "cumprod", "index", "argmax"}
         assert left == set(), name
         compared = assert_same_tokens(function, graph_module, name if part == "probabilities" else "softmax")
-        assert compared >= 60
+        assert compared >= 30
 
 
 def test_the_graph_after() -> None:
@@ -161,7 +173,7 @@ def test_the_graph_after() -> None:
 def test_combinations() -> None:
     """Spellings of the parts do not depend on each other."""
     generator = random.Random(0)
-    for i in range(40):
+    for i in range(25):
         names = {part: generator.choice(list(table)) for part, table in PARTS.items()}
         if names["acceptance"] in OWN_SOFTMAX or names["weights"] == "softmax of the row":
             names["probabilities"] = "softmax"
@@ -172,17 +184,15 @@ def test_combinations() -> None:
         assert_same_tokens(function, graph_module, names["probabilities"])
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["torch", "Inductor"])
-def test_near_misses(decomposed: bool) -> None:
+def test_near_misses() -> None:
     for name, (parts, reason) in NEAR_MISSES.items():
-        graph_module = traced(spelled(**parts), inputs()[0][0], decomposed)
+        graph_module = traced(spelled(**parts), inputs()[0][0], decomposed=True)
         before = operators(graph_module)
         found = rewritten(graph_module)
         assert found.matched == 0, name
         assert operators(graph_module) == before
-        reasons = list(found.refused.elements())
-        assert len(reasons) == (0 if reason is None else 1), (name, reasons)
-        assert all(reason in each for each in reasons), (name, reasons)
+        (refused,) = found.refused.elements()
+        assert reason in refused, (name, refused)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 17), (6, 1, 17), (1, 1, 5), (3, 2, 17), (2, 5, 1100)])
@@ -190,9 +200,10 @@ def test_sizes(shape: tuple[int, int, int]) -> None:
     """Also where B, K + 1 or K is 1 or two of them are equal."""
     batch, num_drafts, vocab_size = shape
     generator = torch.Generator().manual_seed(sum(shape))
-    function = spelled()
     compared = 0
-    for _ in range(4):
+    viewed = {"probabilities": "temperature per row, viewed", "gather": "gather, viewed", "draw": "argmax, viewed"}
+    for parts in ({}, viewed) * 2:
+        function = spelled(**parts)
         target = 2 * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
         args: dict[str, Any] = {
             "target_logits": target,
@@ -279,7 +290,7 @@ def test_random_numbers_of_the_graph_keep_their_order() -> None:
 
 def test_two_steps_in_one_graph() -> None:
     """The second step's drafts depend on the first one's result."""
-    first, second = inputs()[0][0], inputs()[len(CASES)][0]
+    first, second = (drawn((6, 3, 17), seed) for seed in range(2))
 
     def steps(*both: Tensor) -> tuple[Tensor, ...]:
         output_tokens, n = spelled()(*both[:6])
@@ -368,52 +379,68 @@ EXCHANGED = {
 }  # fmt: skip
 
 
-def mutate(graph_module: GraphModule, generator: random.Random) -> bool:
+def mutate(graph: Graph, generator: random.Random) -> None:
     """One change to one node: another operator, number or operand, or two operands swapped."""
-    nodes = [node for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    node = generator.choice(nodes)
-    packet, overload = str(node.target).removeprefix("aten.").split(".")[-2:]
-    kind = generator.choice(["operator", "number", "operand", "swap"])
-    args = list(node.args)
-    if kind == "operator" and packet in EXCHANGED:
-        other = getattr(torch.ops.aten, generator.choice(EXCHANGED[packet]))
-        node.target = getattr(other, overload, None) or other.default
-        return True
-    if kind == "swap" and len(args) >= 2 and all(isinstance(arg, Node) for arg in args[-2:]) and args[-1] != args[-2]:
-        node.args = (*args[:-2], args[-1], args[-2])
-        return True
-    if kind == "number":
-        places = [i for i, arg in enumerate(args) if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        lists = [i for i, arg in enumerate(args) if isinstance(arg, list) and all(isinstance(x, int) for x in arg)]
-        if places:
-            i = generator.choice(places)
-            args[i] += generator.choice([-1, 1])
-        elif lists and args[lists[0]]:
-            i = lists[0]
-            numbers = list(args[i])
-            numbers[generator.randrange(len(numbers))] += generator.choice([-1, 1])
-            args[i] = numbers
-        node.args = tuple(args)
-        return bool(places or lists)
-    if kind == "operand":
-        places = [i for i, arg in enumerate(args) if isinstance(arg, Node)]
-        if not places:
-            return False
-        i = generator.choice(places)
-        before = list(graph_module.graph.nodes)
-        before = before[: before.index(node)]
+    nodes = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    while True:
+        node = generator.choice(nodes)
+        packet, overload = str(node.target).removeprefix("aten.").split(".")[-2:]
+        kind = generator.choice(["operator", "number", "operand", "swap"])
+        args = list(node.args)
+        numbers = [i for i, arg in enumerate(args) if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+        lists = [i for i, arg in enumerate(args) if isinstance(arg, list) and arg and isinstance(arg[0], int)]
+        if kind == "operator" and packet in EXCHANGED:
+            other = getattr(torch.ops.aten, generator.choice(EXCHANGED[packet]))
+            node.target = getattr(other, overload, None) or other.default
+            return
+        if kind == "number" and numbers:
+            args[generator.choice(numbers)] += generator.choice([-1, 1])
+        elif kind == "number" and lists:
+            changed = list(args[lists[0]])
+            changed[generator.randrange(len(changed))] += generator.choice([-1, 1])
+            args[lists[0]] = changed
+        elif kind == "swap" and len(args) >= 2 and all(isinstance(arg, Node) for arg in args[-2:]):
+            args[-2:] = args[:-3:-1]
+        elif kind == "operand" and (operands := [i for i, arg in enumerate(args) if isinstance(arg, Node)]):
+            i = generator.choice(operands)
+            like = [each for each in _before(graph, node) if _described(each) == _described(args[i])]
+            args[i] = generator.choice(like)
+        if tuple(args) != node.args:
+            node.args = tuple(args)
+            return
 
-        def described(each: Node) -> Any:
-            value = each.meta.get("val")
-            return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
-        same = [each for each in before if each is not args[i] and described(each) == described(args[i])]
-        if not same:
-            return False
-        args[i] = generator.choice(same)
-        node.args = tuple(args)
-        return True
-    return False
+def _before(graph: Graph, node: Node) -> list[Node]:
+    nodes = list(graph.nodes)
+    return nodes[: nodes.index(node)]
+
+
+def _described(node: Node) -> Any:
+    value = node.meta.get("val")
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+
+def copied(graph_module: GraphModule) -> GraphModule:
+    result = GraphModule(graph_module, Graph())
+    result.graph.output(result.graph.graph_copy(graph_module.graph, {}))
+    return result
+
+
+# B, K, V. Where sizes are equal, also a change of axis runs.
+SHAPES = ((6, 3, 17), (4, 3, 4), (3, 3, 4))
+NOT_A_GRAPH_THAT_RUNS = (RuntimeError, IndexError, TypeError, AttributeError, AssertionError, ValueError)
+
+
+@functools.cache
+def drawn(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, ...]:
+    """Arguments of the plain functions. Drafts are drawn from the draft. All numbers may pass for uniform ones."""
+    batch, num_drafts, vocab_size = shape
+    generator = torch.Generator().manual_seed(seed)
+    target = 2 * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
+    draft = target[:, :-1] + torch.randn(batch, num_drafts, vocab_size, generator=generator)
+    tokens = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1, generator=generator).view(batch, num_drafts)
+    u, s = (0.02 + 0.96 * torch.rand(size, generator=generator) for size in ((batch, num_drafts), (batch,)))
+    return target, tokens, draft, u, s, 0.45 * TEMPERATURE[:batch]
 
 
 def check_mutations(seed: int, number: int) -> Counter[str]:
@@ -421,65 +448,95 @@ def check_mutations(seed: int, number: int) -> Counter[str]:
     written from."""
     generator = random.Random(seed)
     counts: Counter[str] = Counter()
-    arguments, _ = inputs()[0]
-    while counts["changed"] < number:
+    while counts["mutants"] < number:
+        arguments = drawn(generator.choice(SHAPES), 0)
         names = {part: generator.choice(list(table)) for part, table in PARTS.items()}
-        original = traced(spelled(**names), arguments, decomposed=True)
-        for _ in range(20):
-            changed = GraphModule(original, Graph())
-            changed.graph.output(changed.graph.graph_copy(original.graph, {}))
-            if not mutate(changed, generator):
-                continue
-            changed.recompile()
+        original = traced(spelled(**names), arguments, decomposed=generator.random() < 0.7)
+        for _ in range(25):
+            mutant = copied(original)
+            mutate(mutant.graph, generator)
+            mutant.recompile()
             try:
-                changed(*arguments)
-                graph_module = traced(changed, arguments, decomposed=True)
-            except (RuntimeError, IndexError, TypeError, AttributeError, AssertionError):
-                # Not a graph that runs.
+                after = mutant(*arguments)
+                FakeTensorProp(mutant).propagate(*arguments)
+            except NOT_A_GRAPH_THAT_RUNS:
                 continue
-            counts["changed"] += 1
-            found = rewritten(graph_module)
-            counts["rewritten"] += found.matched
-            if found.matched:
-                counts["rows"] += compare_with_plain(changed, graph_module, names)
+            counts["mutants"] += 1
+            counts["changed"] += not all(map(torch.equal, original(*arguments), after))
+            graph_module = copied(mutant)
+            if rewritten(graph_module).matched:
+                counts["rewritten"] += 1
+                counts["uncompared"] += compare_with_plain(mutant, graph_module, names) == 0
     return counts
 
 
 def compare_with_plain(plain: GraphModule, graph_module: GraphModule, names: dict[str, str]) -> int:
+    """How many batches were compared: those in which every row has a law and no rounding decides, as a change may mix
+    the rows of the output."""
+    batch, num_drafts, vocab_size = (*plain.graph.find_nodes(op="placeholder")[2].meta["val"].shape,)
     compared = 0
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        target = 2 * torch.randn(6, 4, 17, generator=generator)
-        draft = target[:, :-1] + torch.randn(6, 3, 17, generator=generator)
-        tokens = torch.randint(17, (6, 3), generator=generator)
-        u, s = (0.02 + 0.96 * torch.rand(size, generator=generator) for size in ((6, 3), (6,)))
-        arguments = (target, tokens, draft, u, s, TEMPERATURE)
+    for seed in range(4):
+        arguments = drawn((batch, num_drafts, vocab_size), seed)
         calls = _CallsOfTheOp(graph_module)
         got = calls.run(*arguments)
         law = dict(zip(ARGUMENTS, calls.arguments, strict=True))
-        in_range = ((law["draft_tokens"] >= 0) & (law["draft_tokens"] < 17)).all(1)
-        uniform = ((law["accept_uniforms"] >= 0) & (law["accept_uniforms"] < 1)).all(1)
-        uniform &= (law["sample_uniforms"] >= 0) & (law["sample_uniforms"] < 1)
-        x = law["draft_tokens"].clamp(0, 16).unsqueeze(-1)
-        drawn = (law["draft_logits"].gather(2, x).squeeze(-1) > -torch.inf).all(1)
-        warm = True if law["temperature"] is None else law["temperature"] > 0
-        closed = in_range & uniform & drawn & warm & ~rounding_rows(Case("", "verify_exact", law))
-        for want, have in zip(plain(*arguments), got, strict=True):
-            assert torch.equal(want[closed], have[closed]), (names, str(plain.graph))
-        compared += int(closed.sum())
+        if (rounding_rows(Case("", "verify_exact", law)) | without_law(law)).any():
+            continue
+        try:
+            expected = plain(*arguments)
+        except NOT_A_GRAPH_THAT_RUNS:
+            continue
+        assert all(map(torch.equal, expected, got)), (names, str(plain.graph))
+        compared += 1
     return compared
 
 
 def test_mutations() -> None:
-    counts = check_mutations(seed=0, number=150)
-    assert counts["rewritten"] >= 10 and counts["rows"] >= 100
-    # Most changes change the law.
-    assert counts["rewritten"] <= 75
+    counts = check_mutations(seed=0, number=100)
+    # Most changes change the tokens, and are no speculative sampling any more.
+    assert counts["changed"] >= 60 and 10 <= counts["rewritten"] <= 45
+    assert counts["uncompared"] <= 0.1 * counts["rewritten"]
+
+
+def test_a_row_that_depends_on_the_count_of_another_is_refused() -> None:
+    """q is masked by n < K of row v at token v, which only runs where B = V."""
+
+    def weights(v: Values) -> Tensor:
+        return normalised(F.relu(v.p_n - v.q_n * (v.n < v.k).float()[None, :]))
+
+    found = rewritten(traced(spelled(weights=weights), drawn((4, 3, 4), 0), decomposed=True))
+    assert found.matched == 0
+    assert list(found.refused) == ["the token of one row depends on how many drafts of another are accepted"]
+
+
+def test_rows_taken_before_the_softmax() -> None:
+    """Each division by the temperature is of other rows."""
+
+    def verify(t: Tensor, x: Tensor, d: Tensor, u: Tensor, s: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        def probabilities(v: Values) -> None:
+            v.p = torch.softmax(t[:, :-1] / temperature[:, None, None], -1)
+            v.q = torch.softmax(d / temperature[:, None, None], -1)
+
+        def weights(v: Values) -> Tensor:
+            p_n = torch.softmax(t[v.rows, v.n] / temperature[:, None], -1)
+            bonus = torch.softmax(t[:, -1] / temperature[:, None], -1)
+            return normalised(torch.where((v.n == v.k)[:, None], bonus, F.relu(p_n - v.q_n)))
+
+        parts: dict[str, Any] = {"probabilities": probabilities, "gather": "gather without a slice", "weights": weights}
+        return spelled(**parts)(t, x, d, u, s, temperature)
+
+    for decomposed in (False, True):
+        graph_module = traced(verify, inputs()[0][0], decomposed)
+        assert rewritten(graph_module).matched == 1
+        (call,) = (node for node in graph_module.graph.nodes if str(node.target) == OP)
+        assert [arg.op for arg in call.args] == ["placeholder"] * 6
+        assert_same_tokens(verify, graph_module, "temperature per row")
 
 
 @pytest.fixture
 def clean() -> Iterator[None]:
     torch._dynamo.reset()
+    dynamo_counters.clear()
     counters.reset()
     before = config.joint_custom_pre_pass
     yield
@@ -576,16 +633,11 @@ def test_a_pass_set_inside_is_left_alone() -> None:
 
 
 def test_uuid(tmp_path: Path) -> None:
-    """The same in every process, another for another source; none, so no caching, beside a pass without one."""
+    """Another for another source; none, so no caching, beside a pass without one."""
     ours = RewritePass((), lambda found: None)
     assert ours.uuid() == ("torch_specops.inductor", source_digest())
-    source = "import torch_specops.inductor.graph_pass as g; print(g.RewritePass((), print).uuid())"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=True)
-    assert ast.literal_eval(done.stdout) == ours.uuid()
-
-    folder = Path(torch_specops.__file__).parent / "inductor"
     copies = []
-    for file in folder.glob("*.py"):
+    for file in (Path(torch_specops.__file__).parent / "inductor").glob("*.py"):
         copies.append(tmp_path / file.name)
         copies[-1].write_bytes(file.read_bytes())
     assert digest(copies) == source_digest()
@@ -596,30 +648,70 @@ def test_uuid(tmp_path: Path) -> None:
     assert RewritePass((lambda graph: None,), print).uuid() is None
 
 
-def test_import_sets_nothing() -> None:
-    source = """
+def hits_and_misses() -> list[int]:
+    cache = dynamo_counters["aot_autograd"]
+    return [cache["autograd_cache_hit"], cache["autograd_cache_miss"]]
+
+
+SECOND_PROCESS = """
 import sys, torch, torch_specops, torch_specops.inductor
 assert "torch._inductor" not in sys.modules and "triton" not in sys.modules
 from torch._inductor import config
 assert config.joint_custom_pre_pass is None
+
+from naive_verification import spelled
+from torch._dynamo.utils import counters
+function = torch.compile(spelled(probabilities="temperature per row", count="cumprod"), fullgraph=True, dynamic=False)
+with torch_specops.inductor.rewrite() as counted:
+    output = function(*torch.load(sys.argv[1]))
+torch.save([output, counters["aot_autograd"]["autograd_cache_hit"], counted.matched], sys.argv[1])
 """
-    subprocess.run([sys.executable, "-c", source], timeout=300, check=True)
 
 
 @pytest.mark.usefixtures("clean")
-def test_compiled() -> None:
-    """With Inductor itself: the op is called, and gives the tokens of the plain code."""
-    function = spelled(probabilities="temperature per row", count="cumprod")
-    with rewrite() as counted, torch._inductor.config.patch(force_disable_caches=True):
-        compiled = torch.compile(function, fullgraph=True, dynamic=False)
-        arguments, _ = inputs("temperature per row")[0]
-        _, code = run_and_get_code(compiled, *arguments)
-    assert (counted.matched, dict(counted.refused)) == (1, {})
-    assert sum(text.count("torch.ops.specops.verify_exact.default(") for text in code) == 1
-    assert not any("exp(" in text for text in code)
-    for arguments, open_rows in inputs("temperature per row"):
-        for want, have in zip(function(*arguments), compiled(*arguments), strict=True):
-            assert torch.equal(want[~open_rows], have[~open_rows])
+def test_compiled(tmp_path: Path) -> None:
+    """With Inductor itself: the op is called, and gives the tokens of the plain code. Another process takes the graph
+    from the cache, so the pass has the same uuid there."""
+    arguments, _ = inputs("temperature per row")[0]
+    plain = spelled(probabilities="temperature per row", count="cumprod")
+    torch.save(arguments, tmp_path / "tensors")
+    # Its directory is new, and other processes inherit it.
+    with fresh_cache():
+        compiled = torch.compile(plain, fullgraph=True, dynamic=False)
+        with rewrite() as counted:
+            _, code = run_and_get_code(compiled, *arguments)
+        assert (counted.matched, dict(counted.refused), hits_and_misses()) == (1, {}, [0, 1])
+        assert sum(text.count("torch.ops.specops.verify_exact.default(") for text in code) == 1
+        assert not any("exp(" in text for text in code)
+        for own, open_rows in inputs("temperature per row"):
+            for want, have in zip(plain(*own), compiled(*own), strict=True):
+                assert torch.equal(want[~open_rows], have[~open_rows])
+
+        subprocess.run(
+            [sys.executable, "-c", SECOND_PROCESS, str(tmp_path / "tensors")],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            timeout=300,
+            check=True,
+        )
+        output, hits, matched = torch.load(tmp_path / "tensors")
+        assert all(map(torch.equal, output, compiled(*arguments)))
+        # What is taken from the cache has been rewritten before.
+        assert (hits, matched) == (1, 0)
+
+
+@pytest.mark.usefixtures("clean")
+def test_without_the_pass_the_cache_of_the_pass_is_not_used() -> None:
+    def square() -> None:
+        torch._dynamo.reset()
+        torch.compile(torch.square)(torch.ones(3))
+
+    with fresh_cache():
+        for _ in range(2):
+            with rewrite():
+                square()
+        assert hits_and_misses() == [1, 1]
+        square()
+        assert hits_and_misses() == [1, 2]
 
 
 @pytest.mark.usefixtures("clean")

@@ -12,8 +12,8 @@ The tokens are those of the plain code, except where float32 rounding decides, a
 - a residual without mass is 0 / 0 there; the op then draws from p;
 - a sum of rounded weights that stays below the uniform number gives token 0, or V, there; here the last token of
   positive weight;
-- a draft token of draft probability zero, a token outside [0, V), a temperature of 0 or below, a NaN or +inf logit, a
-  row without a finite one: docs/math.md says what the op does.
+- a draft token of draft probability zero, a token outside [0, V), a uniform number outside [0, 1), a temperature of 0
+  or below, a NaN or +inf logit, a row without a finite one: docs/math.md says what the op does.
 
 What is recognised, and what is refused for which reason, is a table in docs/design.md; `counters` says what was found.
 Only 3-dimensional logits, [B, K+1, V] and [B, K, V], are looked for.

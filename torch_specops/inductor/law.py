@@ -2,17 +2,20 @@
 
 A term depends on n, the number of accepted drafts, in two ways: all drafts were accepted, or the walk ended at n < K.
 The term is made anew under each of the two, which resolves every way of choosing between the bonus token and the
-recovered one, and then must be a draw from p_K and a draw from max(p_n - q_n, 0).
+recovered one, and then must be a draw from p_K and a draw from max(p_n - q_n, 0). What is known of a row's n holds for
+that row alone, so a token that depends on another row's n is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .terms import Size, Term, Terms, base_of, is_boolean
+from .terms import ATOMS, CUMULATIVE, REDUCTIONS, Size, Term, Terms, base_of, is_boolean
 
 # The plain code's guard against dividing by a residual of zero. A larger floor would change which token is drawn.
 LARGEST_FLOOR = 1e-10
+SOFT = frozenset({"softmax", "log_softmax", "low_softmax"})
 
 
 class Refusal(Exception):
@@ -38,12 +41,18 @@ class Match:
     sample_uniforms: Term
 
 
-def looks_like_a_draw(token: Term) -> bool:
-    """A draw that compares two distributions, or that depends on how many drafts were accepted."""
-    cone = token.cone()
+def looks_like_a_draw(token: Term, behind: Mapping[Term, Sequence[Term]]) -> bool:
+    """A draw that compares two distributions, or that depends on how many drafts were accepted. `behind`: what leaves
+    are made of."""
+    cone: set[Term] = set()
+    stack = [token]
+    while stack:
+        found = stack.pop().cone() - cone
+        cone |= found
+        stack.extend(inner for term in found for inner in behind.get(term, ()))
     if not any(_is_draw(term) for term in cone):
         return False
-    soft = {term for term in cone if term.op in ("softmax", "log_softmax", "low_softmax")}
+    soft = {term for term in cone if term.op in SOFT}
     return len(soft) >= 2 or any(term.op == "count" for term in cone)
 
 
@@ -83,6 +92,10 @@ def match(terms: Terms, token: Term) -> Match:
 
     accept_uniforms, draft_tokens = _tests(terms, terms.rebuilt(tests, {}), target, draft)
     (sample_uniforms,) = uniforms
+    if _mixes_rows(token, {count, all_accepted}):
+        raise Refusal("the token of one row depends on how many drafts of another are accepted", 8)
+    if any(part.op in SOFT for numbers in (accept_uniforms, sample_uniforms) for part in numbers.cone()):
+        raise Refusal("the uniforms are computed from probabilities", 8)
     batch, rows, vocabulary = target.shape
     fits = (
         rows == num_drafts + 1
@@ -97,11 +110,23 @@ def match(terms: Terms, token: Term) -> Match:
     )
 
 
+def _mixes_rows(token: Term, known: set[Term]) -> bool:
+    """Whether a row of the token depends on another row of these."""
+    dependent = set(known)
+    # A term is made after its arguments.
+    for term in sorted(token.cone(), key=lambda term: term.index):
+        if term.op in ATOMS or dependent.isdisjoint(term.args):
+            continue
+        dependent.add(term)
+        if term.op == "broadcast" or (term.op == "view" and term.params[0][:1] != (0,)):
+            return True
+        if term.op in REDUCTIONS | CUMULATIVE | {"slice", "select", "cat"} and term.params[0] == 0:
+            return True
+    return False
+
+
 def _draw(terms: Terms, token: Term) -> tuple[Term, Term]:
     """The weights [B, V] and the uniform number [B] of an inverse CDF."""
-    if token.op == "minimum" and token.args[0].args and len(token.args[0].args[0].shape) == 2:
-        # A clamp to the last token of the vocabulary.
-        token = token.args[0] if token.args[1].params == (token.args[0].args[0].shape[1] - 1,) else token
     if token.op not in ("argmax", "sum") or len(token.args[0].shape) != 2 or token.params != (1,):
         raise Refusal("the token is not drawn by inverse CDF in both cases, all accepted and one rejected", 2)
     test = token.args[0]
@@ -185,8 +210,6 @@ def _fallbacks(terms: Terms, weights: Term) -> list[Term]:
 def _softmax_rows(rows: Term, op: str) -> Term:
     """The softmax that rows [B, V] are taken from."""
     if rows.op != op or rows.args[0].op != "softmax":
-        if any(term.op == "low_softmax" for term in rows.cone()):
-            raise Refusal("a softmax below float32", 5)
         raise Refusal("the weights are not rows of a softmax of logits", 5)
     softmax = rows.args[0]
     if len(softmax.shape) != 3 or softmax.params != (2,):
@@ -200,19 +223,12 @@ def _rejected(terms: Terms, token: Term, count: Term) -> tuple[Term, Term, Size]
     core = _core(terms, weights)
     if any(term.op == "low_softmax" for term in core.cone()):
         raise Refusal("a softmax below float32", 5)
-    difference = core
-    if core.op == "maximum" and core.args[1].op == "const" and core.args[1].params[0] == 0:
-        difference = core.args[0]
-    elif core.op == "sub":
+    if core.op == "sub":
         raise Refusal("the residual is not clamped at zero", 4)
-    if difference.op != "sub" or difference is core:
+    if core.op != "maximum" or core.args[0].op != "sub" or core.args[1].params != (0,):
         raise Refusal("the weights after a rejection are not a residual max(p - q, 0)", 4)
-    rows = difference.args
+    rows = core.args[0].args
     if any(row.op != "pick" or row.args[1] is not count for row in rows):
-        if all(row.op == "pick" or row.op == "select" for row in rows):
-            raise Refusal("the residual is not that of the first rejected row", 5)
-        for row in rows:
-            _softmax_rows(row, "pick")
         raise Refusal("the residual is not that of the first rejected row", 5)
     target, draft = (_softmax_rows(row, "pick") for row in rows)
     for fallback in _fallbacks(terms, weights):
@@ -222,7 +238,7 @@ def _rejected(terms: Terms, token: Term, count: Term) -> tuple[Term, Term, Size]
 
 
 def _accepted(terms: Terms, token: Term, target: Term, num_drafts: Size) -> None:
-    """After K acceptances: a draw from the target's last row."""
+    """After K acceptances: a draw from the target's last row, whose mass is 1 whatever it is guarded by."""
     weights, _ = _draw(terms, token)
     core = _core(terms, weights)
     if core.op != "select" or core.params != (1, num_drafts):
@@ -230,9 +246,6 @@ def _accepted(terms: Terms, token: Term, target: Term, num_drafts: Size) -> None
     last = _softmax_rows(core, "select")
     if last is not target:
         raise Refusal("the bonus token and the residual are not of one target: residual q - p?", 6)
-    for fallback in _fallbacks(terms, weights):
-        if fallback is not core:
-            raise Refusal("a row without mass is not replaced by the target's row", 6)
 
 
 Powers = dict[Term, int]
@@ -283,8 +296,6 @@ def _tests(terms: Terms, tests: Term, target: Term, draft: Term) -> tuple[Term, 
         found = _uniforms(terms, {term: power for term, power in powers.items() if power}, target, draft)
         if found is not None:
             return found
-    if any(term.op == "low_softmax" for term in tests.cone()):
-        raise Refusal("a softmax below float32", 7)
     raise Refusal("the acceptance is not u < p(x) / q(x) at the draft tokens", 7)
 
 

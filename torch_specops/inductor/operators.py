@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .terms import Size, Term, base_of, is_boolean
+from .terms import Size, Term, base_of, is_boolean, less
 
 if TYPE_CHECKING:
     from .reader import Reader
@@ -53,13 +53,6 @@ def _not(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
     return reader.terms.negated(reader.tensor(args["self"]))
 
 
-def _and(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
-    pair = [reader.tensor(args["self"]), reader.tensor(args["other"])]
-    if not all(map(is_boolean, pair)):
-        raise Unknown
-    return reader.terms.elementwise("and", pair, shape)
-
-
 def _clamp(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
     term = reader.tensor(args["self"])
     if args.get("min") is not None:
@@ -103,13 +96,21 @@ def _unsqueeze(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) ->
 def _reshape(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
     """Only where dimensions of size 1 come or go: squeeze, and some uses of view."""
     term = reader.tensor(args["self"])
-    if term.shape == shape:
-        return term
-    long = [d for d, size in enumerate(term.shape) if size != 1]
-    if [term.shape[d] for d in long] != [size for size in shape if size != 1]:
+    sources: list[int | None] = []
+    next_one = 0
+    for size in shape:
+        while size != 1 and term.shape[next_one : next_one + 1] == (1,):
+            next_one += 1
+        if term.shape[next_one : next_one + 1] == (size,):
+            sources.append(next_one)
+            next_one += 1
+        elif size == 1:
+            sources.append(None)
+        else:
+            raise Unknown
+    if any(size != 1 for size in term.shape[next_one:]):
         raise Unknown
-    rest = iter(long)
-    return reader.terms.view(term, tuple(None if size == 1 else next(rest) for size in shape), shape)
+    return reader.terms.view(term, tuple(sources), shape)
 
 
 def _squeeze(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
@@ -125,15 +126,7 @@ def _squeeze(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> T
 
 
 def _expand(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
-    term = reader.tensor(args["self"])
-    if term.op == "const":
-        return reader.terms.view(term, (None,) * len(shape), shape)
-    return reader.terms.broadcast(term, shape)
-
-
-def _permute(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
-    dims = tuple(dim % len(shape) for dim in args["dims"])
-    return reader.terms.view(reader.tensor(args["self"]), dims, shape)
+    return reader.terms.broadcast(reader.tensor(args["self"]), shape)
 
 
 def _slice(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
@@ -261,7 +254,7 @@ def _pad(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Term:
     term = reader.tensor(args["self"])
     amounts = [reader.size(amount) for amount in args["pad"]]
     padded = [i for i, amount in enumerate(amounts) if amount != 0]
-    if len(padded) != 1 or padded[0] % 2 == 0:
+    if len(padded) != 1 or padded[0] % 2 == 0 or not less(0, amounts[padded[0]]):
         raise Unknown
     dim = len(shape) - 1 - padded[0] // 2
     shape = (*shape[:dim], amounts[padded[0]], *shape[dim + 1 :])
@@ -285,14 +278,13 @@ def _search(reader: Reader, args: dict[str, Any], shape: tuple[Size, ...]) -> Te
     return reader.terms.view(reader.terms.reduce("sum", below, axis), sources, shape)
 
 
-# Operators that only move values, or cast them: read for every dtype.
+CASTS: dict[str, Read] = {"aten._to_copy": _same, "prims.convert_element_type": _same}
+# These only move values: read for every dtype.
 KEEPING: dict[str, Read] = {
-    "aten._to_copy": _same,
     "aten.alias": _same,
     "aten.clone": _same,
     "aten.detach": _same,
     "aten.expand": _expand,
-    "aten.permute": _permute,
     "aten.select": _select,
     "aten.slice": _slice,
     "aten.squeeze": _squeeze,
@@ -300,57 +292,58 @@ KEEPING: dict[str, Read] = {
     "aten.view": _reshape,
     "aten.reshape": _reshape,
     "aten._unsafe_view": _reshape,
-    "prims.convert_element_type": _same,
 }
-READERS: dict[str, Read] = KEEPING | {
-    "aten._log_softmax": _softmax("log_softmax"),
-    "aten._softmax": _softmax("softmax"),
-    "aten.add": _elementwise("add"),
-    "aten.all": _all,
-    "aten.amax": _reduce("amax"),
-    "aten.any": _any,
-    "aten.arange": _iota,
-    "aten.argmax": _reduce("argmax"),
-    "aten.argmin": _argmin,
-    "aten.bitwise_and": _and,
-    "aten.bitwise_not": _not,
-    "aten.cat": _cat,
-    "aten.clamp": _clamp,
-    "aten.clamp_max": _clamp,
-    "aten.clamp_min": _clamp,
-    "aten.constant_pad_nd": _pad,
-    "aten.cumprod": _cumprod,
-    "aten.cumsum": _cumsum,
-    "aten.div": _elementwise("div"),
-    "aten.eq": _elementwise("eq"),
-    "aten.exp": _elementwise("exp"),
-    "aten.full": _full(None),
-    "aten.full_like": _full(None),
-    "aten.gather": _gather,
-    "aten.ge": _elementwise("le", swapped=True),
-    "aten.gt": _elementwise("lt", swapped=True),
-    "aten.index": _index,
-    "aten.le": _elementwise("le"),
-    "aten.log": _elementwise("log"),
-    "aten.logical_and": _and,
-    "aten.logical_not": _not,
-    "aten.lt": _elementwise("lt"),
-    "aten.maximum": _elementwise("maximum"),
-    "aten.minimum": _elementwise("minimum"),
-    "aten.mul": _elementwise("mul"),
-    "aten.ne": _not_equal,
-    "aten.neg": _negative,
-    "aten.ones": _full(1),
-    "aten.ones_like": _full(1),
-    "aten.relu": _relu,
-    "aten.remainder": _elementwise("remainder"),
-    "aten.scalar_tensor": _full(None),
-    "aten.searchsorted": _search,
-    "aten.sub": _elementwise("sub"),
-    "aten.rsub": _elementwise("sub", swapped=True),
-    "aten.sum": _reduce("sum"),
-    "aten.where": _where,
-    "aten.zeros": _full(0),
-    "aten.zeros_like": _full(0),
-    "prims.iota": _iota,
-}
+READERS: dict[str, Read] = (
+    CASTS
+    | KEEPING
+    | {
+        "aten._log_softmax": _softmax("log_softmax"),
+        "aten._softmax": _softmax("softmax"),
+        "aten.add": _elementwise("add"),
+        "aten.all": _all,
+        "aten.amax": _reduce("amax"),
+        "aten.any": _any,
+        "aten.arange": _iota,
+        "aten.argmax": _reduce("argmax"),
+        "aten.argmin": _argmin,
+        "aten.bitwise_not": _not,
+        "aten.cat": _cat,
+        "aten.clamp": _clamp,
+        "aten.clamp_max": _clamp,
+        "aten.clamp_min": _clamp,
+        "aten.constant_pad_nd": _pad,
+        "aten.cumprod": _cumprod,
+        "aten.cumsum": _cumsum,
+        "aten.div": _elementwise("div"),
+        "aten.eq": _elementwise("eq"),
+        "aten.exp": _elementwise("exp"),
+        "aten.full": _full(None),
+        "aten.full_like": _full(None),
+        "aten.gather": _gather,
+        "aten.ge": _elementwise("le", swapped=True),
+        "aten.gt": _elementwise("lt", swapped=True),
+        "aten.index": _index,
+        "aten.le": _elementwise("le"),
+        "aten.log": _elementwise("log"),
+        "aten.logical_not": _not,
+        "aten.lt": _elementwise("lt"),
+        "aten.maximum": _elementwise("maximum"),
+        "aten.minimum": _elementwise("minimum"),
+        "aten.mul": _elementwise("mul"),
+        "aten.ne": _not_equal,
+        "aten.neg": _negative,
+        "aten.ones": _full(1),
+        "aten.ones_like": _full(1),
+        "aten.relu": _relu,
+        "aten.remainder": _elementwise("remainder"),
+        "aten.scalar_tensor": _full(None),
+        "aten.searchsorted": _search,
+        "aten.sub": _elementwise("sub"),
+        "aten.rsub": _elementwise("sub", swapped=True),
+        "aten.sum": _reduce("sum"),
+        "aten.where": _where,
+        "aten.zeros": _full(0),
+        "aten.zeros_like": _full(0),
+        "prims.iota": _iota,
+    }
+)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .operators import KEEPING, READERS, Unknown, size_of
+from .operators import CASTS, KEEPING, READERS, Unknown, size_of
 from .rules import RULES
 from .terms import Size, Term, Terms, base_of, is_boolean
 
@@ -30,6 +30,8 @@ class Reader:
     def __init__(self, graph: Graph) -> None:
         self.terms = Terms(RULES)
         self.term: dict[Node, Term] = {}
+        # What leaves are made of, whose operator is not known but works entry by entry.
+        self.behind: dict[Term, list[Term]] = {}
         for node in graph.nodes:
             if isinstance(node.meta.get("val"), Tensor):
                 self.term[node] = self._read(node)
@@ -45,7 +47,10 @@ class Reader:
                     return term
             except Unknown:
                 pass
-        return self.terms.leaf(node, shape, value.dtype == torch.bool)
+        leaf = self.terms.leaf(node, shape, value.dtype == torch.bool)
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+            self.behind[leaf] = [self.term[source] for source in node.all_input_nodes if source in self.term]
+        return leaf
 
     def _value_of_call(self, node: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> Term:
         if node.target is operator.getitem:
@@ -59,7 +64,7 @@ class Reader:
         read = READERS.get(name)
         if read is None:
             raise Unknown
-        if _is_low(dtype) and name not in KEEPING:
+        if _is_low(dtype) and name not in KEEPING and name not in CASTS:
             if name in ("aten._softmax", "aten._log_softmax"):
                 return self.terms.new("low_softmax", (), (node,), shape)
             raise Unknown
@@ -68,10 +73,11 @@ class Reader:
         value = first.meta["val"] if isinstance(first, Node) else None
         if "dim" in args and name != "aten.unsqueeze" and isinstance(value, Tensor) and value.dim() == 0:
             raise Unknown
+        # `view(dtype)` reads the same bytes as other numbers.
+        if name in KEEPING and value is not None and value.dtype != dtype:
+            raise Unknown
         term = read(self, args, shape)
-        if name in ("aten._to_copy", "prims.convert_element_type") and value is not None and value.dtype != dtype:
-            term = self._cast(term, value.dtype, dtype)
-        return term
+        return self._cast(term, value.dtype, dtype) if name in CASTS and value is not None else term
 
     def _item(self, node: Node) -> Term:
         source, index = node.args
@@ -82,7 +88,7 @@ class Reader:
 
     def _cast(self, term: Term, before: torch.dtype, after: torch.dtype) -> Term:
         """Casts that keep the value are left out; of float64 to float32 only rounding is lost."""
-        if is_boolean(term):
+        if before == after or is_boolean(term):
             return term
         if after == torch.bool:
             return self.terms.negated(self.terms.elementwise("eq", (term, self.terms.const(0)), term.shape))
@@ -124,7 +130,9 @@ class Reader:
 
 
 def _holds(term: Term, dtype: torch.dtype) -> bool:
-    """Whether a constant keeps its value in this type."""
+    """Whether the type has room: small integers and bool for 0 and 1 only, integers for whole numbers."""
+    if not dtype.is_floating_point and dtype.itemsize < 4:
+        return is_boolean(term)
     number = term.params[0] if term.op == "const" else 0
     return not isinstance(number, float) or dtype.is_floating_point or number.is_integer()
 

@@ -41,19 +41,19 @@ def rewrite_graph(graph: Graph) -> Counters:
     """Replace speculative sampling in an ATen graph, in place."""
     result = Counters()
     reader = Reader(graph)
-    candidates = [(node, token) for node in reader.term if (token := _token(reader, node)) is not None]
+    tokens = dict.fromkeys(token for node in reader.term if (token := _token(reader, node)) is not None)
     in_place = _mutates(graph)
-    rewritten: dict[Term, Term] = {}
+    rewritten: list[Term] = []
     refusals: list[tuple[Term, Refusal]] = []
-    for _, token in candidates:
-        if token in rewritten or any(done in token.cone() for done in rewritten):
+    for token in tokens:
+        if not token.cone().isdisjoint(rewritten):
             continue
         try:
             if in_place:
                 raise Refusal("the graph writes in place before its end", 10)
             found = match(reader.terms, token)
             _Surgery(graph, reader, found).run()
-            rewritten[token] = token
+            rewritten.append(token)
         except Refusal as refusal:
             refusals.append((token, refusal))
         except RecursionError:
@@ -72,7 +72,9 @@ def _token(reader: Reader, node: Node) -> Term | None:
     if dtype.is_floating_point or dtype == torch.bool or len(token.shape) > 2:
         return None
     one_each = len(token.shape) == 1 or (token.op == "random" and token.shape[1] == 1)
-    return token if one_each and token.op not in ("leaf", "count", "const") and looks_like_a_draw(token) else None
+    if not one_each or token.op in ("leaf", "count", "const"):
+        return None
+    return token if looks_like_a_draw(token, reader.behind) else None
 
 
 def _telling(refusals: list[tuple[Term, Refusal]], rewritten: Iterable[Term]) -> list[str]:
@@ -81,7 +83,9 @@ def _telling(refusals: list[tuple[Term, Refusal]], rewritten: Iterable[Term]) ->
     for term in rewritten:
         parts |= term.cone()
     groups: list[list[tuple[Term, Refusal]]] = []
-    for token, refusal in {token: (token, refusal) for token, refusal in refusals if token not in parts}.values():
+    for token, refusal in refusals:
+        if token in parts:
+            continue
         cone = token.cone()
         joined = [group for group in groups if any(other in cone for other, _ in group)]
         groups = [group for group in groups if group not in joined]
@@ -127,12 +131,11 @@ class _Surgery:
 
     def run(self) -> None:
         replaced = [node for node in self.reader.term if self._is_first(node)]
-        self._check_layouts(replaced)
         self._check_other_users(set(replaced))
         arguments, temperature = self._arguments()
         sources = [source.node for source in (*arguments, temperature) if isinstance(source, _Source)]
-        if len({node.meta["val"].device for node in sources}) != 1:
-            raise Refusal("the arguments are on several devices", 10)
+        if len({node.meta["val"].device for node in (*sources, *replaced)}) != 1:
+            raise Refusal("the arguments and results are on several devices", 10)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         anchor = max((*sources, *placeholders[-1:]), key=self.order.__getitem__)
         moved = self._dependants(replaced, anchor)
@@ -171,12 +174,6 @@ class _Surgery:
             return False
         sources = [self._result(source) for source in node.all_input_nodes if source in self.reader.term]
         return all(source is None or source[0] is not result[0] for source in sources)
-
-    def _check_layouts(self, replaced: list[Node]) -> None:
-        for node in replaced:
-            base, sources = base_of(self.reader.term[node])
-            if [source for source in sources if source is not None] != list(range(len(base.shape))):
-                raise Refusal("the result of the walk is laid out anew", 10)
 
     def _check_other_users(self, replaced: set[Node]) -> None:
         """What stays in the graph must not count past the walk: where rounding decides it could contradict the op."""

@@ -72,19 +72,10 @@ def _mul(terms: Terms, args: Args, shape: Shape) -> Term | None:
     a, b = sorted(args, key=lambda arg: arg.op == "const")
     if b.op == "const":
         return a if b.params[0] == 1 else None
-    if is_boolean(a) and is_boolean(b):
-        return terms.elementwise("and", (a, b), shape)
     if is_boolean(a) or is_boolean(b):
         mask, x = (a, b) if is_boolean(a) else (b, a)
         return terms.elementwise("where", (mask, x, terms.const(0)), shape)
     return None
-
-
-def _and(terms: Terms, args: Args, shape: Shape) -> Term | None:
-    a, b = sorted(args, key=lambda arg: arg.op == "const")
-    if b.op != "const":
-        return a if a is b else None
-    return a if b.params[0] else b
 
 
 def _minimum(terms: Terms, args: Args, shape: Shape) -> Term | None:
@@ -230,7 +221,6 @@ RULES: dict[str, Rule] = {
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    "and": _and,
     "minimum": _minimum,
     "maximum": _maximum,
     "remainder": _remainder,

@@ -1,7 +1,7 @@
 """Values of a graph as terms in one normal form, so that two spellings of one value are one term.
 
-A term says what is computed, not how it is laid out: `unsqueeze`, `expand`, `squeeze`, `permute` and `keepdim` are all
-a `view` of something smaller, and views are moved outwards. Casts that keep the value are left out. Terms are made by
+A term says what is computed, not how it is laid out: `unsqueeze`, `expand`, `squeeze` and `keepdim` are all a `view` of
+something smaller, and views are moved outwards. Casts that keep the value are left out. Terms are made by
 `Terms` alone, which keeps one object for equal terms: equal means identical.
 
 The rules hold for what speculative sampling works on: logits with a finite entry in every row, so that no probability
@@ -18,11 +18,11 @@ from typing import Any
 Size = Any
 Map = tuple["int | None", ...]
 
-COMMUTATIVE = frozenset({"add", "mul", "minimum", "maximum", "eq", "and"})
+COMMUTATIVE = frozenset({"add", "mul", "minimum", "maximum", "eq"})
 ELEMENTWISE = COMMUTATIVE | {"sub", "div", "lt", "le", "not", "where", "exp", "log", "remainder"}
 REDUCTIONS = frozenset({"sum", "amax", "argmax", "all"})
 CUMULATIVE = frozenset({"cumsum", "prefix"})
-BOOLEAN = frozenset({"lt", "le", "eq", "not", "and", "prefix", "all"})
+BOOLEAN = frozenset({"lt", "le", "eq", "not", "prefix", "all"})
 # What stands for one row of a softmax, or some.
 STRUCTURE = frozenset({"slice", "select", "pick", "at"})
 # Nothing inside these is looked at once a graph has been read.
@@ -99,7 +99,7 @@ class Terms:
 
     def view(self, base: Term, sources: Map, shape: tuple[Size, ...]) -> Term:
         """`sources` names for every dimension of the result the one of `base` it is, or None: of size 1, or repeated.
-        Dimensions of `base` that are not named have size 1."""
+        They ascend. Dimensions of `base` that are not named have size 1."""
         base, inner = base_of(base)
         if base.op == "const":
             sources = (None,) * len(shape)
@@ -113,6 +113,9 @@ class Terms:
             return base_of(term)[0]
         extra = len(shape) - len(term.shape)
         repeated = [d for d in range(len(term.shape)) if term.shape[d] != shape[d + extra]]
+        if any(term.shape[d] != 1 for d in repeated):
+            # Dynamic sizes that are equal, but not known to be.
+            return self.new("broadcast", (term,), (), shape)
         for d in reversed(repeated):
             term = self.select(term, d, 0)
         base, sources = base_of(term)
@@ -230,11 +233,8 @@ class Terms:
             return self.reduce("sum", term.args[0], dim)
         if term.op == "cat" and term.params == (dim,):
             head, *tail = term.args
-            length = head.shape[dim]
-            if less(index, length):
-                return self.select(head, dim, index)
-            if index == length or less(length, index):
-                return self.select(self.cat(tail, dim), dim, index - length)
+            if index == head.shape[dim]:
+                return self.select(self.cat(tail, dim), dim, 0)
         sunk = self._sunk(term, lambda x: self.select(x, dim, index), dim, shape)
         return sunk or self.new("select", (term,), (dim, index), shape)
 
@@ -262,16 +262,19 @@ class Terms:
         base, sources = base_of(term)
         if term.op == "view" and sources[-1] is None:
             return self.view(base, sources[:-1], tokens.shape)
-        sunk = self._sunk(term, lambda x: self.at(x, tokens), len(term.shape) - 1, tokens.shape)
-        return sunk or self.new("at", (term, tokens), (), tokens.shape)
+        if self.sinking and term.op in ELEMENTWISE:
+            return self._through(term, lambda x: self.at(x, tokens), tokens.shape)
+        return self.new("at", (term, tokens), (), tokens.shape)
+
+    def _through(self, term: Term, take: Callable[[Term], Term], shape: tuple[Size, ...]) -> Term:
+        return self.elementwise(term.op, [arg if arg.op == "const" else take(arg) for arg in term.args], shape)
 
     def _sunk(self, term: Term, take: Callable[[Term], Term], dim: int, shape: tuple[Size, ...]) -> Term | None:
         """`take`, which works along `dim`, moved inside."""
         if not self.sinking:
             return None
         if term.op in ELEMENTWISE:
-            args = [arg if arg.op == "const" else take(arg) for arg in term.args]
-            return self.elementwise(term.op, args, shape)
+            return self._through(term, take, shape)
         if len(shape) >= len(term.shape) or term.op not in CUMULATIVE | REDUCTIONS:
             return None
         axis = term.params[0]
@@ -341,8 +344,10 @@ def is_boolean(term: Term) -> bool:
     base, _ = base_of(term)
     if base.op == "leaf":
         return bool(base.params[1])
-    if base.op in ("slice", "select", "pick", "at"):
+    if base.op in STRUCTURE:
         return is_boolean(base.args[0])
+    if base.op == "cat":
+        return all(map(is_boolean, base.args))
     return base.op in BOOLEAN or (base.op == "const" and base.params[0] in (0, 1))
 
 
