@@ -1,11 +1,20 @@
 """How long the first step takes in a process that starts cold, and in one that loads what another has compiled.
 
     python benchmarks/bench_start.py
-    python benchmarks/bench_start.py --num-draft-tokens 4 --temperature 0 --out out.json
+    python benchmarks/bench_start.py --num-draft-tokens 4 --temperature 0 --rounds 3 --out out.json
 
-Two fresh processes, each with an empty compile cache, decode with the byte-level pair. The first one compiles
-everything and saves it (`torch.compiler.save_cache_artifacts`); the second loads that file before its first step.
-`stats.compile_seconds` is what both report: tracing, guards and, in the first, code generation and the C++ compiler.
+Three fresh processes decode with the byte-level pair:
+
+    cold         an empty compile cache; it compiles all, and saves it (`torch.compiler.save_cache_artifacts`)
+    artifacts    an empty compile cache, that file loaded before the first step, as on another machine
+    directory    the cache directory that the first one left behind, as on the same machine
+
+`stats.compile_seconds` is what all report: tracing, guards, and what is left of code generation and the C++ compiler.
+On a CPU the file holds the generated code and not what the C++ compiler made of it, which is compiled again.
+`load_seconds` is the reading of the file. `cpu_seconds` is the processor time of the whole process and of the compilers
+that it started, imports and models included: unlike the seconds of a clock it hardly moves with the machine's load.
+
+The cache knows a version of this package by its sources: measure in a clone that nobody edits.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,14 +39,18 @@ from rich.table import Table
 import torch_specops
 from torch_specops.cli.env import device_name
 
+STARTS = ("cold", "artifacts", "directory")
 
-def first_step(artifacts: str, warm: bool, num_draft_tokens: int, temperature: float, device: str) -> dict[str, Any]:
-    """One process: load what was compiled if `warm`, decode, save what was compiled if not."""
+
+def first_step(artifacts: str, start: str, num_draft_tokens: int, temperature: float, device: str) -> dict[str, Any]:
+    """One process: load what was compiled, or save it, or neither; and decode."""
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    if warm:
+    started = time.perf_counter()
+    if start == "artifacts":
         torch.compiler.load_cache_artifacts(Path(artifacts).read_bytes())
+    load_seconds = time.perf_counter() - started
     folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder / role).eval().to(device) for role in ("target", "draft")
@@ -47,13 +61,14 @@ def first_step(artifacts: str, warm: bool, num_draft_tokens: int, temperature: f
     )
     prompt = torch.tensor([list(b"It was not to be supposed that ")], device=device)
     output = decoder.generate(prompt, max_new_tokens=32, seed=0)
-    if not warm:
+    if start == "cold":
         saved = torch.compiler.save_cache_artifacts()
         assert saved is not None
         Path(artifacts).write_bytes(saved[0])
     return {
-        "start": "warm" if warm else "cold",
+        "start": start,
         "compile_seconds": output.stats.compile_seconds,
+        "load_seconds": load_seconds,
         "graphs": counters["stats"]["unique_graphs"],
         "cache_hits": counters["aot_autograd"]["autograd_cache_hit"],
         "cache_misses": counters["aot_autograd"]["autograd_cache_miss"],
@@ -62,19 +77,21 @@ def first_step(artifacts: str, warm: bool, num_draft_tokens: int, temperature: f
     }
 
 
-def in_fresh_process(*arguments: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as cache:
-        call = ", ".join(repr(argument) for argument in arguments)
-        result = subprocess.run(
-            [sys.executable, "-c", f"import bench_start, json; print(json.dumps(bench_start.first_step({call})))"],
-            cwd=Path(__file__).parent,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-            capture_output=True,
-            text=True,
-        )
+def in_fresh_process(cache: str, *arguments: Any) -> dict[str, Any]:
+    before = os.times()
+    call = ", ".join(repr(argument) for argument in arguments)
+    result = subprocess.run(
+        [sys.executable, "-c", f"import bench_start, json; print(json.dumps(bench_start.first_step({call})))"],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+    )
     if result.returncode != 0:
         raise RuntimeError(result.stderr.strip().splitlines()[-1])
-    return json.loads(result.stdout.splitlines()[-1])
+    after = os.times()
+    children = (after.children_user - before.children_user) + (after.children_system - before.children_system)
+    return json.loads(result.stdout.splitlines()[-1]) | {"cpu_seconds": children}
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -82,21 +99,28 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each start is measured, in turns")
     parser.add_argument("--out", type=Path, help="write the records as JSON")
     options = parser.parse_args(arguments)
     console = Console()
     records = []
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
-        for warm in progress.track((False, True), description="starting"):
-            cell = (f"{folder}/artifacts", warm, options.num_draft_tokens, options.temperature, options.device)
-            records.append(in_fresh_process(*cell))
-    same = records[0].pop("tokens") == records[1].pop("tokens")
+    with Progress(console=console, transient=True) as progress:
+        for _ in progress.track(range(options.rounds), description="starting"):
+            with tempfile.TemporaryDirectory() as folder:
+                for start in STARTS:
+                    cache = f"{folder}/{'other' if start == 'artifacts' else 'cache'}"
+                    cell = (f"{folder}/saved", start, options.num_draft_tokens, options.temperature, options.device)
+                    records.append(in_fresh_process(cache, *cell))
+    tokens = [record.pop("tokens") for record in records]
+    same = all(each == tokens[0] for each in tokens)
 
-    table = Table("start", "compile s", "graphs", "cache hits", "misses", "artifacts MB")
+    table = Table("start", "compile s", "load s", "cpu s", "graphs", "cache hits", "misses", "artifacts MB")
     for record in records:
         table.add_row(
             record["start"],
             f"{record['compile_seconds']:.1f}",
+            f"{record['load_seconds']:.2f}",
+            f"{record['cpu_seconds']:.1f}",
             str(record["graphs"]),
             str(record["cache_hits"]),
             str(record["cache_misses"]),
@@ -107,6 +131,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if options.out is not None:
         described = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            # Of all processes, this one among them.
+            "load_average": os.getloadavg()[0],
             "device": device_name(torch.device(options.device)),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),

@@ -100,3 +100,39 @@ def test_bad_options(bench: ModuleType, arguments: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert "expected batch >= 1" in capsys.readouterr().err
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, PATH.with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_overhead_of_every_op(tmp_path: Path) -> None:
+    load("bench_overhead").main(
+        ["--rounds", "3", "--repeats", "1", "--no-compiled", "--out", str(tmp_path / "out.json")]
+    )
+    records = json.loads((tmp_path / "out.json").read_text())["records"]
+    medians = {(record["op"], record["column"]): record["median_us"] for record in records}
+    ops = {"verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits"}
+    floors = {"an empty triton_op", "torch.add"}
+    assert set(medians) == {(op, column) for op in ops for column in ("function", "op")} | {(op, "op") for op in floors}
+    assert min(medians.values()) > 0
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    bench = load("bench_quantised")
+    size = ["--random", "--layers", "1", "--rounds", "2", "--kinds", "float32", "int8", "--no-compiled"]
+    result = bench.main([*size, "--out", str(tmp_path / "out.json")])
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    cells = {(record["kind"], record["form"], record["M"]) for record in result["records"]}
+    assert cells == {(kind, "eager", width) for kind in ("float32", "int8") for width in (1, 5)}
+    # Layers of int8 are a quarter, but the head is untied from the embedding, which stays as it is.
+    embedding = 49152 * 576 * 4
+    layer = result["copies"]["float32"]["weight_bytes"] - embedding
+    assert result["copies"]["int8"]["weight_bytes"] == pytest.approx(embedding + embedding / 4 + layer / 4, rel=0.01)
+    # Two drafts that are always accepted, each a tenth of the target's forward.
+    assert bench.gain(1.0, 2, 1.0, 10.0, 10.0) == pytest.approx(2.5)

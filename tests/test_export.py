@@ -1,22 +1,22 @@
-"""`torch.export` keeps one op per call; an AOTInductor package gives the same tokens, without this package at hand."""
+"""`torch.export` keeps one op per call, and takes a whole decoding step with its caches."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from aot_example import MAX_NEW_TOKENS, NUM_DRAFTS, PROMPTS, decode, step_state, tiny_pair, tiny_step
+from tiny_models import padded
 from torch import Tensor, nn
 
 import torch_specops
 
-# torch's own: AOTInductor copies what its exporter deprecates.
+# torch's own: its exporter copies what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
-NUM_DRAFTS, VOCAB_SIZE = 3, 67
+K, VOCAB_SIZE = 3, 67
 
 
 class VerifyExact(nn.Module):
@@ -113,15 +113,15 @@ MODULES: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
 
 def inputs(module: type[nn.Module], batch: int, seed: int = 0) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(seed)
-    target_logits = 3 * torch.randn(batch, NUM_DRAFTS + 1, VOCAB_SIZE, generator=g)
-    draft_logits = target_logits[:, :-1] + torch.randn(batch, NUM_DRAFTS, VOCAB_SIZE, generator=g)
+    target_logits = 3 * torch.randn(batch, K + 1, VOCAB_SIZE, generator=g)
+    draft_logits = target_logits[:, :-1] + torch.randn(batch, K, VOCAB_SIZE, generator=g)
     temperature = torch.tensor([0.7, 0.0, 1.3, 2.0]).repeat(batch // 4 + 1)[:batch]
     scaled = draft_logits / torch.where(temperature > 0, temperature, 1.0).view(-1, 1, 1)
     values = {
         "target_logits": target_logits,
         "draft_tokens": draft_logits.argmax(-1),
         "draft_logits": draft_logits,
-        "accept_uniforms": torch.rand(batch, NUM_DRAFTS, generator=g),
+        "accept_uniforms": torch.rand(batch, K, generator=g),
         "sample_uniforms": torch.rand(batch, generator=g),
         "temperature": temperature,
         "draft_lse": scaled.logsumexp(-1),
@@ -146,9 +146,11 @@ def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("module", "strict", "dynamic"),
+    # Strict export traces with Dynamo, as `test_compile.py` does every op; one is enough here.
+    [*((module, False, True) for module in MODULES), (VerifyExact, False, False), (VerifyExact, True, True)],
+)
 def test_export_keeps_one_op(module: type[nn.Module], strict: bool, dynamic: bool) -> None:
     arguments = inputs(module, batch=4)
     batch = torch.export.Dim("batch", min=1, max=4096)
@@ -177,42 +179,30 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert_same(loaded.module()(*arguments), VerifyExact()(*arguments))
 
 
-FRESH_PROCESS = """
-import sys, torch
-package, data = sys.argv[1:]
-verify = torch._inductor.aoti_load_package(package)
-for arguments, expected in torch.load(data):
-    assert all(torch.equal(a, b) for a, b in zip(verify(*arguments), expected, strict=True))
-assert "torch_specops" not in sys.modules
-print("equal")
-"""
+# The caches of both models; the text and its state. All else is weights and arguments that are only read.
+BUFFERS = {f"{kind}_{index}" for kind in ("keys", "values") for index in range(2)}
+STATE = {"tokens", "lengths", "finished", "failed"}
 
 
-def test_aot_inductor(tmp_path: Path) -> None:
-    """Packaged with a free batch; loaded here, and in a process that never imports torch_specops."""
-    arguments = inputs(VerifyExact, batch=4)
-    batch = torch.export.Dim("batch", min=1, max=4096)
-    program = torch.export.export(VerifyExact(), arguments, dynamic_shapes=tuple({0: batch} for _ in arguments))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "verify.pt2"))
-    loaded = torch._inductor.aoti_load_package(package)
-    cases = []
-    for size in (1, 2, 4, 33):
-        fresh = inputs(VerifyExact, size, seed=size)
-        expected = VerifyExact()(*fresh)
-        assert_same(loaded(*fresh), expected)
-        cases.append((fresh, expected))
-    torch.save(cases, tmp_path / "cases.pt")
-    command = [sys.executable, "-c", FRESH_PROCESS, package, str(tmp_path / "cases.pt")]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (finished.returncode, finished.stdout.strip()) == (0, "equal"), finished.stderr
+def test_a_whole_step_with_its_caches(tmp_path: Path) -> None:
+    """Both models, the drafts, the verification and the writing of caches and text: one program, the loop's tokens."""
+    with torch.no_grad():
+        program = torch.export.export(tiny_step(), tuple(step_state()))
+        ops = [name for name in op_nodes(program) if name.startswith("specops.")]
+        assert ops == ["specops.sample.default"] * NUM_DRAFTS + ["specops.verify_exact.default"]
+        changed = program.run_decompositions().graph_signature
+    assert set(changed.buffers_to_mutate.values()) == BUFFERS
+    assert set(changed.user_inputs_to_mutate.values()) == STATE
 
+    expected = decode(tiny_step(), step_state())
+    assert decode(program.module(), step_state()) == expected
+    torch.export.save(program, tmp_path / "step.pt2")
+    assert decode(torch.export.load(tmp_path / "step.pt2").module(), step_state()) == expected
 
-def test_aot_inductor_with_filters(tmp_path: Path) -> None:
-    """The package calls the op that finds the bounds on CPU, so it needs torch_specops at hand, as here."""
-    arguments = inputs(SampleFiltered, batch=4)
-    program = torch.export.export(SampleFiltered(), arguments)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "sample.pt2"))
-    loaded = torch._inductor.aoti_load_package(package)
-    for seed in range(3):
-        fresh = inputs(SampleFiltered, batch=4, seed=seed)
-        assert_same(loaded(*fresh), SampleFiltered()(*fresh))
+    target, draft = tiny_pair()
+    sampling = torch_specops.SamplingParams(temperature=[0.0, 0.8])
+    decoder = torch_specops.SpeculativeDecoder(target, draft, num_draft_tokens=NUM_DRAFTS, sampling=sampling)
+    ids, mask = padded(PROMPTS, "right")
+    output = decoder.generate(ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, seed=torch.arange(2))
+    texts = [row[:length].tolist() for row, length in zip(output.sequences, output.lengths, strict=True)]
+    assert texts == expected

@@ -1,4 +1,4 @@
-"""A quantised copy as the draft: the target's output, with drafts that nearly always agree."""
+"""A quantised copy as the draft: the target's output, with drafts that nearly always agree. And as the target."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import sys
 
 import pytest
 import torch
-from tiny_models import PROMPTS, encoder_inputs, padded, tiny
+from tiny_models import PROMPTS, encoder_inputs, greedy_alone, padded, tiny
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 import torch_specops
 from torch_specops.decode import GenerationOutput
+from torch_specops.decode.greedy import ROUNDING, check_greedy
+from torch_specops.decode.state import speculative_step
 from torch_specops.drafts.quantised import quantised_copy
+from torch_specops.hf import language_model
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -94,6 +98,82 @@ def test_a_tied_head_is_quantised_and_its_embedding_is_not(family: str) -> None:
     assert type(clone.get_input_embeddings().weight) is nn.Parameter
     assert torch.equal(clone.get_input_embeddings().weight, embedding)
     assert type(clone.get_output_embeddings().weight) is not nn.Parameter
+
+
+def quantised(model: PreTrainedModel, weights: str) -> PreTrainedModel:
+    if weights != "float8":
+        return quantised_copy(model, weights, 16 if weights == "int4" else None)
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    clone = copy.deepcopy(model)
+    quantize_(clone, Float8WeightOnlyConfig(set_inductor_config=False))
+    return clone
+
+
+def compiled_texts(
+    target: PreTrainedModel, draft: PreTrainedModel, num_drafts: int, backend: object, max_new_tokens: int
+) -> list[list[int]]:
+    """What steps compiled as one graph emit after PROMPTS, at temperature 0."""
+    decoder = torch_specops.SpeculativeDecoder(
+        target, draft, num_draft_tokens=num_drafts, sampling=GREEDY, compile=False
+    )
+    ids, mask = padded(PROMPTS, "left")
+    ids, mask = ids.to(target.device), mask.to(target.device)
+    decoder.stream(ids, attention_mask=mask, max_new_tokens=max_new_tokens, seed=0)
+    state = decoder._require_state()
+    torch._dynamo.reset()
+    step = torch.compile(speculative_step, backend=backend, fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        while not bool(state.finished.all()):
+            step(decoder.target, decoder.draft, state, num_drafts, decoder._verify)
+    torch._dynamo.reset()
+    return [
+        row[length - max_new_tokens : length].tolist()
+        for row, length in zip(state.tokens, state.lengths.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target_weights", "draft_weights", "num_drafts", "backend"),
+    [
+        ("float8", "int4", 2, "eager"),
+        # With one draft it has all its parts, and compiles in half the time.
+        pytest.param("int8", "int4", 1, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_quantised_target_and_draft_in_one_compiled_step(
+    target_weights: str, draft_weights: str, num_drafts: int, backend: str
+) -> None:
+    """Exact relative to the quantised target: its own greedy text, which is not that of the model it was made from."""
+    model = tiny("llama", num_hidden_layers=1).float()
+    target, draft = quantised(model, target_weights), quantised(model, draft_weights)
+    counter = CompileCounterWithBackend(backend)
+    found = compiled_texts(target, draft, num_drafts, counter, 10)
+    assert counter.frame_count == 1
+    assert found == [greedy_alone(target, prompt, 10) for prompt in PROMPTS]
+    assert found != [greedy_alone(model, prompt, 10) for prompt in PROMPTS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target_weights", ["int8", "int4", "float8"])
+def test_a_quantised_target_and_draft_on_cuda(target_weights: str) -> None:
+    if target_weights == "float8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    # Packed int4 takes bfloat16, and layers of whole tiles.
+    dtype = torch.bfloat16 if target_weights == "int4" else torch.float32
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = tiny("llama", **sizes).to("cuda", dtype)
+    target = quantised_copy(model, "int4", 32) if target_weights == "int4" else quantised(model, target_weights)
+    decoder = torch_specops.SpeculativeDecoder(
+        target, quantised(model, "int8"), num_draft_tokens=2, sampling=GREEDY, compile=True
+    )
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        output = decoder.generate(ids, max_new_tokens=16)
+        check = check_greedy(language_model(target), ids, output.new_tokens(0))
+        # Two tokens this near each other may swap between a forward over one token and one over three.
+        slack = max(8 * torch.finfo(dtype).eps / ROUNDING, 1.0)
+        assert all(each.logit_gap <= slack * each.rounding_bound for each in check.differences)
 
 
 def test_int8_is_finer_than_int4() -> None:

@@ -113,7 +113,9 @@ def test_the_gpu_tests_it_speaks_of_exist() -> None:
     run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/math.md", "docs/vocabulary.md", "docs/design.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/math.md", "docs/vocabulary.md", "docs/design.md", "docs/deploy.md"]
+)
 def test_links_and_named_files_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     folder = (ROOT / document).parent

@@ -11,7 +11,9 @@ __all__ = [
     "check_filter_logits",
     "check_int",
     "check_numbers",
+    "check_optional_plain_tensors",
     "check_optional_tensors",
+    "check_plain_tensors",
     "check_sample",
     "check_tensors",
     "check_verify_block",
@@ -212,6 +214,23 @@ def check_tensors(**arguments: object) -> None:
 
 def check_optional_tensors(**arguments: object) -> None:
     check_tensors(**{name: value for name, value in arguments.items() if value is not None})
+
+
+# Their own dispatch would refuse the op, in words that name no argument.
+REFUSED_KINDS = {"DTensor": "; torch_specops.parallel takes sharded logits", "NestedTensor": "", "MaskedTensor": ""}
+
+
+def check_plain_tensors(**arguments: object) -> None:
+    """Tensors that hold what they seem to hold. Other subclasses pass: what they do with an op is their own affair."""
+    check_tensors(**arguments)
+    for name, value in arguments.items():
+        kind = "NestedTensor" if isinstance(value, Tensor) and value.is_nested else type(value).__name__
+        if kind in REFUSED_KINDS:
+            raise TypeError(f"{name}: expected a plain tensor, got a {kind}{REFUSED_KINDS[kind]}")
+
+
+def check_optional_plain_tensors(**arguments: object) -> None:
+    check_plain_tensors(**{name: value for name, value in arguments.items() if value is not None})
 
 
 def check_numbers(**arguments: object) -> None:

@@ -53,8 +53,8 @@ def sample(
         >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
     """
-    checks.check_tensors(logits=logits, uniforms=uniforms)
-    checks.check_optional_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    checks.check_plain_tensors(logits=logits, uniforms=uniforms)
+    checks.check_optional_plain_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return ops.sample(logits, uniforms, temperature, top_k, top_p, min_p)
 
 
@@ -96,8 +96,8 @@ def filter_logits(
         tensor([[-inf, 3., 2., 2.],
                 [-inf, 3., -inf, 2.]])
     """
-    checks.check_tensors(logits=logits)
-    checks.check_optional_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    checks.check_plain_tensors(logits=logits)
+    checks.check_optional_plain_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return ops.filter_logits(logits, temperature, top_k, top_p, min_p)
 
 

@@ -71,13 +71,13 @@ def verify_exact(
         >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
         (tensor([[ 2,  3, -1]]), tensor([1]))
     """
-    checks.check_tensors(
+    checks.check_plain_tensors(
         target_logits=target_logits,
         draft_tokens=draft_tokens,
         accept_uniforms=accept_uniforms,
         sample_uniforms=sample_uniforms,
     )
-    checks.check_optional_tensors(
+    checks.check_optional_plain_tensors(
         draft_logits=draft_logits,
         temperature=temperature,
         draft_lse=draft_lse,
@@ -157,13 +157,13 @@ def verify_block(
         >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
         (tensor([[0, 1, 1]]), tensor([2]))
     """
-    checks.check_tensors(
+    checks.check_plain_tensors(
         target_logits=target_logits,
         draft_tokens=draft_tokens,
         accept_uniforms=accept_uniforms,
         sample_uniforms=sample_uniforms,
     )
-    checks.check_optional_tensors(
+    checks.check_optional_plain_tensors(
         draft_logits=draft_logits,
         temperature=temperature,
         draft_lse=draft_lse,
@@ -229,14 +229,14 @@ def verify_sigmoid(
         >>> out, n                                         # equal scores: 2 is accepted, -1 is padding
         (tensor([[ 2,  0, -1]]), tensor([1]))
     """
-    checks.check_tensors(
+    checks.check_plain_tensors(
         target_logits=target_logits,
         draft_tokens=draft_tokens,
         draft_logits=draft_logits,
         accept_uniforms=accept_uniforms,
         sample_uniforms=sample_uniforms,
     )
-    checks.check_optional_tensors(temperature=temperature)
+    checks.check_optional_plain_tensors(temperature=temperature)
     checks.check_numbers(alpha=alpha, beta=beta)
     return ops.verify_sigmoid(
         target_logits,

@@ -32,6 +32,11 @@ class RaggedCache(Cache):
         yield
         self.slots = self.width = None
 
+    @property
+    def key_values(self) -> list[RaggedKeyValues]:
+        """Of every layer that a forward has written."""
+        return [layer._buffer for layer in self.layers if layer._buffer is not None]
+
     def clear(self) -> None:
         for layer in self.layers:
             layer.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from ..kv_cache import visible_slots, within_window
+from ..kv_cache import RaggedKeyValues, visible_slots, within_window
 from .architecture import first_layers, layers_of, max_length, relative_bias, windows
 from .cache import CrossCache, RaggedCache
 
@@ -154,6 +154,12 @@ class TransformersModel:
     @property
     def _num_layers(self) -> int:
         return self._config.num_hidden_layers
+
+    @property
+    def key_values(self) -> list[RaggedKeyValues]:
+        """The cache of every layer, once a forward has allocated it. Its tensors may be replaced by others of the same
+        shape: by the buffers of a module that is to be exported."""
+        return self._require_cache().key_values
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         with self._require_cache().writing_at(positions):

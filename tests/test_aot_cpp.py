@@ -1,0 +1,165 @@
+"""AOTInductor packages: eager's tokens here, in a process that never imports torch_specops, and without Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aot_example import decode, load, package, step_state, tiny_step
+from torch import Tensor, nn
+
+import torch_specops
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler: g++, or what CXX names"
+    ),
+    # torch's own: AOTInductor copies what its exporter deprecates.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+# How many sequences: the batch of a package of one verification is free.
+BATCHES = (1, 2, 4, 33)
+
+
+# With one draft a step has all its parts, and compiles in half the time of one with two.
+NUM_DRAFTS = 1
+
+
+class TopP(nn.Module):
+    def forward(self, logits: Tensor, top_p: Tensor) -> Tensor:
+        return torch_specops.filter_logits(logits, top_p=top_p)
+
+
+def filter_inputs(seed: int) -> list[Tensor]:
+    logits = 3 * torch.randn(4, 67, generator=torch.Generator().manual_seed(seed))
+    return [logits, torch.tensor([0.9, 1.0, 0.5, 0.1])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of a verification, of a whole step, and of an op that filters."""
+    path = tmp_path_factory.mktemp("packages")
+    package.package(package.Verify(), package.verify_inputs(4), path / "verify.pt2", dynamic_batch=True)
+    package.package(tiny_step(num_drafts=NUM_DRAFTS), step_state(), path / "step.pt2", dynamic_batch=False)
+    package.package(TopP(), filter_inputs(0), path / "filtered.pt2", dynamic_batch=False)
+    return path
+
+
+def load_package(path: Path) -> Callable[..., Any]:
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def test_a_verification(folder: Path) -> None:
+    verify = load_package(folder / "verify.pt2")
+    for batch in BATCHES:
+        inputs = package.verify_inputs(batch, seed=batch)
+        assert all(torch.equal(a, b) for a, b in zip(verify(*inputs), package.Verify()(*inputs), strict=True))
+
+
+def test_a_whole_step(folder: Path) -> None:
+    """Its caches are buffers of the package, the text and its state are arguments that it changes."""
+    assert decode(load_package(folder / "step.pt2"), step_state()) == decode(
+        tiny_step(num_drafts=NUM_DRAFTS), step_state()
+    )
+
+
+def test_filters_need_torch_specops(folder: Path) -> None:
+    """The package calls the op that finds the bounds on CPU, which this process has."""
+    top_p = load_package(folder / "filtered.pt2")
+    for seed in range(3):
+        assert torch.equal(top_p(*filter_inputs(seed)), TopP()(*filter_inputs(seed)))
+
+
+FRESH_PROCESS = """
+import sys, torch
+for package, data in zip(sys.argv[1::2], sys.argv[2::2]):
+    run = torch._inductor.aoti_load_package(package)
+    for arguments, expected, changed in torch.load(data):
+        outputs = run(*arguments)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(arguments, changed, strict=True))
+assert "torch_specops" not in sys.modules
+print("equal")
+"""
+
+
+def test_in_a_fresh_process(folder: Path) -> None:
+    """Neither package needs torch_specops, nor any of its modules."""
+    verifications = []
+    for batch in BATCHES:
+        inputs = package.verify_inputs(batch, seed=batch)
+        verifications.append((inputs, package.Verify()(*inputs), inputs))
+    step, steps = tiny_step(num_drafts=NUM_DRAFTS), []
+    state = step_state()
+    for _ in range(3):
+        before = [value.clone() for value in state]
+        with torch.no_grad():
+            record = step(*state)
+        steps.append((before, [record], [value.clone() for value in state]))
+    arguments = []
+    for name, cases in (("verify", verifications), ("step", steps)):
+        torch.save(cases, folder / f"{name}_cases.pt")
+        arguments += [str(folder / f"{name}.pt2"), str(folder / f"{name}_cases.pt")]
+    command = [sys.executable, "-c", FRESH_PROCESS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
+
+
+def run_without_python(program: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(program), *map(str, arguments)]
+    # Nothing of this process's environment: no PYTHONPATH, no virtual environment.
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={})
+
+
+def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
+    assert done.returncode == 0, done.stderr
+    return [[int(token) for token in line.split()] for line in done.stdout.splitlines()]
+
+
+def test_without_python(folder: Path) -> None:
+    """A C++ program loads the packages, verifies, and decodes whole texts."""
+    program = folder / "aot_verify"
+    built = subprocess.run(load("build").command(program), capture_output=True, text=True, timeout=500, check=False)
+    assert built.returncode == 0, built.stderr
+    if shutil.which("ldd") is not None:
+        libraries = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
+        assert "libtorch_cpu" in libraries and "libpython" not in libraries and "torch_python" not in libraries
+
+    for batch in BATCHES:
+        inputs = package.verify_inputs(batch, seed=batch)
+        torch.save(inputs, folder / "inputs.pt")
+        output_tokens, num_accepted = package.Verify()(*inputs)
+        done = run_without_python(program, "verify", folder / "verify.pt2", folder / "inputs.pt")
+        assert printed_rows(done) == [row[: n + 1].tolist() for row, n in zip(output_tokens, num_accepted, strict=True)]
+
+    texts = run_without_python(program, "decode", folder / "step.pt2", folder / "step_inputs.pt")
+    assert printed_rows(texts) == decode(tiny_step(num_drafts=NUM_DRAFTS), step_state())
+
+    filtered = run_without_python(program, "verify", folder / "filtered.pt2", folder / "filtered_inputs.pt")
+    assert filtered.returncode == 1
+    assert "Could not find schema for specops::filter_bounds" in filtered.stderr
+    assert "On a CPU top_k, top_p and min_p need torch_specops, a Python package." in filtered.stderr
+    missing = run_without_python(program, "verify", folder / "verify.pt2", folder / "nothing.pt")
+    assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
+    assert run_without_python(program).returncode == 2
+
+
+@pytest.mark.gpu
+def test_on_cuda(tmp_path: Path) -> None:
+    inputs = [value.cuda() for value in package.verify_inputs(4)]
+    package.package(package.Verify(), inputs, tmp_path / "verify.pt2", dynamic_batch=True)
+    outputs = load_package(tmp_path / "verify.pt2")(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, package.Verify()(*inputs), strict=True))
+    package.package(tiny_step("cuda"), step_state("cuda"), tmp_path / "step.pt2", dynamic_batch=False)
+    texts = decode(load_package(tmp_path / "step.pt2"), step_state("cuda"))
+    assert texts == decode(tiny_step("cuda"), step_state("cuda"))

@@ -1,0 +1,313 @@
+"""How the ops and the loop stand in torch's modes and machinery: what works gives the same tokens, the rest refuses.
+
+The README's table of capabilities names these tests.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import PROMPTS, padded, perturbed, tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.func import functionalize, grad, jvp
+from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torch_specops
+from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
+from torch_specops.hf import language_model
+
+OPS = ("verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits")
+
+
+def inputs(op: str, batch: int = 4, num_drafts: int = 3, vocab_size: int = 37, seed: int = 0) -> dict[str, Tensor]:
+    """Every tensor argument that the op has: greedy and sampled rows, each with its filters."""
+    g = torch.Generator().manual_seed(seed)
+    target_logits = 3 * torch.randn(batch, num_drafts + 1, vocab_size, generator=g)
+    draft_logits = target_logits[:, :-1] + torch.randn(batch, num_drafts, vocab_size, generator=g)
+    rows = {"temperature": torch.tensor([0.7, 0.0, 1.3]).repeat(batch)[:batch]}
+    if op != "verify_sigmoid":
+        rows["top_k"] = torch.arange(batch) % 3 * 9
+        rows["top_p"] = torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch)[:batch]
+    if op in ("sample", "filter_logits"):
+        draws = {"uniforms": torch.rand(batch, generator=g)} if op == "sample" else {}
+        return {"logits": target_logits[:, 0].contiguous(), **draws, **rows}
+    return {
+        "target_logits": target_logits,
+        "draft_tokens": draft_logits.argmax(-1),
+        "draft_logits": draft_logits,
+        "accept_uniforms": torch.rand(batch, num_drafts, generator=g),
+        "sample_uniforms": torch.rand(batch, generator=g),
+        **rows,
+    }
+
+
+def call(op: str, arguments: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    outputs = getattr(torch_specops, op)(**arguments)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_change_nothing(op: str, mode: str) -> None:
+    """Filters among the arguments; `test_compile.py` has the compiled ops."""
+    arguments = inputs(op)
+    expected = call(op, arguments)
+    with MODES[mode]():
+        assert same(call(op, arguments), expected)
+
+
+@pytest.mark.parametrize("mode", ["autocast bfloat16", "autocast float16"])
+def test_uniforms_are_the_same_under_autocast(mode: str) -> None:
+    seeds, positions = torch.arange(3), torch.tensor([0, 7, 2**40])
+    expected = torch_specops.uniforms(seeds, positions, 5, "accept")
+    with MODES[mode]():
+        assert torch.equal(torch_specops.uniforms(seeds, positions, 5, "accept"), expected)
+
+
+def texts() -> Tensor:
+    target = tiny("llama", num_hidden_layers=1)
+    draft = perturbed(target, 0.05)
+    sampling = torch_specops.SamplingParams(temperature=[0.0, 0.8, 1.0], top_k=20, top_p=0.9)
+    decoder = torch_specops.SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=sampling, compile=False)
+    ids, mask = padded(PROMPTS, "left")
+    return decoder.generate(ids, attention_mask=mask, max_new_tokens=12, seed=3).sequences
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_deterministic_mode_refuses_nothing_and_changes_nothing(op: str, request: pytest.FixtureRequest) -> None:
+    arguments = inputs(op)
+    expected = call(op, arguments)
+    request.getfixturevalue("deterministic")
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert same(call(op, arguments), expected)
+
+
+def test_the_loop_in_deterministic_mode(request: pytest.FixtureRequest) -> None:
+    expected = texts()
+    request.getfixturevalue("deterministic")
+    assert torch.equal(texts(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("op", OPS)
+def test_deterministic_mode_on_cuda(op: str) -> None:
+    arguments = {name: value.cuda() for name, value in inputs(op).items()}
+    expected = call(op, arguments)
+    assert all(same(call(op, arguments), expected) for _ in range(3))
+
+
+class Plain(Tensor):
+    """A subclass that only has another name."""
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", [Plain, torch.nn.Parameter, torch.nn.Buffer])
+def test_subclasses_without_a_dispatch_of_their_own(op: str, kind: type[Tensor]) -> None:
+    arguments = inputs(op)
+    expected = call(op, arguments)
+    for name in arguments:
+        if name.endswith("logits"):
+            is_plain = kind is Plain
+            arguments[name] = arguments[name].as_subclass(Plain) if is_plain else kind(arguments[name])  # type: ignore[call-arg]
+    outputs = call(op, arguments)
+    assert same(tuple(output.as_subclass(Tensor) for output in outputs), expected)
+    assert not any(output.requires_grad for output in outputs)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_subclasses_that_hold_plain_tensors(op: str) -> None:
+    """What a wrapper's own dispatch hands on is what the op sees: here both of two tensors."""
+    first, second = inputs(op), inputs(op, seed=1)
+    both = call(op, {name: TwoTensor(first[name], second[name]) for name in first})
+    assert same(tuple(output.a for output in both), call(op, first))
+    assert same(tuple(output.b for output in both), call(op, second))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_functionalize(op: str) -> None:
+    arguments = inputs(op)
+    outputs = functionalize(lambda: call(op, arguments))()
+    assert same(outputs, call(op, arguments))
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def refused(kind: str, value: Tensor) -> Tensor:
+    if kind == "DTensor":
+        return distribute_tensor(value, init_device_mesh("cpu", (1,)), [Replicate()])
+    with warnings.catch_warnings():
+        # Prototypes, as they say when they are made.
+        warnings.simplefilter("ignore")
+        if kind == "MaskedTensor":
+            return masked_tensor(value, value > 0)
+        return torch.nested.nested_tensor(list(value), layout=torch.jagged if kind == "jagged" else torch.strided)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", ["DTensor", "MaskedTensor", "jagged", "nested"])
+def test_subclasses_refused_by_name(op: str, kind: str) -> None:
+    arguments = inputs(op)
+    name = "logits" if "logits" in arguments else "target_logits"
+    arguments[name] = refused(kind, arguments[name])
+    shown = "NestedTensor" if kind in ("jagged", "nested") else kind
+    advice = "; torch_specops.parallel takes sharded logits" if kind == "DTensor" else ""
+    with pytest.raises(TypeError, match=f"^{name}: expected a plain tensor, got a {shown}{advice}$"):
+        call(op, arguments)
+    arguments = inputs(op)
+    arguments["temperature"] = refused("DTensor", arguments["temperature"])
+    with pytest.raises(TypeError, match=r"^temperature: expected a plain tensor, got a DTensor;"):
+        call(op, arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_passes_a_gradient(op: str) -> None:
+    """No op has a derivative: outputs say so, a backward through them alone is an error, so is one under `grad`."""
+    arguments = inputs(op)
+    name = "logits" if "logits" in arguments else "target_logits"
+    logits = arguments.pop(name)
+
+    def last_output(value: Tensor) -> Tensor:
+        return call(op, {name: value, **arguments})[-1]
+
+    output = last_output(logits.clone().requires_grad_())
+    assert not output.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        output.sum().backward()
+    with pytest.raises(RuntimeError):
+        grad(lambda value: last_output(value).sum())(logits)
+    assert bool((jvp(last_output, (logits,), (torch.ones_like(logits),))[1] == 0).all())
+
+
+def sources() -> dict[str, DraftSource]:
+    return {
+        "lookup": PromptLookup(min_ngram=1),
+        "n-gram": NGram.from_tokens(torch.arange(90) % 7 + 3, vocab_size=60, probabilities=True),
+        "model": ModelDraft(language_model(tiny("llama", num_hidden_layers=1))),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lookup", "n-gram", "model"])
+def test_a_decoder_is_pickled(kind: str) -> None:
+    target = tiny("llama", num_hidden_layers=1)
+    sampling = torch_specops.SamplingParams(temperature=0.7, top_k=20)
+    decoder = torch_specops.SpeculativeDecoder(target, sources()[kind], sampling=sampling, compile=False)
+    copied = pickle.loads(pickle.dumps(decoder))
+    assert copied.sampling == sampling
+    outputs = [each.generate(torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=9, seed=1) for each in (decoder, copied)]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    again = pickle.loads(pickle.dumps(outputs[0]))
+    assert torch.equal(again.sequences, outputs[0].sequences) and again.stats == outputs[0].stats
+
+
+@pytest.mark.parametrize("op", [*OPS, "uniforms", "generate"])
+def test_functions_are_pickled_by_name(op: str) -> None:
+    function = getattr(torch_specops, op)
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+# Number of drafts per step, as a schedule's buckets are.
+BUCKETS = (2, 4)
+
+
+@pytest.fixture
+def guards() -> Iterator[list[list[Any]]]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield []
+    torch._dynamo.reset()
+
+
+def compiled_verification(guards: list[list[Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def verify(
+        target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor, accept: Tensor, sample: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_exact(target_logits, draft_tokens, draft_logits, accept, sample)
+
+    def keep_all(entries: list[Any]) -> list[bool]:
+        guards.append(entries)
+        return [True] * len(entries)
+
+    return torch.compile(verify, fullgraph=True, backend="eager", options={"guard_filter_fn": keep_all})
+
+
+def verification_inputs(batch: int, num_drafts: int, vocab_size: int = 37, static_drafts: bool = True) -> list[Tensor]:
+    arguments = list(inputs("verify_exact", batch, num_drafts, vocab_size).values())[:5]
+    for value in arguments:
+        torch._dynamo.mark_dynamic(value, 0)
+        if value.dim() > 1 and static_drafts:
+            torch._dynamo.mark_static(value, 1)
+        if value.dim() > 2:
+            torch._dynamo.mark_static(value, 2)
+    return arguments
+
+
+def test_one_graph_for_every_batch_and_one_for_each_bucket(guards: list[list[Any]]) -> None:
+    """Batch dynamic, K one of its buckets, vocabulary static: as many graphs as buckets, and none later.
+
+    Each graph has one guard for each argument, on its metadata; the others know neither B nor K, and are as many for
+    every bucket.
+    """
+    verify = compiled_verification(guards)
+    for num_drafts in BUCKETS:
+        verify(*verification_inputs(6, num_drafts))
+    assert counters["stats"]["unique_graphs"] == len(guards) == len(BUCKETS)
+    names = ("accept", "draft_logits", "draft_tokens", "sample", "target_logits")
+    for entries in guards:
+        of_arguments = [(entry.name, entry.guard_type) for entry in entries if not entry.is_global and entry.name]
+        assert sorted(of_arguments) == [(name, "TENSOR_MATCH") for name in names]
+        assert sum(entry.guard_type == "SHAPE_ENV" for entry in entries) == 1
+    assert len({len(entries) for entries in guards}) == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in (2, 3, 5, 7, 64):
+            for num_drafts in BUCKETS:
+                arguments = verification_inputs(batch, num_drafts)
+                assert same(verify(*arguments), torch_specops.verify_exact(*arguments))
+        for other in ((4, 3, 37), (4, 4, 38)):
+            with pytest.raises(RuntimeError, match="recompile"):
+                verify(*verification_inputs(*other))
+
+
+def test_one_graph_for_every_number_of_drafts(guards: list[list[Any]]) -> None:
+    """K left to torch: static at first, then one graph for all others."""
+    verify = compiled_verification(guards)
+    for num_drafts in BUCKETS:
+        verify(*verification_inputs(6, num_drafts, static_drafts=False))
+    assert counters["stats"]["unique_graphs"] == 2
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for num_drafts in (3, 5, 16):
+            verify(*verification_inputs(9, num_drafts, static_drafts=False))
