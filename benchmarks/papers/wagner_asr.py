@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -227,14 +227,15 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
     return distances(*(filtered(torch.cat(rows), top_k) for rows in both))
 
 
-def sources() -> dict[str, str]:
-    """Of each kind of speech that cannot be had here, why."""
-    missing = {}
-    if not (SPEECH / "transcription").exists():
-        missing["librivox"] = f"{SPEECH} has no file transcription"
-    if shutil.which("espeak-ng") is None:
-        missing["espeak"] = "the program espeak-ng is not there"
-    return missing
+def missing(source: str) -> str:
+    """What a kind of speech needs and is not there; "" if nothing is missing."""
+    if not all((cache_directory() / name).is_dir() for name in (whisper().TARGET, whisper().DRAFT)):
+        return "no Whisper models; `python benchmarks/pairs/whisper.py fetch` brings them"
+    if source == "librivox" and not (SPEECH / "transcription").exists():
+        return f"{SPEECH} has no file transcription"
+    if source == "espeak" and shutil.which("espeak-ng") is None:
+        return "the program espeak-ng is not there"
+    return ""
 
 
 def cells_of(chosen: Any) -> list[Cell]:
@@ -242,21 +243,25 @@ def cells_of(chosen: Any) -> list[Cell]:
     large = chosen.large
     sizes = {"librivox": (5, 16 if large else 3), "espeak": (40 if large else 6, 4 if large else 1)}
     cells = []
-    for source in (source for source in sizes if source not in sources()):
+    for source in sizes:
+
+        def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], source: str = source) -> None:
+            cells.append(Cell(key, measure, settings, missing(source)))
+
         some = {"source": source, "device": chosen.device, "num_clips": sizes[source][0]}
         size = some | {"num_seeds": sizes[source][1]}
         for top_k in (0, TOP_K):
-            cells.append(Cell(f"laws/{source}/top_k={top_k}", laws, some | {"top_k": top_k}))
-        cells.append(Cell(f"main/{source}", transcribed, size | {"methods": METHODS}))
-        cells.append(Cell(f"scales/{source}", transcribed, size | {"methods": scales(SCALES)}))
+            add(f"laws/{source}/top_k={top_k}", laws, some | {"top_k": top_k})
+        add(f"main/{source}", transcribed, size | {"methods": METHODS})
+        add(f"scales/{source}", transcribed, size | {"methods": scales(SCALES)})
         for model in ("target", "draft"):
-            cells.append(Cell(f"alone/{source}/{model}", alone, size | {"model": model}))
+            add(f"alone/{source}/{model}", alone, size | {"model": model})
         if source == "librivox":
-            cells.append(Cell(f"eager/{source}", transcribed, size | {"methods": EAGER}))
+            add(f"eager/{source}", transcribed, size | {"methods": EAGER})
             for gamma in GAMMAS:
                 constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
                 constant["num_seeds"] = size["num_seeds"] if large else 1
-                cells.append(Cell(f"gamma/{source}/{gamma}", transcribed, size | constant))
+                add(f"gamma/{source}/{gamma}", transcribed, size | constant)
     return cells
 
 
@@ -268,10 +273,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     SPEECH = chosen.speech
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    # A table is wider than a log.
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    for source, reason in sources().items():
-        console.print(f"{source}: not run, {reason}")
+    console = wide_console()
     cells = cells_of(chosen)
     runner = Cells(results_path("wagner_asr", chosen), cells, chosen.device, packages=["jiwer"])
     found = runner.run(chosen.only, console)

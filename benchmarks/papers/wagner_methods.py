@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers.generation import utils as generation
 
@@ -30,8 +31,10 @@ __all__ = [
     "calls",
     "calls_table",
     "measure",
+    "random_call",
     "scales",
     "steps_table",
+    "warm_up",
     "without_outputs",
 ]
 
@@ -137,6 +140,14 @@ def warm_up(options: Mapping[str, Any], vocab_size: int, device: str) -> None:
             generation._speculative_sampling(ids, draft, number, target, False)
 
 
+def random_call(number: int, vocab_size: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids with `number` drafts at their end, and random logits of draft and target."""
+    target = torch.randn(1, number + 1, vocab_size, generator=generator) * 3
+    draft = target[:, :number] + torch.randn(1, number, vocab_size, generator=generator)
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), draft.argmax(-1)], 1)
+    return ids.to(device), draft.to(device), target.to(device)
+
+
 @torch.no_grad()
 def calls(
     methods: Mapping[str, Mapping[str, Any]], vocab_size: int, numbers: Sequence[int], rounds: int, device: str
@@ -146,10 +157,7 @@ def calls(
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for number in numbers:
-        target = torch.randn(1, number + 1, vocab_size, generator=generator) * 3
-        draft = target[:, :number] + torch.randn(1, number, vocab_size, generator=generator)
-        ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), draft.argmax(-1)], 1)
-        inputs[number] = [each.to(device) for each in (ids, draft, target)]
+        inputs[number] = random_call(number, vocab_size, generator, device)
     law = inputs[numbers[0]][2][:, 0].softmax(-1)
     times: dict[str, dict[str, list[float]]] = {name: {str(number): [] for number in numbers} for name in methods}
     alone = []

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import copy
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
 from rich.console import Console
 from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
+from subjects import missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -213,21 +213,25 @@ def cells_of(chosen: Any) -> list[Cell]:
         call = {"methods": METHODS, "vocab_size": vocab_size, "numbers": [1, *GAMMAS], "rounds": 40}
         cells.append(Cell(f"calls/V={vocab_size}", calls, call | {"device": chosen.device}))
     for subject, size in sizes.items():
+
+        def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], subject: str = subject) -> None:
+            cells.append(Cell(key, measure, settings, missing(subject)))
+
         law = {"subject": subject, "device": chosen.device} | dict(
             zip(("windows", "window"), law_sizes[subject], strict=True)
         )
         for top_k in (0, TOP_K):
-            cells.append(Cell(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k}))
+            add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
         if subject == "austen" or chosen.large:
-            cells.append(Cell(f"constants/{subject}", constants, law | {"top_k": 0}))
-        cells.append(Cell(f"main/{subject}", decoded, settings(subject, size, methods=METHODS)))
+            add(f"constants/{subject}", constants, law | {"top_k": 0})
+        add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS))
         if subject == "austen" or chosen.large:
-            cells.append(Cell(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER)))
-        cells.append(Cell(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES))))
-        cells.append(Cell(f"draft alone/{subject}", draft_alone, settings(subject, size)))
+            add(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER))
+        add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
+        add(f"draft alone/{subject}", draft_alone, settings(subject, size))
         for gamma in GAMMAS:
             constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
-            cells.append(Cell(f"gamma/{subject}/{gamma}", decoded, settings(subject, gamma_sizes[subject], **constant)))
+            add(f"gamma/{subject}/{gamma}", decoded, settings(subject, gamma_sizes[subject], **constant))
     return cells
 
 
@@ -237,8 +241,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.set_verbosity_error()
     cells = cells_of(chosen)
     runner = Cells(results_path("wagner_text", chosen), cells, chosen.device, packages=["rouge-score"])
-    # A table is wider than a log.
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     found = runner.run(chosen.only, console)
     show(console, found)
     if chosen.out is None and not chosen.large:

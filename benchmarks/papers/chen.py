@@ -1,0 +1,328 @@
+"""Chen et al. 2023 (arXiv 2302.01318), table 1 and figure 1, on models that are at hand.
+
+    python benchmarks/papers/chen.py [--only quality] [--large]
+
+Table 1: the same loop without drafts ("plain") and with K = 4 ("speculative"); quality of both with the confidence
+interval of their difference, and time per token at batch 1, in turns.
+
+    topics    XSum's place: SmolLM2-135M-Instruct sums up topics of Python's help (as `wagner_text.py`), by ROUGE-2
+    code      HumanEval's place: SmolLM2-135M-Instruct completes short functions (`chen_code.py`), share that passes
+    austen    the byte-level pair of the package continues Austen: many texts, and so a narrow interval; ROUGE-1, and
+              the mean -log p of the bytes under the law that they should have (nats)
+
+SmolLM2 has no smaller model beside it, so its drafts are looked up in the prompt; austen has a draft model. Laws as in
+the paper: greedy; top_p = 0.8 (its XSum); top_p = 0.95 at temperature 0.8 (its HumanEval). Quality is measured on
+batches, which changes nothing but the speed.
+
+Figure 1: time for 128 tokens, efficiency = (accepted + 1) / (K + 1), and time per loop, by K.
+
+About 6 minutes on one core; a stopped run goes on where it was. Needs torch_specops[hf,evidence].
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from chen_code import PROBLEMS, Problem, parses, passes, prompt
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
+from rich.console import Console
+from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
+from subjects import HELDOUT, PAIR, draft_source, missing, target
+from torch import Tensor
+from wagner_text import texts
+
+import torch_specops
+from torch_specops.hf import SMOLLM2, Tokenizer, load_tokenizer
+
+# Temperature, top_p.
+LAWS: dict[str, tuple[float, float]] = {
+    "greedy": (0.0, 1.0),
+    "nucleus": (1.0, 0.8),
+    "nucleus, T = 0.8": (0.8, 0.95),
+}
+METHODS = ("plain", "speculative")
+NUM_DRAFT_TOKENS = 4
+DRAFTS = {"topics": "prompt lookup", "code": "prompt lookup", "austen": "small model"}
+ROWS = [
+    ("topics", "greedy"),
+    ("topics", "nucleus"),
+    ("code", "greedy"),
+    ("code", "nucleus, T = 0.8"),
+    ("austen", "greedy"),
+    ("austen", "nucleus"),
+    ("austen", "nucleus, T = 0.8"),
+]
+MEASURES = {"topics": ("rouge2", "rouge1"), "code": ("passes", "parses"), "austen": ("rouge1", "nats")}
+CURVES = [("austen", "greedy"), ("austen", "nucleus"), ("code", "nucleus, T = 0.8")]
+PROMPT_BYTES, REFERENCE_BYTES = 128, 96
+
+
+@cache
+def tokenizer_of(subject: str) -> Tokenizer:
+    return load_tokenizer(PAIR / "target" if subject == "austen" else SMOLLM2)
+
+
+def tasks(subject: str, number: int) -> list[tuple[str, Any]]:
+    """Prompts, each with what it is judged by."""
+    if subject == "topics":
+        return list(texts("topics", number))
+    if subject == "code":
+        return [(prompt(problem), problem) for problem in PROBLEMS[:number]]
+    whole = HELDOUT.read_text(encoding="utf-8")
+    last = len(whole) - PROMPT_BYTES - REFERENCE_BYTES - 100
+    starts = [whole.index(" ", index * last // number) for index in range(number)]
+    return [
+        (whole[at : at + PROMPT_BYTES], whole[at + PROMPT_BYTES : at + PROMPT_BYTES + REFERENCE_BYTES]) for at in starts
+    ]
+
+
+def encoded(subject: str, prompts: Sequence[str], device: str) -> tuple[Tensor, Tensor]:
+    """[N, longest] tokens with padding behind them, and the mask."""
+    tokenizer = tokenizer_of(subject)
+    rows = [torch.tensor(tokenizer(each, add_special_tokens=False, verbose=False)["input_ids"]) for each in prompts]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return tokens.to(device), mask.to(device)
+
+
+def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch_specops.SpeculativeDecoder:
+    """Without drafts where num_draft_tokens is 0."""
+    temperature, top_p = LAWS[law]
+    return torch_specops.SpeculativeDecoder(
+        # `subjects` has SmolLM2 under this name, too.
+        target("austen" if subject == "austen" else "code", device).model,
+        draft_source(subject, DRAFTS[subject], temperature, device) if num_draft_tokens else None,
+        num_draft_tokens=max(num_draft_tokens, 1),
+        sampling=torch_specops.SamplingParams(temperature=temperature, top_p=top_p),
+        compile=False,
+    )
+
+
+def written(
+    subject: str, law: str, method: str, num_prompts: int, num_seeds: int, num_tokens: int, batch: int, device: str
+) -> list[tuple[list[int], list[int]]]:
+    """Every prompt with what was written behind it, seed by seed."""
+    tokens, mask = encoded(subject, [text for text, _ in tasks(subject, num_prompts)], device)
+    own = decoder(subject, law, NUM_DRAFT_TOKENS if method == "speculative" else 0, device)
+    found = []
+    for seed in range(num_seeds):
+        for first in range(0, num_prompts, batch):
+            rows = slice(first, first + batch)
+            output = own.generate(
+                tokens[rows], attention_mask=mask[rows], max_new_tokens=num_tokens,
+                # A method has numbers of its own: what is compared are laws.
+                seed=10_000 * (2 * seed + METHODS.index(method)) + first,
+                eos_token_id=() if subject == "austen" else None,
+            )  # fmt: skip
+            for index in range(len(output.sequences)):
+                prompt_length = int(output.prompt_lengths[index])
+                found.append((output.sequences[index, :prompt_length].tolist(), output.new_tokens(index)))
+    return found
+
+
+def scores(subject: str, law: str, references: Sequence[Any], found: Sequence[Any], device: str) -> dict[str, Any]:
+    """Each measure of every text, in the order of `found`."""
+    decoded = [tokenizer_of(subject).decode(new, skip_special_tokens=True) for _, new in found]
+    repeated = [*references] * (len(found) // len(references))
+    if subject == "code":
+        if not passes(Problem("double(x)", "", ("double(2) == 4",)), "\n    return x * 2"):
+            raise RuntimeError("code: a right completion does not pass here")
+        return {
+            name: [float(judge(problem, text)) for problem, text in zip(repeated, decoded, strict=True)]
+            for name, judge in (("passes", passes), ("parses", parses))
+        }
+    names = [name for name in MEASURES[subject] if name.startswith("rouge")]
+    scorer = RougeScorer(names, use_stemmer=True)
+    rouge = [scorer.score(reference, text) for reference, text in zip(repeated, decoded, strict=True)]
+    result = {name: [each[name].fmeasure for each in rouge] for name in names}
+    if "nats" in MEASURES[subject]:
+        result["nats"] = nats(subject, law, found, device)
+    return result
+
+
+@torch.inference_mode()
+def nats(subject: str, law: str, found: Sequence[tuple[list[int], list[int]]], device: str) -> list[float]:
+    """Mean -log p of the new tokens of every text, p the target's law at the temperature, without the filter (which
+    would make it infinite for a byte that rounding lets through); for "greedy" at temperature 1."""
+    temperature = LAWS[law][0] or 1.0
+    model = target("austen" if subject == "austen" else "code", device).model
+    values = []
+    for start, new in found:
+        tokens = torch.tensor([[*start, *new]], device=device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, len(start) - 1 : -1].float() / temperature
+        values.append(torch.nn.functional.cross_entropy(logits, tokens[0, len(start) :]).item())
+    return values
+
+
+def interval(differences: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
+    """95 percent bootstrap interval of the mean, over prompts."""
+    values = torch.tensor(differences, dtype=torch.float64)
+    picks = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
+    low, high = torch.quantile(values[picks].mean(1), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def quality(subject: str, law: str, num_prompts: int, num_seeds: int, device: str, **shape: int) -> dict[str, Any]:
+    references = [reference for _, reference in tasks(subject, num_prompts)]
+    texts_of, scored = {}, {}
+    for method in METHODS:
+        found = written(subject, law, method, num_prompts, num_seeds, device=device, **shape)
+        texts_of[method] = [new for _, new in found]
+        scored[method] = scores(subject, law, references, found, device)
+    result: dict[str, Any] = {
+        "texts": num_prompts * num_seeds,
+        "equal": sum(a == b for a, b in zip(*texts_of.values(), strict=True)),
+    }
+    for name in MEASURES[subject]:
+        # A prompt's mean over seeds; prompts are independent.
+        by_prompt = {
+            method: torch.tensor(scored[method][name]).view(num_seeds, num_prompts).mean(0) for method in METHODS
+        }
+        differences = (by_prompt["speculative"] - by_prompt["plain"]).tolist()
+        result[name] = {method: by_prompt[method].mean().item() for method in METHODS}
+        result[name] |= {"difference": statistics.fmean(differences), "interval": interval(differences)}
+    return result
+
+
+def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: Any) -> dict[str, Any]:
+    """Batch 1, every K of `numbers` in turns on each prompt, by K (0 = without drafts).
+
+    The first step reads the prompt, and is left out of the times of tokens and loops.
+    """
+    num_prompts, num_tokens, device = shape["num_prompts"], shape["num_tokens"], shape["device"]
+    rows = [encoded(subject, [text], device)[0] for text, _ in tasks(subject, num_prompts)]
+    decoders = {number: decoder(subject, law, number, device) for number in numbers}
+    token_seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    loop_seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    emitted: dict[int, list[float]] = {number: [] for number in numbers}
+    for number in numbers:
+        decoders[number].generate(rows[0], max_new_tokens=8, seed=0, eos_token_id=())
+    order = list(numbers)
+    for turn in range(rounds):
+        for index, row in enumerate(rows):
+            for number in order:
+                steps: list[Any] = []
+                decoders[number].generate(
+                    row, max_new_tokens=num_tokens, seed=1000 * turn + index, eos_token_id=(), streamer=steps.append
+                )
+                later = steps[1:]
+                seconds = [step.seconds for step in later]
+                token_seconds[number].append(sum(seconds) / sum(len(step.tokens[0]) for step in later))
+                loop_seconds[number] += seconds
+                emitted[number] += [step.num_accepted[0] + 1 for step in steps]
+            order = order[1:] + order[:1]
+    return {
+        str(number): {
+            "token_ms": statistics.median(token_seconds[number]) * 1e3,
+            **dict(zip(("speed_low", "speed", "speed_high"), quartiles(token_seconds, number), strict=True)),
+            "seconds_of_128": 128 * statistics.fmean(token_seconds[number]),
+            "seconds_of_128_deviation": 128 * statistics.stdev(token_seconds[number]),
+            "loop_ms": statistics.median(loop_seconds[number]) * 1e3,
+            "efficiency": statistics.fmean(emitted[number]) / (number + 1),
+        }
+        for number in numbers
+    }
+
+
+def quartiles(token_seconds: Mapping[int, Sequence[float]], number: int) -> list[float]:
+    """Of the speed over the first number of drafts, text by text: each was decoded by both, one after the other."""
+    plain = next(iter(token_seconds.values()))
+    ratios = torch.tensor([a / b for a, b in zip(plain, token_seconds[number], strict=True)], dtype=torch.float64)
+    return ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+
+
+def cells_of(chosen: Any) -> list[Cell]:
+    names = ("num_prompts", "num_seeds", "num_tokens", "batch")
+    # By subject, then whether greedy: a second seed of that says nothing.
+    written_sizes = {"topics": (8, 2, 24, 8), "code": (16, 2, 32, 8), "austen": (192, 1, REFERENCE_BYTES, 64)}
+    timed_sizes = {"topics": (4, 24, 1), "code": (4, 24, 1), "austen": (4, 128, 2)}
+    if chosen.large:
+        written_sizes = {"topics": (40, 8, 64, 8), "code": (16, 40, 64, 16), "austen": (1000, 4, REFERENCE_BYTES, 64)}
+        timed_sizes = {"topics": (20, 64, 3), "code": (16, 64, 3), "austen": (40, 128, 5)}
+    cells = []
+    for subject, law in ROWS:
+        size = dict(zip(names, written_sizes[subject], strict=True)) | ({"num_seeds": 1} if law == "greedy" else {})
+        settings = {"subject": subject, "law": law, "device": chosen.device}
+        cells.append(Cell(f"quality/{subject}/{law}", quality, settings | size, missing(subject)))
+        timed = dict(zip(("num_prompts", "num_tokens", "rounds"), timed_sizes[subject], strict=True))
+        more = {"numbers": [0, NUM_DRAFT_TOKENS]}
+        cells.append(Cell(f"speed/{subject}/{law}", loops, settings | timed | more, missing(subject)))
+    for subject, law in CURVES:
+        timed = dict(zip(("num_prompts", "num_tokens", "rounds"), timed_sizes[subject], strict=True))
+        settings = {"subject": subject, "law": law, "device": chosen.device, "numbers": list(range(8))}
+        cells.append(Cell(f"figure 1/{subject}/{law}", loops, settings | timed, missing(subject)))
+    return cells
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    cells = cells_of(chosen)
+    console = wide_console()
+    found = Cells(results_path("chen", chosen), cells, chosen.device, packages=["rouge-score"]).run(
+        chosen.only, console
+    )
+    show(console, found)
+    if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
+        draw(found)
+    return found
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    table = Table("task", "law", "measure", *METHODS, "difference", "ms/token", "speed", title="Table 1")
+    for subject, law in ROWS:
+        own, timed = found.get(f"quality/{subject}/{law}"), found.get(f"speed/{subject}/{law}")
+        if own is None or timed is None:
+            continue
+        times = ", ".join(f"{timed[number]['token_ms']:.1f}" for number in ("0", str(NUM_DRAFT_TOKENS)))
+        for name in MEASURES[subject]:
+            low, high = own[name]["interval"]
+            values = (f"{own[name][method]:.3f}" for method in METHODS)
+            difference = f"{own[name]['difference']:+.3f} ({low:+.3f} to {high:+.3f})"
+            table.add_row(
+                subject, law, name, *values, difference, times, f"{timed[str(NUM_DRAFT_TOKENS)]['speed']:.2f}"
+            )
+    console.print(table)
+    table = Table("task", "law", "K", "s for 128 tokens", "efficiency", "ms per loop", title="Figure 1")
+    for subject, law in CURVES:
+        for number, own in found.get(f"figure 1/{subject}/{law}", {}).items():
+            time = f"{own['seconds_of_128']:.2f} +- {own['seconds_of_128_deviation']:.2f}"
+            table.add_row(subject, law, number, time, f"{own['efficiency']:.2f}", f"{own['loop_ms']:.1f}")
+    console.print(table)
+
+
+def draw(found: Mapping[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    for subject, law in CURVES:
+        own = found[f"figure 1/{subject}/{law}"]
+        numbers = [int(number) for number in own]
+        # Models of different sizes in one plot: in times of plain decoding.
+        plain = own["0"]["seconds_of_128"]
+        axes[0].errorbar(
+            numbers,
+            [each["seconds_of_128"] / plain for each in own.values()],
+            [each["seconds_of_128_deviation"] / plain for each in own.values()],
+            marker="o", markersize=3, capsize=2, label=f"{subject}, {law}",
+        )  # fmt: skip
+        axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
+        loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
+        axes[2].plot(numbers, loop, "o-", markersize=3)
+    for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
+        axis.set(xlabel="K", title=label, ylim=(0, None))
+    axes[0].set_ylabel("in times of K = 0")
+    axes[0].legend(frameon=False, fontsize="small")
+    save_svg(figure, FIGURES / "chen_figure_1.svg")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Wagner et al. 2024, figures 4 and 5 and table 3, as far as a CPU can say something of them.
+
+    python benchmarks/papers/wagner_memory.py [--only PREFIX]
+
+Figures 4 and 5 are the peak of a GPU's memory over a whole decode. Here: the most bytes that one call of the sampling
+function holds at a time beside its inputs, from the allocations that torch's profiler reports. That is the part of the
+peak in which the methods can differ.
+
+Table 3 is bytes moved per second of kernel time, from a GPU's counters. Here: the bytes that a method has to read at
+least (every row once: K + 1 of the target and K of the draft; "sigmoid" one row of each, and two logits per draft) over
+the median time of a call, beside the rate of `copy_` on as many bytes, in turns.
+
+The vocabularies are those of the paper's models; logits are random, float32 (transformers' scores), on one sequence.
+A cell is measured once (`evidence.py`); needs torch_specops[hf,evidence].
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
+from rich.console import Console
+from rich.table import Table
+from transformers.generation import utils as generation
+from wagner_methods import METHODS, SIGMOID, calls, random_call, warm_up
+
+from torch_specops.hf import assisted_generation
+
+VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
+GAMMAS = (1, 3, 5, 10, 15, 20)
+BANDWIDTH_GAMMA = 5
+ITEM = 4
+# A call that rejects and one that accepts everything take other paths; the larger peak counts.
+SEEDS = range(4)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most bytes that were allocated at a time while `call` ran, of those that it allocated."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]")
+    held = most = 0
+    for _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+@torch.no_grad()
+def memory(vocab_size: int, numbers: Sequence[int], device: str) -> dict[str, dict[str, int]]:
+    """Peak bytes by method and number of drafts."""
+    found: dict[str, dict[str, int]] = {}
+    for name, chosen in METHODS.items():
+        warm_up(chosen, vocab_size, device)
+        found[name] = {}
+        for number in numbers:
+            ids, draft, target = random_call(number, vocab_size, torch.Generator().manual_seed(number), device)
+            peaks = []
+            for seed in SEEDS:
+                torch.manual_seed(seed)
+                with assisted_generation(**chosen):
+                    arguments = (ids, draft, number, target, False)
+                    generation._speculative_sampling(*arguments)
+                    torch.manual_seed(seed)
+                    peaks.append(peak_bytes(lambda arguments=arguments: generation._speculative_sampling(*arguments)))
+            found[name][str(number)] = max(peaks)
+    return found
+
+
+def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str) -> dict[str, Any]:
+    """By method: median ms of a call, the bytes it has to read, and GB/s; and those of `copy_`."""
+    rows = {name: 2 if name == SIGMOID else 2 * number + 1 for name in METHODS}
+    source = torch.randn(2 * number + 1, vocab_size, device=device)
+    copy = torch.empty_like(source)
+    times: dict[str, list[float]] = {name: [] for name in METHODS}
+    copied = []
+    for _ in range(turns):
+        for name, own in calls(METHODS, vocab_size, [number], rounds, device).items():
+            if name in times:
+                times[name].append(own[str(number)])
+        for _ in range(rounds):
+            started = time.perf_counter()
+            copy.copy_(source)
+            copied.append(time.perf_counter() - started)
+    found = {}
+    for name in METHODS:
+        size, ms = rows[name] * vocab_size * ITEM, statistics.median(times[name])
+        found[name] = {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}
+    # It reads and writes.
+    size, ms = 2 * source.numel() * ITEM, statistics.median(copied) * 1e3
+    return found | {"copy_": {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    chosen = options(__doc__, arguments)
+    if torch.device(chosen.device).type != "cpu":
+        raise ValueError(f"--device: this script counts allocations of a CPU, got {chosen.device}")
+    cells = []
+    for name, vocab_size in VOCABULARIES.items():
+        settings = {"vocab_size": vocab_size, "device": chosen.device}
+        cells.append(Cell(f"figures 4, 5/{name}", memory, settings | {"numbers": GAMMAS}))
+    for name, vocab_size in VOCABULARIES.items():
+        settings = {"vocab_size": vocab_size, "device": chosen.device}
+        more = {"number": BANDWIDTH_GAMMA, "turns": 4, "rounds": 5}
+        cells.append(Cell(f"table 3/{name}", bandwidth, settings | more))
+    console = wide_console()
+    found = Cells(results_path("wagner_memory", chosen), cells, chosen.device).run(chosen.only, console)
+    show(console, found)
+    if chosen.out is None and all(cell.key in found for cell in cells):
+        draw(found)
+    return found
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    table = Table("", "method", *(f"{number} drafts" for number in GAMMAS), title="Figures 4, 5: peak of a call, MB")
+    for name in VOCABULARIES:
+        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
+            table.add_row(name, method, *(f"{own[str(number)] / 1e6:.2f}" for number in GAMMAS))
+    console.print(table)
+    table = Table("", "method", "ms", "MB to be read", "GB/s", title=f"Table 3, {BANDWIDTH_GAMMA} drafts")
+    for name in VOCABULARIES:
+        for method, own in found.get(f"table 3/{name}", {}).items():
+            table.add_row(name, method, f"{own['ms']:.2f}", f"{own['bytes'] / 1e6:.1f}", f"{own['gb_per_s']:.2f}")
+    console.print(table)
+
+
+def draw(found: Mapping[str, Any]) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(VOCABULARIES), figsize=(11, 3), layout="constrained")
+    for (name, vocab_size), axis in zip(VOCABULARIES.items(), axes, strict=True):
+        for method in METHODS:
+            own = found[f"figures 4, 5/{name}"][method]
+            axis.plot(GAMMAS, [own[str(number)] / 1e6 for number in GAMMAS], "o-", markersize=3, label=method)
+        axis.set(title=f"{name}, V = {vocab_size}", xlabel="drafts per step", ylim=(0, None))
+    axes[0].set_ylabel("peak of a call beside its inputs, MB")
+    axes[0].legend(frameon=False, fontsize=8)
+    save_svg(figure, FIGURES / "wagner_memory.svg")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
