@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import torch_specops
-from torch_specops.drafts.quantised import quantised_copy
+from torch_specops.drafts import quantised_copy
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_specops
+from torch_specops import compilation
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
 
@@ -221,14 +223,21 @@ def sources() -> dict[str, DraftSource]:
     }
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind", ["lookup", "n-gram", "model"])
-def test_a_decoder_is_pickled(kind: str) -> None:
+def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled one too, after it was used: the copy compiles anew."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compilation.compile_piece, backend="eager"))
     target = tiny("llama", num_hidden_layers=1)
     sampling = torch_specops.SamplingParams(temperature=0.7, top_k=20)
-    decoder = torch_specops.SpeculativeDecoder(target, sources()[kind], sampling=sampling, compile=False)
+    decoder = torch_specops.SpeculativeDecoder(
+        target, sources()[kind], num_draft_tokens=1, sampling=sampling, compile=compile
+    )
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    outputs = [decoder.generate(prompt, max_new_tokens=9, seed=1)]
     copied = pickle.loads(pickle.dumps(decoder))
-    assert copied.sampling == sampling
-    outputs = [each.generate(torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=9, seed=1) for each in (decoder, copied)]
+    assert copied.sampling == sampling and copied.compiled == compile
+    outputs.append(copied.generate(prompt, max_new_tokens=9, seed=1))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     again = pickle.loads(pickle.dumps(outputs[0]))
     assert torch.equal(again.sequences, outputs[0].sequences) and again.stats == outputs[0].stats

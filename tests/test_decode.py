@@ -292,6 +292,25 @@ def test_each_row_has_its_own_limit(draft: str, limits: tuple[int, ...]) -> None
         assert all((count == 0) == (sum(counts[:index]) == limit) for index, count in enumerate(counts))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_stops_inside_a_step(family: str) -> None:
+    """The target as its own draft accepts all, five tokens a step: an eos, and limits, in the middle of them."""
+    rows, limits = expected_rows(family=family), (13, 8, 17)
+    eos = rows[0][7]
+    cut = [row[:limit] for row, limit in zip(rows, limits, strict=True)]
+    expected = [row[: row.index(eos) + 1] if eos in row else row for row in cut]
+    output = decode(make_draft("itself", family), 4, family=family, max_new_tokens=limits, eos_token_id=eos)
+    assert new_tokens(output) == expected
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("llama", "gpt2")])
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 5, 6, 7])
+def test_greedy_with_more_numbers_of_drafts(family: str, num_draft_tokens: int) -> None:
+    """Of 0 to 8 the ones that the first test of this file leaves out."""
+    output = decode(make_draft("perturbed", family), num_draft_tokens, family=family)
+    assert new_tokens(output) == expected_rows(family=family)
+
+
 @pytest.mark.parametrize("limits", [0, [0, 0, 0], torch.zeros(3, dtype=torch.int64)])
 def test_no_new_tokens_give_the_prompts_back(limits: int | list[int] | Tensor) -> None:
     output = decode(make_draft("itself"), 4, max_new_tokens=limits, pad_token_id=5)

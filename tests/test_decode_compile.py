@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import choices
 from torch_specops.decode.state import speculative_step
@@ -40,8 +42,8 @@ def source(kind: str, target: torch.nn.Module) -> DraftSource:
     return PromptLookup(min_ngram=1)
 
 
-def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: int) -> Tensor:
-    settings = {"max_new_tokens": 16, "seed": 5} | options
+def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
+    settings: dict[str, Any] = {"max_new_tokens": 16, "seed": 5} | options
     return decoder.generate(prompts, attention_mask=mask, **settings).sequences
 
 
@@ -119,19 +121,43 @@ def test_a_step_of_every_draft_traces_as_one_graph(kind: str) -> None:
         assert torch.equal(expected, found)
 
 
-def test_more_drafts_are_not_more_graphs() -> None:
+def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
     graphs = {}
     for num_draft_tokens in (5, 10):
         torch._dynamo.reset()
-        draft = ModelDraft(language_model(perturbed(target, 0.05)))
         backend = CompileCounterWithBackend("eager")
-        draft._draw = torch.compile(draft._read_and_draw, backend=backend, fullgraph=True, dynamic=False)
-        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens, compile=False)
-        decode(decoder)
-        graphs[num_draft_tokens] = (backend.frame_count, backend.op_count)
-    assert graphs[5] == graphs[10]
-    assert graphs[5][0] == 2
+        monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+        draft = source("model", target)
+        decode(SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=True))
+        graphs[num_draft_tokens] = backend.frame_count
+    # The draft's forward over two tokens and over one, the uniforms, the verification.
+    assert graphs == {5: 4, 10: 4}
+
+
+GREEDY, FILTERED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
+
+
+@pytest.mark.parametrize("kind", ["model", "n-gram"])
+def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    target = tiny("llama", num_hidden_layers=1)
+    eager = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=1, compile=False)
+    compiled = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=1, compile=True)
+    calls = [(1, 9, GREEDY), (2, 9, GREEDY), (2, 70, GREEDY), (2, 9, FILTERED)]
+
+    def same_as_eager(batch: int, new_tokens: int, sampling: SamplingParams) -> bool:
+        prompts, mask = PROMPTS[:batch], MASK[:batch]
+        options = {"max_new_tokens": new_tokens, "sampling": sampling}
+        return torch.equal(decode(compiled, prompts, mask, **options), decode(eager, prompts, mask, **options))
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert all(same_as_eager(*call) for call in calls)
+    graphs = counters["stats"]["unique_graphs"]
+    # Met again, in another order: all of them were kept.
+    assert all(same_as_eager(*call) for call in reversed(calls))
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_pieces_do_not_share_the_limit_of_recompilations() -> None:

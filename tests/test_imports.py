@@ -135,6 +135,18 @@ def test_every_module_has_a_place_in_the_layers() -> None:
     assert not [path for path in MODULES if "utils" in Path(path).stem]
 
 
+def test_submodules_are_loaded_when_used() -> None:
+    # `hf` is, too, and test_import_brings_in_torch_alone would see it; importing transformers here takes long.
+    names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
+    source = f"""
+import sys, torch_specops
+names = {names}
+assert not [name for name in names if "torch_specops." + name in sys.modules]
+print(*(getattr(torch_specops, name).__name__ for name in names))
+"""
+    assert run_python(source).split() == [f"torch_specops.{name}" for name in names]
+
+
 def run_python(source: str) -> str:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

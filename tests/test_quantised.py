@@ -16,7 +16,7 @@ import torch_specops
 from torch_specops.decode import GenerationOutput
 from torch_specops.decode.greedy import ROUNDING, check_greedy
 from torch_specops.decode.state import speculative_step
-from torch_specops.drafts.quantised import quantised_copy
+from torch_specops.drafts import quantised_copy
 from torch_specops.hf import language_model
 
 pytest.importorskip("torchao", reason="torchao is not installed")

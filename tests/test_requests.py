@@ -56,10 +56,10 @@ def arguments(chosen: list[int]) -> tuple[Tensor, dict[str, Any], SamplingParams
 
 
 def texts(loop: SpeculativeDecoder, chosen: list[int]) -> list[list[int]]:
-    prompts, options, loop.sampling = arguments(chosen)
+    prompts, options, sampling = arguments(chosen)
     device = loop.target.device
     options["attention_mask"] = options["attention_mask"].to(device)
-    output = loop.generate(prompts.to(device), eos_token_id=(), **options)
+    output = loop.generate(prompts.to(device), sampling=sampling, eos_token_id=(), **options)
     return [output.new_tokens(row) for row in range(len(chosen))]
 
 

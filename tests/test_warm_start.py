@@ -44,7 +44,7 @@ print(json.dumps([output.tolist(), cache["autograd_cache_hit"], cache["autograd_
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     found = {}
     for role in ("first", "second", "another-version"):
         done = subprocess.run(

@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
-`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, and `torch_specops.parallel`
-are loaded when they are first used.
+`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `inductor`,
+`parallel`, `reference` and `testing` are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ __all__ = [
 ]
 
 
+_LOADED_WHEN_USED = ("analysis", "hf", "inductor", "parallel", "reference", "testing")
+
+
 def __getattr__(name: str) -> ModuleType:
-    if name in ("hf", "parallel"):
+    if name in _LOADED_WHEN_USED:
         from importlib import import_module
 
         return import_module(f".{name}", __name__)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-__all__ = ["compile_piece"]
+__all__ = ["CompiledPieces", "compile_piece"]
 
 
 def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -24,3 +24,22 @@ def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[...,
     copied.__kwdefaults__ = plain.__kwdefaults__
     alone: Any = types.MethodType(copied, function.__self__) if isinstance(function, types.MethodType) else copied
     return torch.compile(alone, fullgraph=True, dynamic=False, **options)
+
+
+class CompiledPieces:
+    """Functions compiled once for each key, and kept: one graph each, however many shapes there are.
+
+    A copy or a pickle is empty: what was compiled belongs to a process.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[Hashable, Callable[..., Any]] = {}
+
+    def get(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
+        """`function`, compiled for calls whose shapes and numbers the key stands for."""
+        if (function, key) not in self._pieces:
+            self._pieces[function, key] = compile_piece(function)
+        return self._pieces[function, key]
+
+    def __reduce__(self) -> tuple[type[CompiledPieces], tuple[()]]:
+        return CompiledPieces, ()

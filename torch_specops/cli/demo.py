@@ -76,7 +76,7 @@ def demo(
     ] = None,
     compile: Annotated[
         Optional[bool],  # noqa: UP045
-        typer.Option(help="Compile the step; takes a while, once.", show_default="on CUDA only"),
+        typer.Option(help="Compile the step; takes a while, once.", show_default="on CUDA, or for long texts"),
     ] = None,
     check: Annotated[
         bool, typer.Option(help="At temperature 0, decode again without a draft and compare token for token.")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from .. import sampling as _sampling
 from .. import schedules, verification
 from ..drafts import DraftSource, LanguageModel, ModelDraft
-from ..sampling import SamplingTensors
+from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
 from ..verification import verify_exact, verify_sigmoid
 from .state import Verify
 
-__all__ = ["as_draft_source", "as_language_model", "as_schedule", "as_verify", "resolve_compile"]
+__all__ = ["as_draft_source", "as_language_model", "as_sampling", "as_schedule", "as_verify", "resolve_compile"]
 
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
@@ -36,6 +36,12 @@ def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> Dr
     if isinstance(draft, (nn.Module, LanguageModel)):
         return ModelDraft(as_language_model("draft", draft))
     raise TypeError(f"draft: expected a model, a DraftSource or None, got {type(draft)}")
+
+
+def as_sampling(sampling: SamplingParams | None, otherwise: SamplingParams) -> SamplingParams:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
+    return otherwise if sampling is None else sampling
 
 
 def as_schedule(schedule: str | Schedule, num_draft_tokens: int) -> Schedule:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..compilation import compile_piece
-from ..drafts import Draft, DraftSource, LanguageModel
+from ..compilation import CompiledPieces
+from ..drafts import DraftSource, LanguageModel
 from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
-from .choices import as_draft_source, as_language_model, as_schedule, as_verify, resolve_compile
+from .choices import as_draft_source, as_language_model, as_sampling, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
 from .pair import check_pair, check_room
 from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row, row_seeds
@@ -30,21 +30,15 @@ __all__ = ["SpeculativeDecoder"]
 CAPACITY_MULTIPLE = 64
 
 
-@dataclass(frozen=True)
-class _Functions:
-    """What a step calls: as it stands, or compiled."""
-
-    step: Callable[..., Tensor] = speculative_step
-    propose: Callable[..., Draft] = propose
-    verify_and_commit: Callable[..., Tensor] = verify_and_commit
-
-
 class SpeculativeDecoder:
     """Speculative decoding of batches of prompts with one target and one draft (Leviathan et al. 2023, Algorithm 1).
 
     Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
-    greedy continuation. The state lives on the target's device, and the host waits for nothing inside a step. Compiled
-    functions and graphs are kept: further prompts of the same batch size that fit `max_length` compile nothing.
+    greedy continuation. The state lives on the target's device, and the host waits for nothing inside a step.
+
+    What was compiled is kept: further prompts of the same batch size that fit `max_length` compile nothing. Another
+    batch size, another capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, or
+    another length of an encoder's input compile their own pieces, once.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
@@ -54,7 +48,7 @@ class SpeculativeDecoder:
         schedule: "constant"; "heuristic" (begin with K, +2 after a step whose drafts were all accepted, otherwise -1);
             "optimal" (Leviathan et al. 2023, theorem 3.8, K at most num_draft_tokens: the acceptance rate is tracked,
             the cost of a draft is measured once, before the first step); or a `Schedule`.
-        sampling: temperature 0 = greedy; None = temperature 1.
+        sampling: temperature 0 = greedy; None = temperature 1. A call may bring its own.
         verify: "exact"; "block" (`verify_block`: the same law, accepting at least as many drafts on average); or
             "sigmoid", which is lossy (`verify_sigmoid`) and needs a draft with probabilities.
         lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows; below 1 "exact" is lossy, as
@@ -103,9 +97,7 @@ class SpeculativeDecoder:
         checks.check_int("num_draft_tokens", num_draft_tokens, 1)
         self.schedule = schedules.Constant(0) if draft is None else as_schedule(schedule, num_draft_tokens)
         self._cost_is_measured = schedule != "optimal" or draft is None
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
-        self.sampling = sampling or SamplingParams()
+        self.sampling = as_sampling(sampling, SamplingParams())
         self.max_length = max_length
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
@@ -115,8 +107,8 @@ class SpeculativeDecoder:
         self._num_eager_steps = 0
         self._one_graph = one_graph
         self.compiled = False
-        # By K: torch refuses a function its ninth graph, and a schedule may have as many buckets.
-        self._functions: dict[int, _Functions] = {}
+        self._pieces = CompiledPieces()
+        self._shape: Hashable = None
         self._choose_compile(0)
         self._state: DecodeState | None = None
         self._unread_length: int | None = None
@@ -124,12 +116,17 @@ class SpeculativeDecoder:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ready: set[int] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs belong to a process.
+        return vars(self) | {"_graphs": {}, "_ready": set()}
+
     def generate(
         self,
         input_ids: Tensor,
         *,
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | None = None,
         seed: int | Tensor | None = None,
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
@@ -142,6 +139,7 @@ class SpeculativeDecoder:
             input_ids: [B, P] int64, padded on either side; for an encoder-decoder model, the decoder's prompt.
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
+            sampling: for this call; None = the decoder's.
             seed: an int (row b uses seed + b), or int64 [B]; None draws one, `stats.seeds` says which. With a constant
                 schedule the same seed gives a row the same tokens whatever batch it stands in, up to the rounding of
                 the models.
@@ -162,6 +160,7 @@ class SpeculativeDecoder:
             input_ids,
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
+            sampling=sampling,
             seed=seed,
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
@@ -188,6 +187,7 @@ class SpeculativeDecoder:
         *,
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | None = None,
         seed: int | Tensor | None = None,
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
@@ -199,7 +199,7 @@ class SpeculativeDecoder:
         """
         self._num_streams += 1
         with torch.inference_mode():
-            self._start(input_ids, attention_mask, max_new_tokens, seed, eos_token_id, pad_token_id, inputs)
+            self._start(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs)
         return self._steps(self._num_streams)
 
     @torch.inference_mode()
@@ -219,6 +219,7 @@ class SpeculativeDecoder:
         input_ids: Tensor,
         attention_mask: Tensor | None,
         max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | None,
         seed: int | Tensor | None,
         eos_token_id: EosTokenIds,
         pad_token_id: int | None,
@@ -232,7 +233,7 @@ class SpeculativeDecoder:
             eos_token_id = getattr(self.target, "eos_token_ids", ())
         eos = eos_tensor(eos_token_id, batch)
         seeds = row_seeds(seed, batch)
-        sampling = self.sampling.tensors(batch)
+        rules = as_sampling(sampling, self.sampling).tensors(batch)
         self._choose_compile(int((limits - lengths.cpu()).max()))
         capacity = self._capacity(int(limits.max()))
         if pad_token_id is None:
@@ -253,14 +254,15 @@ class SpeculativeDecoder:
                 finished=limits <= lengths.cpu(),
                 failed=torch.zeros(batch, dtype=torch.bool),
                 seeds=seeds,
-                sampling=sampling,
-                is_sampled=bool((sampling.temperature > 0).any()),
+                sampling=rules,
+                is_sampled=bool((rules.temperature > 0).any()),
             ),
             device,
         )
         state = self._require_state()
         self._prompt_lengths = state.lengths.clone()
         self.target.start(batch, capacity, inputs)
+        self._shape = _shape_of(state, inputs or {})
         self._unread_length = None
         if not self.compiled and self._cost_is_measured and bool((lengths == lengths[0]).all()):
             # Eagerly, prompts of one length are read together with the first drafts: a forward less.
@@ -271,6 +273,7 @@ class SpeculativeDecoder:
             positions = torch.arange(width, device=device).expand(batch, -1)
             self.target.forward(state.tokens[:, :width], positions, 1)
         if self.draft is not None:
+            self.draft.compile(self._shape if self.compiled and not self._one_graph else None)
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
         self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
         self.schedule.reset()
@@ -284,11 +287,6 @@ class SpeculativeDecoder:
         certain = num_new_tokens / (max(self.schedule.buckets) + 1)
         steps = self._num_eager_steps + certain
         self.compiled, self.compile_reason = resolve_compile(self._compile, self.target.device, self.draft, steps)
-        if not self.compiled:
-            return
-        self._functions.clear()
-        if not self._one_graph and self.draft is not None and self.draft.compiles_itself:
-            self.draft.compile()
 
     def _capacity(self, longest: int) -> int:
         """Slots for the longest sequence and the drafts of a step beyond it."""
@@ -371,29 +369,23 @@ class SpeculativeDecoder:
 
     def _step(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
         state = self._require_state()
-        if num_draft_tokens not in self._functions:
-            self._functions[num_draft_tokens] = self._functions_of_a_step()
-        functions = self._functions[num_draft_tokens]
         if self._one_graph:
-            return functions.step(self.target, self.draft, state, num_draft_tokens, self._verify)
-        proposal = functions.propose(self.draft, state, num_draft_tokens)
+            step = self._piece(speculative_step, num_draft_tokens)
+            return step(self.target, self.draft, state, num_draft_tokens, self._verify)
+        compiles_itself = self.draft is None or self.draft.compiles_itself
+        proposal = (propose if compiles_itself else self._piece(propose, num_draft_tokens))(
+            self.draft, state, num_draft_tokens
+        )
         if not self.compiled and state.tokens.device.type == "cpu" and not keep_padding:
             # Shapes are free here, and a forward over fewer tokens is cheaper.
             proposal = without_padding(proposal)
         unread_length, self._unread_length = self._unread_length, None
-        return functions.verify_and_commit(
+        return self._piece(verify_and_commit, num_draft_tokens)(
             self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify, unread_length
         )
 
-    def _functions_of_a_step(self) -> _Functions:
-        if not self.compiled:
-            return _Functions()
-        compiles_itself = self.draft is None or self.draft.compiles_itself
-        return _Functions(
-            step=compile_piece(speculative_step),
-            propose=propose if compiles_itself else compile_piece(propose),
-            verify_and_commit=compile_piece(verify_and_commit),
-        )
+    def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
+        return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
 
     def _measured_cost_ratio(self) -> float:
         """What one more draft costs, in steps without drafts: its own forward, and one more token for the target."""
@@ -456,6 +448,12 @@ class SpeculativeDecoder:
         with torch.cuda.graph(graph, pool=pool):
             record = self._step(num_draft_tokens)
         self._graphs[num_draft_tokens] = (graph, record)
+
+
+def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
+    """Everything about a batch that a compiled piece takes for fixed, but for K."""
+    tensors = _tensors_of(state) | dict(inputs)
+    return state.is_sampled, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from .hierarchical import HierarchicalDraft
 from .model import ModelDraft
 from .ngram import NGram
 from .prompt_lookup import PromptLookup
+from .quantised import quantised_copy
 from .token_map import TokenMap
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "NGram",
     "PromptLookup",
     "TokenMap",
+    "quantised_copy",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -40,8 +40,8 @@ class DraftSource(ABC):
         vocab_size: the number of tokens the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known.
-        compiles_itself: True = `compile` prepares pieces of `propose` that are compiled each once; False = a compiled
-            loop compiles `propose` as a whole.
+        compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
+            compiled loop compiles `propose` as a whole.
     """
 
     deterministic: bool = True
@@ -63,8 +63,13 @@ class DraftSource(ABC):
             inputs: what the target reads beside the tokens, by name.
         """
 
-    def compile(self) -> None:
-        """Called once before a loop that compiles, where `compiles_itself` is True."""
+    def compile(self, shape: Hashable | None) -> None:
+        """Called before `start`, where `compiles_itself` is True.
+
+        Args:
+            shape: what stands for the shapes of a batch that is decoded by compiled pieces: the same value, the same
+                graphs. None = decode as it stands.
+        """
 
     @abstractmethod
     def propose(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compilation import compile_piece
+from ..compilation import CompiledPieces
 from ..sampling import SamplingTensors, sample
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel
@@ -33,8 +34,8 @@ class ModelDraft(DraftSource):
         self.vocab_size = model.vocab_size
         self.device = model.device
         self.max_length = model.max_length
-        self._draw = self._read_and_draw
-        self._uniforms = uniforms
+        self._pieces = CompiledPieces()
+        self._shape: Hashable | None = None
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
@@ -43,10 +44,11 @@ class ModelDraft(DraftSource):
         positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
         self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
 
-    def compile(self) -> None:
-        # The forward over the two newest tokens and the one over a single token are a graph each, whatever K is.
-        self._draw = compile_piece(self._read_and_draw)
-        self._uniforms = compile_piece(uniforms)
+    def compile(self, shape: Hashable | None) -> None:
+        self._shape = shape
+
+    def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
+        return function if self._shape is None else self._pieces.get(function, self._shape, *key)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -59,7 +61,9 @@ class ModelDraft(DraftSource):
         pending = tokens.gather(1, positions)
         drafts, logits, lse = [], [], []
         for index in range(num_draft_tokens):
-            token, row, row_lse = self._draw(pending, positions, draws[index].contiguous(), sampling)
+            # The forward over the two newest tokens and the one over a single token are a graph each, whatever K is.
+            draw = self._piece(self._read_and_draw, pending.shape[1])
+            token, row, row_lse = draw(pending, positions, draws[index].contiguous(), sampling)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
@@ -73,7 +77,7 @@ class ModelDraft(DraftSource):
         may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
         if may_look and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)
-        return self._uniforms(seeds, lengths, num_draft_tokens, "propose")
+        return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
     def _read_and_draw(
         self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors

@@ -99,7 +99,6 @@ def custom_generate(
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
     kept = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
     decoder: SpeculativeDecoder = kept.decoder
-    decoder.sampling = _sampling(generation_config, processors)
     target: Any = decoder.target
     if suppresses:
         target.suppress(input_ids, mask, processors)
@@ -114,6 +113,7 @@ def custom_generate(
         attention_mask=mask,
         # A sequence may be at the limit already; transformers then emits one token all the same.
         max_new_tokens=max(max_length - input_ids.shape[1], 1),
+        sampling=_sampling(generation_config, processors),
         seed=seed,
         eos_token_id=eos_token_ids,
         pad_token_id=pad_token_id,
