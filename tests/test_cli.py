@@ -506,6 +506,18 @@ def test_bench_samples_and_does_not_compare(target: str, tmp_path: Path) -> None
     assert "not compared" in result.stdout
 
 
+def test_every_provider_of_bench_has_the_filters(target: str, draft: str) -> None:
+    """Sampling among one token is greedy decoding, with every rule."""
+    loaded, tokenizer = pair.load_pair(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
+    prompts = [pair.encode(tokenizer, TEXT)[0]]
+    texts = []
+    for options in ({}, {"top_k": 1, "verify": "block"}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        work = benchmark.Workload(prompts, 6, 2, temperature=0.8 if options else 0.0, **options)
+        measuring = benchmark.Benchmark(loaded, work, [1], 1)
+        texts += [provider.decode(*measuring._batch(1), 0).tokens for provider in measuring._providers]
+    assert len(texts) == 20 and texts == texts[:1] * 20
+
+
 @pytest.mark.parametrize("kind", ["early-exit:1", "ngram"])
 def test_bench_with_drafts_that_transformers_lacks_or_counts_otherwise(target: str, tmp_path: Path, kind: str) -> None:
     file, text = tmp_path / "out.json", tmp_path / "text.txt"

@@ -62,6 +62,8 @@ class Workload:
         num_draft_tokens: K >= 1.
         temperature: 0 = greedy.
         seed: of the first round; each round has the next one.
+        top_k, top_p, min_p: what of the law is left, as in `SamplingParams`.
+        verify: how this package verifies: "exact", "block" or "sigmoid".
     """
 
     prompts: Sequence[Tensor]
@@ -69,6 +71,14 @@ class Workload:
     num_draft_tokens: int = 5
     temperature: float = 0.0
     seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    verify: str = "exact"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -231,9 +241,6 @@ class Benchmark:
                     yield f"batch {batch_size}, round {index + 1} of {self.rounds}: {provider.name}"
                     seconds, _ = self._timed(provider, batch, self.work.seed + index)
                     row.seconds.append(seconds)
-            if any(provider.compiled for provider in self._providers):
-                # The compiler gives up on a function after a few batch sizes.
-                torch.compiler.reset()
 
     def _batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
         prompts = self._prompts(batch_size)
@@ -281,7 +288,8 @@ class Benchmark:
             self.pair.target.model,
             draft,
             num_draft_tokens=self.work.num_draft_tokens,
-            sampling=SamplingParams(temperature=self.work.temperature),
+            sampling=self.work.sampling,
+            verify="exact" if draft is None else self.work.verify,
             compile=compile,
         )
 
@@ -309,7 +317,8 @@ class Benchmark:
         work, target = self.work, self.pair.target.model
         fields = fields | {"max_new_tokens": work.max_new_tokens, "do_sample": work.temperature > 0}
         if work.temperature > 0:
-            fields |= {"temperature": work.temperature, "top_k": 0, "top_p": 1.0}
+            fields |= {"temperature": work.temperature, "top_k": work.top_k, "top_p": work.top_p}
+            fields |= {"min_p": work.min_p} if work.min_p > 0 else {}
 
         def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> _Answer:
             torch.manual_seed(seed)

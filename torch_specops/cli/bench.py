@@ -21,10 +21,15 @@ from .env import device_name, versions
 from .pair import (
     DEFAULT_NUM_DRAFT_TOKENS,
     DRAFT_HELP,
+    MIN_P_HELP,
     PROMPT,
     PROMPT_LOOKUP,
     SMOLLM2,
     TARGET_HELP,
+    TOP_K_HELP,
+    TOP_P_HELP,
+    VERIFY_HELP,
+    VerifyName,
     default_num_draft_tokens,
     encode,
     errors_in_one_line,
@@ -73,6 +78,10 @@ def bench(
         typer.Option(help="Drafts per step (K), ours and transformers'.", show_default=DEFAULT_NUM_DRAFT_TOKENS),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily and compares, 1 samples.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help=TOP_K_HELP)] = 0,
+    top_p: Annotated[float, typer.Option(help=TOP_P_HELP)] = 1.0,
+    min_p: Annotated[float, typer.Option(help=MIN_P_HELP)] = 0.0,
+    verify: Annotated[VerifyName, typer.Option(help=VERIFY_HELP)] = VerifyName.exact,
     rounds: Annotated[int, typer.Option(help="Timed runs of each provider; the median counts.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the first round, when sampling.")] = 0,
     threads: Annotated[Optional[int], typer.Option(help="CPU threads.", show_default="torch's choice")] = None,  # noqa: UP045
@@ -121,7 +130,15 @@ def bench(
         prompts = prompt or PROMPTS
         pair, tokenizer = load_pair(console, target, draft, torch_device, getattr(torch, dtype.value))
         work = Workload(
-            [encode(tokenizer, text)[0] for text in prompts], max_new_tokens, num_draft_tokens, temperature, seed
+            [encode(tokenizer, text)[0] for text in prompts],
+            max_new_tokens,
+            num_draft_tokens,
+            temperature,
+            seed,
+            top_k,
+            top_p,
+            min_p,
+            verify.value,
         )
         benchmark = Benchmark(pair, work, sizes, rounds, compile)
         described = {
@@ -135,6 +152,7 @@ def bench(
                 "batch_sizes": sizes,
                 "num_draft_tokens": num_draft_tokens,
                 "dtype": dtype.value,
+                "verify": verify.value,
             },
             "prompt_tokens": [len(tokens) for tokens in work.prompts],
         }

@@ -17,10 +17,15 @@ from ..sampling import SamplingParams
 from .pair import (
     DEFAULT_NUM_DRAFT_TOKENS,
     DRAFT_HELP,
+    MIN_P_HELP,
     PROMPT,
     PROMPT_LOOKUP,
     SMOLLM2,
     TARGET_HELP,
+    TOP_K_HELP,
+    TOP_P_HELP,
+    VERIFY_HELP,
+    VerifyName,
     default_num_draft_tokens,
     encode,
     errors_in_one_line,
@@ -35,11 +40,6 @@ __all__ = ["demo"]
 ACCEPTED, DRAWN = "bold green", "yellow"
 # What a shell gives to a process that Ctrl-C ended.
 INTERRUPTED = 130
-
-
-class VerifyName(str, Enum):
-    exact = "exact"
-    block = "block"
 
 
 class ScheduleName(str, Enum):
@@ -62,12 +62,10 @@ def demo(
         typer.Option(help="heuristic: 2 drafts more after a step that accepted all of them, otherwise 1 fewer."),
     ] = ScheduleName.constant,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily, 1 samples the model's law.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass; 1 = all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Sample among tokens of at least this share of the largest.")] = 0.0,
-    verify: Annotated[
-        VerifyName, typer.Option(help="exact: draft by draft; block: all drafts jointly. The law is the same.")
-    ] = VerifyName.exact,
+    top_k: Annotated[int, typer.Option(help=TOP_K_HELP)] = 0,
+    top_p: Annotated[float, typer.Option(help=TOP_P_HELP)] = 1.0,
+    min_p: Annotated[float, typer.Option(help=MIN_P_HELP)] = 0.0,
+    verify: Annotated[VerifyName, typer.Option(help=VERIFY_HELP)] = VerifyName.exact,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     threads: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..benchmark import Pair
-from ..drafts import ModelDraft, PromptLookup
-from ..drafts.early_exit import EarlyExit
-from ..drafts.ngram import NGram
-from ..drafts.quantised import quantised_copy
+from ..drafts import EarlyExit, ModelDraft, NGram, PromptLookup, quantised_copy
 
 if TYPE_CHECKING:
     from ..hf import Tokenizer, TransformersModel
@@ -26,10 +24,15 @@ __all__ = [
     "AUSTEN",
     "AUSTEN_DRAFT",
     "DRAFT_HELP",
+    "MIN_P_HELP",
     "PROMPT",
     "PROMPT_LOOKUP",
     "SMOLLM2",
     "TARGET_HELP",
+    "TOP_K_HELP",
+    "TOP_P_HELP",
+    "VERIFY_HELP",
+    "VerifyName",
     "default_num_draft_tokens",
     "encode",
     "errors_in_one_line",
@@ -75,6 +78,17 @@ DRAFT_HELP = (
     f"'{EARLY_EXIT}N' is the target's first N layers; '{INT8}' is a quantised copy of it (torchao); else a smaller "
     f"model with the same tokens, as '{AUSTEN_DRAFT}' is for '{AUSTEN}'."
 )
+
+TOP_K_HELP = "Sample among the k likeliest tokens; 0 = all."
+TOP_P_HELP = "Sample among the likeliest tokens of this mass; 1 = all."
+MIN_P_HELP = "Sample among tokens of at least this share of the largest."
+VERIFY_HELP = "exact: draft by draft; block: all drafts jointly. The law is the same."
+
+
+class VerifyName(str, Enum):
+    exact = "exact"
+    block = "block"
+
 
 # On a CPU a forward over 4 tokens or more costs about two of one token, and grows slowly from there. Looked-up drafts
 # are free, so long ones pay; those of a model cost forwards of their own, so the target's is kept narrow.
