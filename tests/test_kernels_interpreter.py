@@ -19,9 +19,10 @@ FILTERED_VERIFY = "filters_temperature,filters_plateaus,filters_lse,filters_one_
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
 RUNS = [
-    ("verify_exact", "plain", 32, (1, 67)),
+    ("verify_exact", "plain", 32, (67,)),
+    ("verify_exact", "plain", 64, (1,)),
     ("verify_exact", FILTERED_VERIFY, 64, (37,)),
-    ("verify_block", "plain", 32, (1, 67)),
+    ("verify_block", "plain", 64, (67,)),
     ("verify_block", FILTERED_VERIFY, 64, (37,)),
     ("verify_sigmoid", "plain", 32, (1, 67)),
     ("sample", "plain", 32, (1, 2, 37, 64, 131)),
