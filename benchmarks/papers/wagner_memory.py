@@ -16,11 +16,11 @@ A cell is measured once (`evidence.py`); needs torch_specops[hf,evidence].
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from wagner_methods import METHODS, SIGMOID, calls, random_call, warm_up
 
 from torch_specops.hf import assisted_generation
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from timing import peak_bytes
+
 VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
 GAMMAS = (1, 3, 5, 10, 15, 20)
 BANDWIDTH_GAMMA = 5
@@ -41,27 +44,13 @@ ITEM = 4
 SEEDS = range(4)
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes that were allocated at a time while `call` ran, of those that it allocated."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]")
-    held = most = 0
-    for _, change in changes:
-        held += change
-        most = max(most, held)
-    return most
-
-
 @torch.no_grad()
-def memory(vocab_size: int, numbers: Sequence[int], device: str) -> dict[str, dict[str, int]]:
+def memory(
+    vocab_size: int, numbers: Sequence[int], device: str, methods: Mapping[str, Mapping[str, Any]] = METHODS
+) -> dict[str, dict[str, int]]:
     """Peak bytes by method and number of drafts."""
     found: dict[str, dict[str, int]] = {}
-    for name, chosen in METHODS.items():
+    for name, chosen in methods.items():
         warm_up(chosen, vocab_size, device)
         found[name] = {}
         for number in numbers:
@@ -73,14 +62,19 @@ def memory(vocab_size: int, numbers: Sequence[int], device: str) -> dict[str, di
                     arguments = (ids, draft, number, target, False)
                     generation._speculative_sampling(*arguments)
                     torch.manual_seed(seed)
-                    peaks.append(peak_bytes(lambda arguments=arguments: generation._speculative_sampling(*arguments)))
+                    call = partial(generation._speculative_sampling, *arguments)
+                    peaks.append(peak_bytes(call, device))
             found[name][str(number)] = max(peaks)
     return found
 
 
+def rows_read(method: str, number: int) -> int:
+    """Rows of logits that a method cannot do without: every one once; "sigmoid" one of each side."""
+    return 2 if method == SIGMOID else 2 * number + 1
+
+
 def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str) -> dict[str, Any]:
     """By method: median ms of a call, the bytes it has to read, and GB/s; and those of `copy_`."""
-    rows = {name: 2 if name == SIGMOID else 2 * number + 1 for name in METHODS}
     source = torch.randn(2 * number + 1, vocab_size, device=device)
     copy = torch.empty_like(source)
     times: dict[str, list[float]] = {name: [] for name in METHODS}
@@ -95,7 +89,7 @@ def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str
             copied.append(time.perf_counter() - started)
     found = {}
     for name in METHODS:
-        size, ms = rows[name] * vocab_size * ITEM, statistics.median(times[name])
+        size, ms = rows_read(name, number) * vocab_size * ITEM, statistics.median(times[name])
         found[name] = {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}
     # It reads and writes.
     size, ms = 2 * source.numel() * ITEM, statistics.median(copied) * 1e3

@@ -1,0 +1,130 @@
+"""Time the launches of `verify_exact` for every tile size and number of warps: what the table in `launch.py` rests on.
+
+    python benchmarks/bench_tiles.py [--batch 1 64] [--vocab 128256] [--tile 1024 4096 16384] [--warps 4 8] [--out FILE]
+
+CUDA only. Each variant is checked against the float64 reference, then all take turns; a number is the median over the
+replays of a CUDA graph on cold inputs. "table" is what the launcher chooses by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from problems import Inputs, Problem, Result, check_answer, determined, make_inputs, op_arguments
+from rich.progress import Progress
+from rich.table import Table
+from timing import copy_rate, environment, number_of_sets, take_turns, timers, wide_console
+
+TABLE = "table"
+# A thread holds the 8 entries of a wide load at least, and has no registers for more than 128.
+MIN_ENTRIES, MAX_ENTRIES = 8, 128
+
+
+def launcher(tile: int | None) -> Callable[[Inputs], Result]:
+    from torch_specops.kernels.verify.exact import verify_exact
+
+    return lambda inputs: verify_exact(**op_arguments("sampled", inputs), tile=tile)
+
+
+def with_warps(warps: int | None) -> AbstractContextManager[object]:
+    """Launches inside take so many warps, whatever the table says."""
+    if warps is None:
+        return nullcontext()
+    from torch_specops.kernels import launch
+
+    return mock.patch.object(launch, "num_warps", return_value=warps)
+
+
+def variants(tiles: list[int], warps: list[int]) -> dict[str, tuple[int | None, int | None]]:
+    found: dict[str, tuple[int | None, int | None]] = {TABLE: (None, None)}
+    for tile in tiles:
+        for number in warps:
+            if MIN_ENTRIES <= tile // (32 * number) <= MAX_ENTRIES:
+                found[f"{tile}, {number} warps"] = (tile, number)
+    return found
+
+
+def run_problem(
+    problem: Problem, chosen: dict[str, tuple[int | None, int | None]], device: torch.device, rounds: int, roof: float
+) -> list[dict[str, Any]]:
+    first = make_inputs(problem, device, seed=0)
+    count = number_of_sets(sum(value.nbytes for value in first.values()), device)
+    sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
+    runs = {}
+    for name, (tile, warps) in chosen.items():
+        verify = launcher(tile)
+        with with_warps(warps):
+            for case in (first, determined(first), determined(first, residual=True)):
+                check_answer(name, problem, case, verify(case))
+            # Warps are chosen when a graph is captured, not when it is replayed.
+            modes = timers([partial(verify, inputs) for inputs in sets], device)
+        runs[name] = modes.get("graph", modes["call"])
+    seconds = take_turns(runs, rounds)
+    return [
+        asdict(problem)
+        | {
+            "variant": name,
+            "median_us": statistics.median(own) * 1e6,
+            "quartiles_us": [q * 1e6 for q in statistics.quantiles(own, n=4)[::2]],
+            "percent_of_copy": 100 * problem.bytes() / statistics.median(own) / roof,
+        }
+        for name, own in seconds.items()
+    ]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[128256])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--tile", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--warps", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+
+    console, device = wide_console(), torch.device("cuda")
+    chosen = variants(options.tile, options.warps)
+    problems = [
+        Problem("sampled", batch, num_drafts, vocab, dtype)
+        for vocab in options.vocab
+        for num_drafts in options.num_draft_tokens
+        for dtype in options.dtype
+        for batch in options.batch
+    ]
+    records: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress, torch.inference_mode():
+        roof = copy_rate(device)
+        for problem in progress.track(problems):
+            records += run_problem(problem, chosen, device, options.rounds, roof)
+
+    table = Table("V", "B", "K", "dtype", "variant", "us", "quartiles", "% of copy")
+    for r in records:
+        sizes = (str(r[name]) for name in ("vocab", "batch", "num_draft_tokens", "dtype"))
+        low, high = r["quartiles_us"]
+        table.add_row(
+            *sizes, r["variant"], f"{r['median_us']:.2f}", f"{low:.2f}-{high:.2f}", f"{r['percent_of_copy']:.0f}"
+        )
+    console.print(table)
+    if options.out is not None:
+        described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Wagner et al. 2024 by the paper's own metric: GPU time inside the sampling function, from torch's profiler.
+
+    python benchmarks/paper_wagner_kernels.py [--device cuda] [--models Qwen Gemma] [--gammas 1 5 20] [--out FILE.json]
+
+Figure 3: the time of what a step's call of the sampling function runs on the device, added up (section 4.1), for 1 to
+20 drafts, on one sequence with the vocabularies of the paper's models; logits are random, float32, as transformers
+hands them over. Time in which the device waits for the host is not in that number, so the time between two events
+around the call stands beside it. On a CPU: time inside torch's own functions, and by the clock.
+
+Table 3: bytes per second of that time. The bytes are those that a method has to read at least
+(`papers/wagner_memory.py`), not sectors counted by hardware, as the paper's are; beside it the rate of a copy in the
+same run.
+
+Figures 4, 5: the peak of what a call holds on the device beside its inputs. (The paper has a whole decode's; this is
+the part in which the methods can differ.)
+
+Methods: transformers' function, and the ops in its place (`torch_specops.hf.assisted_generation`), eager. With
+--compiled the ops run under torch.compile, which a CPU needs to be fast. The authors' kernels, where they are found
+(`peers/README.md`). A cell is measured once (`papers/evidence.py`): a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers.paper import PaperExact, PaperSigmoid
+from rich.console import Console
+from rich.table import Table
+from timing import call_seconds, copy_rate, device_work
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent / "papers"))
+from evidence import Cell, Cells, options, results_path, wide_console
+from transformers.generation import utils as generation
+from wagner_memory import BANDWIDTH_GAMMA, GAMMAS, ITEM, VOCABULARIES, memory, rows_read
+from wagner_methods import BASELINE, EAGER, METHODS, SIGMOID, random_call, warm_up
+
+from torch_specops.hf import assisted_generation
+
+# Calls that a number is the mean of: they accept other numbers of drafts.
+CALLS = 10
+
+
+def sampling_time(
+    vocab_size: int, numbers: Sequence[int], calls: int, device: str, compiled: bool, paper: bool
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """By method and number of drafts: "device_ms", "launches" and "call_ms" of one call, and "accepted", its mean."""
+    methods: dict[str, tuple[Any, Callable[[], Any]]] = {}
+    for name, chosen in (METHODS if compiled else EAGER).items():
+        warm_up(chosen, vocab_size, device)
+        methods[name] = (lambda chosen=chosen: assisted_generation(**chosen), lambda: generation._speculative_sampling)
+    if paper:
+        for peer in (PaperExact(), PaperSigmoid()):
+            if reason := peer.unavailable(torch.device(device)):
+                raise RuntimeError(f"{peer.name}: {reason}")
+            methods[peer.name] = (nullcontext, lambda peer=peer: peer.sampling_function)
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in methods}
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        # The first call is not counted.
+        inputs = [random_call(number, vocab_size, generator, device) for _ in range(calls + 1)]
+        for name, (context, function) in methods.items():
+            # One of the functions overwrites what it is given.
+            own = [(ids, draft, target.clone()) for ids, draft, target in inputs]
+            found[name][str(number)] = _mean_call(context, function, own, number, torch.device(device))
+    return found
+
+
+@torch.no_grad()
+def _mean_call(
+    context: Callable[[], Any],
+    function: Callable[[], Callable[..., Any]],
+    inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
+    number: int,
+    place: torch.device,
+) -> dict[str, Any]:
+    calls = len(inputs) - 1
+    accepted: list[int] = []
+
+    def call(sampling: Callable[..., Any], one: tuple[Tensor, Tensor, Tensor]) -> None:
+        ids, draft, target = one
+        accepted.append(int(sampling(ids, draft, number, target, False)[1]))
+
+    with context():
+        sampling = function()
+        torch.manual_seed(0)
+        call(sampling, inputs[0])
+        accepted.clear()
+        launches, seconds = device_work(lambda: [call(sampling, one) for one in inputs[1:]], place, warm_up=False)
+        profiled = list(accepted)
+        # Again without the profiler, which delays what it watches.
+        by_clock = [call_seconds(lambda one=one: call(sampling, one), place) for one in inputs[1:]]
+    return {
+        "device_ms": seconds * 1e3 / calls,
+        "launches": None if launches is None else launches / calls,
+        "call_ms": statistics.median(by_clock) * 1e3,
+        "accepted": statistics.fmean(profiled),
+    }
+
+
+def peak_memory(vocab_size: int, numbers: Sequence[int], device: str, compiled: bool) -> dict[str, dict[str, int]]:
+    return memory(vocab_size, numbers, device, METHODS if compiled else EAGER)
+
+
+def rate_of_copy(device: str) -> float:
+    return copy_rate(torch.device(device)) * 1e-9
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument("--models", nargs="+", choices=VOCABULARIES, default=list(VOCABULARIES))
+        parser.add_argument("--gammas", type=int, nargs="+", default=list(range(1, 21)), help="drafts per step")
+        parser.add_argument("--vocab", type=int, help="a vocabulary for all models, to try the script")
+        parser.add_argument("--calls", type=int, default=CALLS, help="calls that a number is the mean of")
+        parser.add_argument("--compiled", action="store_true", help="the ops under torch.compile")
+        parser.add_argument("--plot", type=Path, help="write figure 3 and the peaks to this PNG file")
+
+    chosen = options(__doc__, arguments, more)
+    console = wide_console()
+    common = {"device": chosen.device, "compiled": chosen.compiled}
+    reason = PaperExact().unavailable(torch.device(chosen.device))
+    if reason:
+        console.print(f"not here: {PaperExact.name}: {reason}", highlight=False)
+    cells = [Cell("copy, GB/s", rate_of_copy, {"device": chosen.device})]
+    for name in chosen.models:
+        settings = common | {"vocab_size": chosen.vocab or VOCABULARIES[name]}
+        timed = {"numbers": chosen.gammas, "calls": chosen.calls, "paper": reason is None}
+        cells.append(Cell(f"figure 3/{name}", sampling_time, settings | timed))
+        peaks = {"numbers": [number for number in GAMMAS if number in chosen.gammas]}
+        cells.append(Cell(f"figures 4, 5/{name}", peak_memory, settings | peaks))
+    path = results_path("wagner_kernels", chosen)
+    found = Cells(path, cells, chosen.device).run(chosen.only, console)
+    sizes = {name: chosen.vocab or VOCABULARIES[name] for name in chosen.models}
+    show(console, found, sizes, chosen.device)
+    if chosen.plot is not None:
+        draw(found, sizes, chosen.plot)
+    return found
+
+
+def show(console: Console, found: Mapping[str, Any], sizes: Mapping[str, int], device: str) -> None:
+    where = "GPU" if torch.device(device).type == "cuda" else "torch's functions"
+    console.print(f"{datetime.now(timezone.utc):%Y-%m-%d}, copy {found.get('copy, GB/s', float('nan')):.1f} GB/s")
+    table = Table("", "method", "drafts", f"{where} ms", "less", "launches", "call ms", "accepted", title="Figure 3")
+    for name in sizes:
+        methods = found.get(f"figure 3/{name}", {})
+        for method, own in methods.items():
+            for number, one in own.items():
+                baseline = methods[BASELINE][number]["device_ms"]
+                table.add_row(
+                    name, method, number, f"{one['device_ms']:.4f}", f"{1 - one['device_ms'] / baseline:.1%}",
+                    "" if one["launches"] is None else f"{one['launches']:.1f}", f"{one['call_ms']:.4f}",
+                    f"{one['accepted']:.1f}",
+                )  # fmt: skip
+    console.print(table)
+    table = Table("", "method", "MB to be read", "GB/s", title=f"Table 3, {BANDWIDTH_GAMMA} drafts")
+    for name, method, size, rate in bandwidths(found, sizes):
+        table.add_row(name, method, f"{size / 1e6:.2f}", f"{rate:.2f}")
+    console.print(table)
+    table = Table("", "method", "drafts", "MB", title="Figures 4, 5: peak of a call")
+    for name in sizes:
+        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
+            for number, peak in own.items():
+                table.add_row(name, method, number, f"{peak / 1e6:.3f}")
+    console.print(table)
+
+
+def bandwidths(found: Mapping[str, Any], sizes: Mapping[str, int]) -> list[tuple[str, str, int, float]]:
+    """Model, method, bytes that must be read, and GB/s of the time on the device."""
+    rows = []
+    for name, vocab_size in sizes.items():
+        for method, own in found.get(f"figure 3/{name}", {}).items():
+            if str(BANDWIDTH_GAMMA) in own:
+                kind = SIGMOID if method.endswith(SIGMOID) else method
+                size = rows_read(kind, BANDWIDTH_GAMMA) * vocab_size * ITEM
+                rows.append((name, method, size, size / own[str(BANDWIDTH_GAMMA)]["device_ms"] / 1e6))
+    return rows
+
+
+def draw(found: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(sizes), figsize=(1 + 3 * len(sizes), 6), squeeze=False, layout="constrained", sharex=True
+    )
+    for column, (name, vocab_size) in enumerate(sizes.items()):
+        for method, own in found.get(f"figure 3/{name}", {}).items():
+            axes[0][column].plot([int(n) for n in own], [one["device_ms"] for one in own.values()], label=method)
+        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
+            axes[1][column].plot([int(n) for n in own], [peak / 1e6 for peak in own.values()], "o-", label=method)
+        axes[0][column].set(title=f"{name}, V = {vocab_size}", ylim=(0, None))
+        axes[1][column].set(xlabel="drafts per step", ylim=(0, None))
+    axes[0][0].set_ylabel("ms on the device per step")
+    axes[1][0].set_ylabel("peak of a call, MB")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The CUDA kernels of Wagner et al. 2024 (arXiv 2406.11016), built from a clone of the authors' repository.
+
+One function, for one sequence and float32 logits, with the arguments of transformers' `_speculative_sampling` and the
+largest number of drafts to accept. It synchronises the device after its kernel, counts on the host and draws by
+`torch.multinomial`. Larger batches are a loop over sequences here. The repository has a kernel for float16 too, and
+none for bfloat16.
+
+`PaperSigmoid` has another law (docs/math.md): its scores are sigmoids of the logits / 20,000 + 0.5, clamped beyond
++-10,000, and the weights of its next token have a floor of 1e-5 a token, so that chance decides on every input. Its
+number of accepted drafts is compared on logits of +-20,000, where scores are 0 and 1; its tokens are not. It overwrites
+the target rows with their scores, so a copy of them belongs to a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from problems import Inputs, Problem, Result, determined
+
+from .protocol import Peer, external_folder, no_cuda, row_count, softmax_bytes
+
+REPOSITORY = "optimized-speculative-sampling"
+
+
+@functools.cache
+def build(source: str) -> Callable[..., Any]:
+    from torch.utils import cpp_extension
+
+    folder = external_folder() / REPOSITORY
+    module = cpp_extension.load(
+        name=f"paper_{source}", sources=[str(folder / "main.cpp"), str(folder / f"{source}.cu")], verbose=False
+    )
+    return module.sampling_cuda
+
+
+class PaperExact(Peer):
+    name = "Wagner et al., exact"
+    source = "speculative_sampling_fp32"
+    needs = "a float32 copy of both sides; a loop over sequences"
+    not_captured = "it synchronises the device and counts accepted drafts on the host"
+
+    def __init__(self) -> None:
+        self._function: Callable[..., Any] | None = None
+
+    def unavailable(self, device: torch.device) -> str | None:
+        path = external_folder() / REPOSITORY / f"{self.source}.cu"
+        if not path.exists():
+            return f"no {path.name} in {path.parent}"
+        if device.type != "cuda":
+            return no_cuda(device)
+        if shutil.which("nvcc") is None:
+            return "needs nvcc to build it"
+        try:
+            self._function = build(self.source)
+        except Exception as error:
+            return f"does not build: {type(error).__name__}: {str(error)[-500:]}"
+        return None
+
+    def sampling_function(
+        self, candidate_ids: torch.Tensor, draft: torch.Tensor, num_drafts: int, target: torch.Tensor, is_done: bool
+    ) -> tuple[torch.Tensor, int]:
+        """With the arguments of transformers' function; float32 logits."""
+        assert self._function is not None
+        return self._function(candidate_ids, draft, num_drafts, target, is_done, num_drafts)
+
+    def prepare(self, inputs: Inputs) -> Callable[[], Any]:
+        tokens = inputs["draft_tokens"]
+        target, draft = inputs["target_logits"], inputs["draft_logits"]
+        batch, num_drafts = tokens.shape
+
+        def call() -> list[Any]:
+            p, q = self.copied(target), draft.float()
+            return [
+                self.sampling_function(tokens[b : b + 1], q[b : b + 1], num_drafts, p[b : b + 1], False)
+                for b in range(batch)
+            ]
+
+        return call
+
+    def copied(self, target: torch.Tensor) -> torch.Tensor:
+        return target.float()
+
+    def answer(self, returned: Any, inputs: Inputs) -> Result:
+        batch, num_drafts = inputs["draft_tokens"].shape
+        output = inputs["draft_tokens"].new_full((batch, num_drafts + 1), -1)
+        for b, (tokens, _) in enumerate(returned):
+            output[b, : tokens.shape[1]] = tokens[0]
+        return output, torch.tensor([n for _, n in returned], device=output.device)
+
+    def needs_bytes(self, problem: Problem) -> int:
+        return 0 if problem.dtype == "float32" else softmax_bytes(problem, row_count(problem))
+
+
+class PaperSigmoid(PaperExact):
+    name = "Wagner et al., sigmoid"
+    source = "speculative_sampling_fp32_sigmoid"
+    needs = "a float32 copy of both sides, of the target's in any case; a loop over sequences"
+
+    def copied(self, target: torch.Tensor) -> torch.Tensor:
+        return target.to(torch.float32, copy=True)
+
+    def check(self, problem: Problem, inputs: Inputs) -> None:
+        certain = determined(inputs)
+        certain |= {name: certain[name] * 20 for name in ("target_logits", "draft_logits")}
+        _, n = self.answer(self.prepare(certain)(), certain)
+        if not torch.equal(n, inputs["num_accepted"]):
+            raise RuntimeError(f"{problem}: {self.name} is wrong in its numbers of accepted drafts, {n.tolist()}")
+
+    def needs_bytes(self, problem: Problem) -> int:
+        rows = problem.batch * (problem.num_draft_tokens + 1) if problem.dtype == "float32" else row_count(problem)
+        return softmax_bytes(problem, rows)

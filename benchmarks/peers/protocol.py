@@ -1,0 +1,136 @@
+"""What an adapter is: how a peer is found, called, and checked before it is timed.
+
+All peers get the same inputs (`problems.py`): logits of target and draft in one dtype, drafts, uniforms; temperature 1.
+What an engine keeps from step to step (index tensors, buffers, the layout of its token ids) is made in `prepare` and
+not timed. What has to be done with every new set of logits (softmax, a float32 copy) belongs to the call and is timed;
+`needs` says it in words and `needs_bytes` counts it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from problems import Inputs, Problem, Result, centred, check_answer, determined
+from torch import Tensor
+
+__all__ = [
+    "Peer",
+    "external_folder",
+    "load_file",
+    "missing_arguments",
+    "no_cuda",
+    "padded",
+    "row_count",
+    "softmax_bytes",
+]
+
+FOLDER = "TORCH_SPECOPS_PEERS"
+
+
+class Peer(ABC):
+    """One implementation.
+
+    Attributes:
+        name: as in the tables.
+        needs: what its time includes beside its own kernels; empty if nothing.
+        takes_uniforms: it draws from the uniforms of the inputs, so its tokens can be compared where chance decides.
+        not_captured: why a CUDA graph of its call cannot be made; None if it can.
+    """
+
+    name: str
+    needs: str = ""
+    takes_uniforms: bool = False
+    not_captured: str | None = None
+
+    @abstractmethod
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why it cannot run here: not installed, no CUDA device, a version that is not known; None if it can."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Callable[[], Any]:
+        """The call that is timed."""
+
+    @abstractmethod
+    def answer(self, returned: Any, inputs: Inputs) -> Result:
+        """What the call returned, as `verify_exact` returns it: [B, K+1] and [B] int64."""
+
+    def needs_bytes(self, problem: Problem) -> int:
+        """Bytes read and written by what `needs` says, each array once."""
+        return 0
+
+    def cases(self, inputs: Inputs) -> Iterator[Inputs]:
+        """Inputs on which the answer is compared with the reference."""
+        yield determined(inputs)
+        yield determined(inputs, residual=True)
+        if self.takes_uniforms:
+            yield centred(inputs)
+
+    def check(self, problem: Problem, inputs: Inputs) -> None:
+        """Raise RuntimeError unless its answers are right, and it accepts of the inputs what they were made for."""
+        for case in self.cases(inputs):
+            check_answer(self.name, problem, case, self.answer(self.prepare(case)(), case))
+        _, n = self.answer(self.prepare(inputs)(), inputs)
+        if not torch.equal(n, inputs["num_accepted"]):
+            rows = (n != inputs["num_accepted"]).nonzero().flatten().tolist()
+            raise RuntimeError(f"{problem}: {self.name} is wrong in rows {rows}: numbers of accepted drafts")
+
+
+def no_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"needs a CUDA device, this is {device.type}"
+
+
+def external_folder() -> Path:
+    """Where copies of peers that are not installed lie: the environment variable, else a folder that git ignores."""
+    return Path(os.environ.get(FOLDER) or Path(__file__).parent / "external")
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """The module in a file, under a name that is free to choose."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no Python module: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def missing_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> str | None:
+    """Why this is another version than the adapter was written for."""
+    known = inspect.signature(function).parameters
+    missing = [name for name in names if name not in known]
+    if missing:
+        return f"another version: {function.__name__} has no argument {', '.join(missing)}"
+    more = [
+        name
+        for name, parameter in known.items()
+        if name not in names and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return f"another version: {function.__name__} also wants {', '.join(more)}" if more else None
+
+
+def padded(tokens: Tensor, num_accepted: Tensor) -> Result:
+    """[B, K+1] tokens that may hold anything behind the next token -> as `verify_exact` returns them."""
+    n = num_accepted.long()
+    behind = torch.arange(tokens.shape[1], device=tokens.device) > n.unsqueeze(-1)
+    return tokens.long().masked_fill(behind, -1), n
+
+
+def row_count(problem: Problem) -> int:
+    """Rows of logits of both sides."""
+    return problem.batch * (2 * problem.num_draft_tokens + 1)
+
+
+def softmax_bytes(problem: Problem, rows: int) -> int:
+    """Of `softmax(dtype=float32)` or a float32 copy of so many rows: one read and one write."""
+    size = getattr(torch, problem.dtype).itemsize
+    return rows * problem.vocab * (size + 4)

@@ -1,0 +1,200 @@
+"""What the verification benchmarks are timed on: sizes, inputs, how many bytes they need, and how an answer is checked.
+
+Bytes model: what must be read of [V] rows, of s_p and s_q bytes an entry, for B sequences of K drafts
+    sampled           B V ((K+1) s_p + K s_q)
+    sampled, lse      B V ((K+1) s_p + s_q)
+    one-hot, greedy   B V (K+1) s_p
+    top-k, top-p      as sampled; finding what is kept needs more than one pass over a row, which is not counted
+The pair of rows that the residual needs is read again, from cache, and is not counted. `Problem.bytes` counts all rows;
+`Problem.needed_bytes` leaves out those behind a sequence's first rejection, which decide nothing.
+
+How many drafts are accepted is part of the inputs. Without `acceptance`, even sequences are rejected at the last draft
+and odd ones accept all, so stopping early saves one row of every other sequence and no more. With it, a draft that was
+reached is accepted with that probability: n is at least i with probability acceptance ** i, and the batch holds the
+quantiles of that law, in random order. A single sequence gets its median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_specops.testing import Case, compare
+
+Inputs = dict[str, Tensor]
+Result = tuple[Tensor, Tensor]
+Provider = Callable[[Inputs], Result]
+
+KINDS = ("sampled", "one-hot", "greedy", "top-k", "top-p")
+FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9)}
+# The float64 reference walks over a row in Python: large batches are compared on so many rows, spread over the batch.
+CHECKED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    kind: str
+    batch: int
+    num_draft_tokens: int
+    vocab: int
+    dtype: str
+    acceptance: float | None = None
+
+    @property
+    def has_draft_logits(self) -> bool:
+        return self.kind == "sampled" or self.kind in FILTERS
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Of every sequence, in the order of the quantiles."""
+        batch, num_drafts = self.batch, self.num_draft_tokens
+        if self.acceptance is None:
+            return [num_drafts - 1 + b % 2 for b in range(batch)]
+        reached = [self.acceptance ** (i + 1) for i in range(num_drafts)]
+        return [sum(share > (b + 0.5) / batch for share in reached) for b in range(batch)]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / verified drafts."""
+        return sum(self.num_accepted) / (self.batch * self.num_draft_tokens)
+
+    def bytes(self, with_lse: bool = False) -> int:
+        """All rows, whatever is accepted."""
+        draft_rows = (1 if with_lse else self.num_draft_tokens) if self.has_draft_logits else 0
+        return self.batch * (self.num_draft_tokens + 1 + draft_rows) * self._row_bytes
+
+    def needed_bytes(self, with_lse: bool = False) -> int:
+        """Rows up to the first rejection."""
+        rows = 0
+        for n in self.num_accepted:
+            rejected = n < self.num_draft_tokens
+            rows += n + 1
+            if self.has_draft_logits:
+                rows += int(rejected) if with_lse else n + rejected
+        return rows * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.vocab * int(getattr(torch, self.dtype).itemsize)
+
+
+def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
+    """Drafts that are accepted up to the first rejection of `Problem.num_accepted`, which is certain.
+
+    For "sampled" it is certain whatever the uniform numbers, so also for a provider that draws its own: accepted drafts
+    have p > q, and the refused one has no probability under p.
+    """
+    # Large batches are made where they are used: a CPU would take minutes.
+    g = torch.Generator(device=device).manual_seed(seed)
+    batch, num_drafts, vocab = problem.batch, problem.num_draft_tokens, problem.vocab
+    dtype = getattr(torch, problem.dtype)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    target_logits = (3 * random(batch, num_drafts + 1, vocab)).to(dtype)
+    draft_logits = (target_logits[:, :-1].float() + random(batch, num_drafts, vocab)).to(dtype)
+    num_accepted = torch.tensor(problem.num_accepted, device=device)
+    if problem.acceptance is not None:
+        num_accepted = num_accepted[torch.randperm(batch, generator=g, device=device)]
+
+    wanted, refused = target_logits[:, :-1].argmax(-1), target_logits[:, :-1].argmin(-1)
+    if problem.has_draft_logits:
+        above = target_logits[:, :-1].float().softmax(-1) - draft_logits.float().softmax(-1)
+        refused = above.argmin(-1)
+        # The token of the highest p is one that every filter keeps.
+        wanted = wanted if problem.kind in FILTERS else above.argmax(-1)
+    rejected = torch.arange(num_drafts, device=device) == num_accepted.unsqueeze(-1)
+    b, i = rejected.nonzero(as_tuple=True)
+    target_logits[b, i, refused[b, i]] = -1000
+    return {
+        "target_logits": target_logits,
+        "draft_tokens": torch.where(rejected, refused, wanted),
+        "draft_logits": draft_logits,
+        "accept_uniforms": torch.where(rejected, 1 - 2**-24, 0.0),
+        "sample_uniforms": torch.rand(batch, generator=g, device=device),
+        "temperature": torch.zeros(batch, device=device),
+        "draft_lse": draft_logits.float().logsumexp(-1),
+        "top_k": torch.full((batch,), FILTERS["top-k"][1], device=device),
+        "top_p": torch.full((batch,), FILTERS["top-p"][1], device=device),
+        "num_accepted": num_accepted,
+    }
+
+
+def determined(inputs: Inputs, residual: bool = False) -> Inputs:
+    """The same with logits that leave nothing to a uniform number or a generator.
+
+    Each p is one-hot at its maximum a, each accepted draft is a, and so is the next token; the rejected draft x is
+    another token, which the draft alone is sure of. With `residual` the weights at the rejection are 1 for a and
+    exp(-8) for b in p, 1 for a and exp(-9) for x in q: x is rejected, and b is the only token with p above q, though p
+    all but never draws it. With filters, one-hot drafts and greedy sequences that leaves something to chance.
+    """
+    target, draft = (torch.full_like(inputs[name], -1000) for name in ("target_logits", "draft_logits"))
+    vocab, num_drafts = target.shape[-1], draft.shape[1]
+    first = inputs["target_logits"].argmax(-1)
+    rejected = torch.arange(num_drafts, device=first.device) == inputs["num_accepted"].unsqueeze(-1)
+    refused = (first[:, :-1] + 1) % vocab
+    tokens = torch.where(rejected, refused, first[:, :-1])
+    target.scatter_(2, first.unsqueeze(-1), 1000)
+    draft.scatter_(2, tokens.unsqueeze(-1), 1000)
+    if residual:
+        b, i = rejected.nonzero(as_tuple=True)
+        a, recovered = first[b, i], (first[b, i] + 2) % vocab
+        target[b, i, a], target[b, i, recovered] = 0, -8
+        draft[b, i, a], draft[b, i, tokens[b, i]] = 0, -9
+    lse = draft.float().logsumexp(-1)
+    return inputs | {"target_logits": target, "draft_logits": draft, "draft_tokens": tokens, "draft_lse": lse}
+
+
+def centred(inputs: Inputs) -> Inputs:
+    """The same with every checked sequence's s in the middle of a likely token's share of its law, so that an inverse
+    CDF in float32 draws that token however it rounds. For drafts with logits."""
+    s = inputs["sample_uniforms"].clone()
+    num_drafts = inputs["draft_tokens"].shape[1]
+    for b in checked_rows(len(s)):
+        n = int(inputs["num_accepted"][b])
+        weights = inputs["target_logits"][b, n].double().softmax(-1)
+        if n < num_drafts:
+            weights = (weights - inputs["draft_logits"][b, n].double().softmax(-1)).clamp(min=0)
+        likely = weights.topk(min(4, int((weights > 0).sum()))).indices
+        token = likely[b % len(likely)]
+        s[b] = ((weights[:token].sum() + weights[token] / 2) / weights.sum()).to(s.dtype)
+    return inputs | {"sample_uniforms": s}
+
+
+def op_arguments(kind: str, inputs: Inputs, with_lse: bool = False) -> dict[str, Any]:
+    names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms")
+    arguments: dict[str, Any] = {name: inputs[name] for name in names}
+    if kind in ("one-hot", "greedy"):
+        arguments["draft_logits"] = None
+    if kind in FILTERS:
+        name, _ = FILTERS[kind]
+        arguments[name] = inputs[name]
+    if kind == "greedy":
+        arguments["temperature"] = inputs["temperature"]
+    if with_lse:
+        arguments["draft_lse"] = inputs["draft_lse"]
+    return arguments
+
+
+def checked_rows(batch: int) -> list[int]:
+    """At most CHECKED_ROWS sequences, the first and the last among them."""
+    if batch <= CHECKED_ROWS:
+        return list(range(batch))
+    return [b * (batch - 1) // (CHECKED_ROWS - 1) for b in range(CHECKED_ROWS)]
+
+
+def check_answer(name: str, problem: Problem, inputs: Inputs, answer: Result, with_lse: bool = False) -> None:
+    """Raise RuntimeError unless the checked sequences are those of the float64 reference."""
+    rows = checked_rows(problem.batch)
+    arguments = {
+        key: value[rows] if isinstance(value, Tensor) else value
+        for key, value in op_arguments(problem.kind, inputs, with_lse).items()
+    }
+    comparison = compare(Case(name, "verify_exact", arguments), tuple(part[rows] for part in answer))
+    if comparison.wrong:
+        raise RuntimeError(f"{problem}: {name} is wrong in rows {[rows[r] for r in comparison.wrong]}")

@@ -1,0 +1,196 @@
+"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import torch_specops
+
+Call = Callable[[], object]
+
+# Inputs are rotated through more memory than the last cache holds, so that logits come from memory.
+CPU_CACHE_BYTES = 64 * 2**20
+ROTATE = 2
+MAX_SETS = {"cpu": 64, "cuda": 512}
+
+
+def wide_console() -> Console:
+    """Where tables are printed: a table is wider than a log is taken for."""
+    return Console(width=None if sys.stdout.isatty() else 170)
+
+
+def cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
+
+
+def number_of_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many copies of the inputs it takes to leave the last cache cold."""
+    return min(MAX_SETS[device.type], max(2, math.ceil(ROTATE * cache_bytes(device) / bytes_per_set)))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def call_seconds(call: Call, device: torch.device) -> float:
+    """One call: by the clock on a CPU; on CUDA between two events of its stream, so launches that the device waits for
+    count."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls, one after the other."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Outputs are held until the capture ends: a freed one would be handed to the next call.
+        outputs = [call() for call in calls]
+    del outputs
+    return graph
+
+
+def timers(calls: Sequence[Call], device: torch.device, graphs: bool = True) -> dict[str, Callable[[int], float]]:
+    """mode -> round -> seconds per call; one call per set of inputs. "call" is a Python call; "graph", on CUDA alone,
+    replays a CUDA graph of all of them, and divides by their number."""
+    found: dict[str, Callable[[int], float]] = {"call": lambda i: call_seconds(calls[i % len(calls)], device)}
+    if device.type == "cuda" and graphs:
+        graph = capture(calls)
+        found["graph"] = lambda i: call_seconds(graph.replay, device) / len(calls)
+    return found
+
+
+def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Any, list[float]]:
+    """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them."""
+    seconds: dict[Any, list[float]] = {key: [] for key in runs}
+    for i in range(-warm_up, rounds):
+        for key, run in runs.items():
+            elapsed = run(i)
+            if i >= 0:
+                seconds[key].append(elapsed)
+    return seconds
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of copying 256 MiB (1 GiB on CUDA)."""
+    source = torch.ones((1024 if device.type == "cuda" else 256) * 2**18, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(12):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(seconds[2:])
+
+
+def device_work(call: Call, device: torch.device, warm_up: bool = True) -> tuple[int | None, float]:
+    """Of one call: how much was launched on the device (kernels, copies, fills; None on a CPU), and the seconds that it
+    took there, added up; on a CPU the seconds inside torch's own functions."""
+    on_gpu = device.type == "cuda"
+    if warm_up:
+        call()
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        call()
+        synchronize(device)
+    if not on_gpu:
+        return None, sum(event.self_cpu_time_total for event in found.events()) * 1e-6
+    # Spans that a record_function projects onto the device are no work of their own.
+    work = [e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return len(work), sum(event.self_device_time_total for event in work) * 1e-6
+
+
+def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
+    """The most bytes that `call` held at a time, of those that it allocated itself."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]")
+    held = most = 0
+    for _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def environment(device: torch.device, **more: Any) -> dict[str, Any]:
+    """Where and with what a result was measured; `more` is added."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "cuda": torch.version.cuda,
+        "torch_specops": torch_specops.__version__,
+        "commit": commit(),
+        **more,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """ "-dirty" behind it: with changes that were not committed."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
