@@ -40,7 +40,7 @@ bench: $(DEV) ## time the ops against eager and compiled PyTorch
 bench-gpu: $(DEV) ## test and measure on a GPU, in steps; the same command again goes on
 	@$(RUN) benchmarks/bench_gpu.py $(ARGS)
 
-evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU, minutes)
+evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU; goes on where it was stopped)
 	@$(RUN) benchmarks/papers/run.py $(ARGS)
 
 $(VENV)/bin/python:

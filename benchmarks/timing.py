@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -22,6 +23,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import torch_specops
+
+# torch's profiler prints a line whenever it starts or stops, unless it is told not to.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 Call = Callable[[], object]
 

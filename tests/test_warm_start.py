@@ -26,16 +26,14 @@ if role != "first":
     torch.compiler.load_cache_artifacts(artifacts.read_bytes())
 
 
+# The op that compiles fastest: caches do not care which it is.
 @torch.compile(fullgraph=True)
-def step(target, tokens, draft, accept, sample):
-    return torch_specops.verify_exact(target, tokens, draft, accept, sample)
+def step(logits, uniforms):
+    return torch_specops.sample(logits, uniforms)
 
 
 generator = torch.Generator().manual_seed(0)
-logits = torch.randn(2, 4, 50, generator=generator)
-tokens = torch.randint(50, (2, 3), generator=generator)
-uniforms = torch.rand(2, 4, generator=generator)
-output, _ = step(logits, tokens, logits[:, :3].flip(0).clone(), uniforms[:, :3].clone(), uniforms[:, 3].clone())
+output, _ = step(torch.randn(2, 50, generator=generator), torch.rand(2, generator=generator))
 if role == "first":
     artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
 cache = counters["aot_autograd"]

@@ -145,7 +145,7 @@ def wagner_figure_3(found: Found) -> str:
             cells = gammas(found, subject)
             growth.append(cells[-1][method]["step_ms_median"] / cells[0][method]["step_ms_median"])
         parts.append(f"{method} {span(growth)}")
-    return f"median step at gamma 15 over 3 (V = 50k): {', '.join(parts)}"
+    return f"median step at gamma 20 over 1 (V = 50k): {', '.join(parts)}"
 
 
 def memory_of(names: tuple[str, ...]) -> Callable[[Found], str]:

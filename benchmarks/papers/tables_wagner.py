@@ -12,7 +12,7 @@ __all__ = ["GAMMAS", "SPEECH", "SUBJECTS", "TABLES", "cell"]
 
 SPEECH = ("librivox", "espeak")
 SUBJECTS = (*SPEECH, "austen", "topics")
-GAMMAS = (3, 5, 10, 15)
+GAMMAS = (1, 3, 5, 10, 15, 20)
 SCALES = ("sigmoid 10", "sigmoid 1000", "sigmoid 10000", "sigmoid 100000")
 OTHERS = tuple(METHODS)[1:]
 

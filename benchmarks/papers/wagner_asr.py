@@ -49,7 +49,7 @@ from torch_specops.hf.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (3, 5, 10, 15)
+GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 # With the prompt, the paper's 256 tokens.
 MAX_NEW_TOKENS = 252

@@ -54,7 +54,7 @@ EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (3, 5, 10, 15)
+GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 
 
@@ -210,7 +210,7 @@ def cells_of(chosen: Any) -> list[Cell]:
 
     cells = []
     for vocab_size in (256, 49152):
-        call = {"methods": METHODS, "vocab_size": vocab_size, "numbers": [1, *GAMMAS], "rounds": 40}
+        call = {"methods": METHODS, "vocab_size": vocab_size, "numbers": list(GAMMAS), "rounds": 40}
         cells.append(Cell(f"calls/V={vocab_size}", calls, call | {"device": chosen.device}))
     for subject, size in sizes.items():
 
