@@ -19,6 +19,7 @@ import torch
 from torch_specops.schedules import Constant, Heuristic
 
 PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
+RESULTS = PAPERS.parent / "results" / "evidence"
 
 pytestmark = pytest.mark.skipif(not PAPERS.exists(), reason="an installed package has no benchmarks")
 
@@ -156,6 +157,27 @@ def test_what_is_missing_is_said_and_what_was_measured_is_kept(
     assert set(evidence.Cells(path, cells).run()) == {"old", "own"}
     assert measure.calls == [1, 3]
     assert "not run, no model: new" in capsys.readouterr().err
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_nothing_that_was_measured_is_pending(
+    script: str, evidence: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings of every cell are those of the committed file: `make evidence` has nothing to do."""
+    if missing := importlib.import_module("run").missing(script):
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+    def stop(self: Any, *_: Any) -> None:
+        assert [cell.key for cell in self._cells if cell.key not in self._records] == []
+        raise Stopped
+
+    monkeypatch.setattr(evidence.Cells, "run", stop)
+    with pytest.raises(Stopped):
+        importlib.import_module(script).main([])
 
 
 def test_the_pages_have_the_numbers_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,8 +231,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 name = f"{subject}/{draft}/T={temperature}"
                 settings = common | {"draft": draft}
                 cells.append(Cell(f"trace/{name}", measure_trace, settings, missing(subject)))
-                settings |= {"costs": COSTS}
-                cells.append(Cell(f"policies/{name}", measure_policies, settings, missing(subject)))
+                with_costs = settings | {"costs": COSTS}
+                cells.append(Cell(f"policies/{name}", measure_policies, with_costs, missing(subject)))
     for temperature in (0.0, 1.0):
         sizes = dict(zip(SIZES, written_sizes["austen"], strict=True))
         settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
