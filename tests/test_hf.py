@@ -379,3 +379,15 @@ def test_smollm2_decodes_greedily(smollm2: tuple[hf.TransformersModel, hf.Tokeni
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
     )
     assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:
+    adapter = hf.language_model(tiny("llama"))
+    adapter.start(2, 500)
+    widths: list[int] = []
+    adapter.model.register_forward_pre_hook(
+        lambda model, args, kwargs: widths.append(kwargs["attention_mask"].shape[-1]), with_kwargs=True
+    )
+    for positions in (torch.tensor([[0, 1, 2], [4, 5, 6]]), torch.tensor([[3], [1]])):
+        adapter.forward(torch.ones_like(positions), positions)
+    assert widths == [7, 4]

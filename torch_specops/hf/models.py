@@ -162,8 +162,9 @@ class TransformersModel:
         return self._require_cache().key_values
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        with self._require_cache().writing_at(positions):
-            return self._read(tokens, positions, self._mask(positions), num_logits)
+        width = self._slots_to_read(positions)
+        with self._require_cache().writing_at(positions, width):
+            return self._read(tokens, positions, self._mask(positions, width), num_logits)
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
@@ -211,9 +212,14 @@ class TransformersModel:
         # Drafts may stand beyond the last position that the model knows; what it says of them is never emitted.
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
-    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        capacity = self._require_cache().capacity
-        return self._masks(lambda window: visible_slots(positions, capacity, window))
+    def _slots_to_read(self, positions: Tensor) -> int:
+        """On a CPU, where looking is free, as many as may hold text; else all, because shapes have to stay."""
+        if positions.device.type != "cpu" or torch.compiler.is_compiling():
+            return self._require_cache().capacity
+        return int(positions.amax()) + 1
+
+    def _mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        return self._masks(lambda window: visible_slots(positions, width, window))
 
     def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
         return self._masks(lambda window: within_window(visible, positions, slot_positions, window))
@@ -302,12 +308,11 @@ class EncoderDecoderModel(TransformersModel):
         logits = _as_float(output.logits)
         return logits if num_logits is None else logits[:, -num_logits:]
 
-    def _mask(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def _mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
         if self._relative_bias is None:
-            return super()._mask(positions)
-        capacity = self._require_cache().capacity
-        slot_positions = torch.arange(capacity, device=positions.device).unsqueeze(0)
-        return self._with_bias(visible_slots(positions, capacity), positions, slot_positions)
+            return super()._mask(positions, width)
+        slot_positions = torch.arange(width, device=positions.device).unsqueeze(0)
+        return self._with_bias(visible_slots(positions, width), positions, slot_positions)
 
     def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
         if self._relative_bias is None:
