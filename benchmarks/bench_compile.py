@@ -12,12 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +20,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from timing import environment, in_process_of_its_own
 
 import torch_specops
-from torch_specops.cli.env import device_name
 
 FORMS = {"pieces": False, "one graph": True}
 
@@ -59,17 +54,7 @@ def measure(num_draft_tokens: int, form: str, device: str, threads: int) -> dict
 
 def in_fresh_process(num_draft_tokens: int, form: str, device: str, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        cell = f"{num_draft_tokens}, {form!r}, {device!r}, {threads}"
-        result = subprocess.run(
-            [sys.executable, "-c", f"import bench_compile, json; print(json.dumps(bench_compile.measure({cell})))"],
-            cwd=Path(__file__).parent,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-            capture_output=True,
-            text=True,
-        )
-    if result.returncode != 0:
-        raise RuntimeError(f"K = {num_draft_tokens}, {form}: {result.stderr.strip().splitlines()[-1]}")
-    return json.loads(result.stdout.splitlines()[-1])
+        return in_process_of_its_own(cache, "bench_compile.measure", num_draft_tokens, form, device, threads)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -99,14 +84,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         )
     console.print(table)
     if options.out is not None:
-        described = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(torch.device(options.device)),
-            "threads": options.threads,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torch_specops": torch_specops.__version__,
-        }
+        described = environment(torch.device(options.device), threads=options.threads)
         options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
     return records
 

@@ -19,21 +19,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import environment
 from torch import Tensor
 
 import torch_specops
-from torch_specops.cli.env import device_name
 
 Call = Callable[[], Any]
 
@@ -135,22 +133,17 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         table.add_row(name, *("" if value is None else f"{value:.1f}" for value in row))
     Console().print(table)
     if options.out is not None:
-        environment = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        described = environment(
+            torch.device(options.device),
             # Of all processes, this one among them.
-            "load_average": os.getloadavg()[0],
-            "device": device_name(torch.device(options.device)),
-            "threads": options.threads,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torch_specops": torch_specops.__version__,
-            "batch": options.batch,
-            "num_draft_tokens": options.num_draft_tokens,
-            "vocab": options.vocab,
-            "rounds": options.rounds,
-            "repeats": options.repeats,
-        }
-        options.out.write_text(json.dumps({"environment": environment, "records": records}, indent=1) + "\n")
+            load_average=os.getloadavg()[0],
+            batch=options.batch,
+            num_draft_tokens=options.num_draft_tokens,
+            vocab=options.vocab,
+            rounds=options.rounds,
+            repeats=options.repeats,
+        )
+        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
     return records
 
 

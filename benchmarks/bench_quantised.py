@@ -22,22 +22,21 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import environment
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import torch_specops
-from torch_specops.cli.env import device_name, versions
+from torch_specops.cli.env import versions
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts.quantised import quantised_copy
 from torch_specops.hf import TransformersModel, language_model, load_smollm2
@@ -212,19 +211,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         table.add_row(kind, f"{copied['weight_bytes'] / 1e6:.0f}", *times, *shown)
     Console().print(table)
     result = {
-        "environment": {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "environment": environment(
+            torch.device(options.device),
             # Of all processes, this one among them.
-            "load_average": os.getloadavg()[0],
-            "device": device_name(torch.device(options.device)),
-            "threads": options.threads,
-            "python": platform.python_version(),
-            "versions": versions(),
-            "model": "random weights of its shapes" if options.random else "SmolLM2-135M-Instruct",
-            "layers_timed": options.layers,
-            "num_draft_tokens": options.num_draft_tokens,
-            "rounds": options.rounds,
-        },
+            load_average=os.getloadavg()[0],
+            versions=versions(),
+            model="random weights of its shapes" if options.random else "SmolLM2-135M-Instruct",
+            layers_timed=options.layers,
+            num_draft_tokens=options.num_draft_tokens,
+            rounds=options.rounds,
+        ),
         "copies": copies,
         "records": records,
     }

@@ -22,12 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +31,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from timing import environment, in_process_of_its_own
 
 import torch_specops
-from torch_specops.cli.env import device_name
 
 STARTS = ("cold", "artifacts", "directory")
 
@@ -79,19 +75,10 @@ def first_step(artifacts: str, start: str, num_draft_tokens: int, temperature: f
 
 def in_fresh_process(cache: str, *arguments: Any) -> dict[str, Any]:
     before = os.times()
-    call = ", ".join(repr(argument) for argument in arguments)
-    result = subprocess.run(
-        [sys.executable, "-c", f"import bench_start, json; print(json.dumps(bench_start.first_step({call})))"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-        capture_output=True,
-        text=True,
-    )
-    if result.returncode != 0:
-        raise RuntimeError(result.stderr.strip().splitlines()[-1])
+    result = in_process_of_its_own(cache, "bench_start.first_step", *arguments)
     after = os.times()
     children = (after.children_user - before.children_user) + (after.children_system - before.children_system)
-    return json.loads(result.stdout.splitlines()[-1]) | {"cpu_seconds": children}
+    return result | {"cpu_seconds": children}
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -129,19 +116,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     console.print(table)
     console.print(f"same tokens: {'yes' if same else 'NO'}")
     if options.out is not None:
-        described = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        described = environment(
+            torch.device(options.device),
             # Of all processes, this one among them.
-            "load_average": os.getloadavg()[0],
-            "device": device_name(torch.device(options.device)),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torch_specops": torch_specops.__version__,
-            "num_draft_tokens": options.num_draft_tokens,
-            "temperature": options.temperature,
-            "same_tokens": same,
-        }
+            load_average=os.getloadavg()[0],
+            num_draft_tokens=options.num_draft_tokens,
+            temperature=options.temperature,
+            same_tokens=same,
+        )
         options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
     return records
 

@@ -160,6 +160,21 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
     return most
 
 
+def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[str, Any]:
+    """What "module.function" of this directory returns in a new process with this compile cache."""
+    call = f"{function}({', '.join(map(repr, arguments))})"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import json, {function.split('.')[0]}; print(json.dumps({call}))"],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode != 0:
+        raise RuntimeError(f"{call}: {result.stderr.strip().splitlines()[-1]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
     return {

@@ -23,6 +23,7 @@ from problems import Inputs, Problem, Result, centred, check_answer, determined
 from torch import Tensor
 
 __all__ = [
+    "FunctionPeer",
     "Peer",
     "external_folder",
     "load_file",
@@ -82,6 +83,34 @@ class Peer(ABC):
         if not torch.equal(n, inputs["num_accepted"]):
             rows = (n != inputs["num_accepted"]).nonzero().flatten().tolist()
             raise RuntimeError(f"{problem}: {self.name} is wrong in rows {rows}: numbers of accepted drafts")
+
+
+class FunctionPeer(Peer):
+    """A function of an installed package, or of a copy of its file.
+
+    Attributes:
+        arguments: the names it takes in the version that the adapter was written for.
+    """
+
+    arguments: tuple[str, ...]
+    _function: Callable[..., Any] | None = None
+
+    @abstractmethod
+    def find(self) -> Callable[..., Any] | None:
+        """Of the package, else of the copy; None if there is neither."""
+
+    @abstractmethod
+    def place_of_copy(self) -> str: ...
+
+    def unavailable(self, device: torch.device) -> str | None:
+        try:
+            function = self.find()
+        except Exception as error:
+            return f"its copy does not load: {type(error).__name__}: {error}"
+        if function is None:
+            return f"neither installed nor at {self.place_of_copy()}"
+        self._function = function
+        return missing_arguments(function, self.arguments) or no_cuda(device)
 
 
 def no_cuda(device: torch.device) -> str | None:

@@ -14,11 +14,9 @@ import torch
 from problems import Inputs, Problem, Result
 
 from .protocol import (
-    Peer,
+    FunctionPeer,
     external_folder,
     load_file,
-    missing_arguments,
-    no_cuda,
     padded,
     row_count,
     softmax_bytes,
@@ -45,23 +43,17 @@ def find() -> Callable[..., Any] | None:
     return getattr(load_file(path, "sglang_reject_sampling"), NAME, None) if path.exists() else None
 
 
-class SGLang(Peer):
+class SGLang(FunctionPeer):
     name = "SGLang"
+    arguments = NAMES
     needs = "softmax of both sides to float32"
     takes_uniforms = True
 
-    def __init__(self) -> None:
-        self._function: Callable[..., Any] | None = None
+    def find(self) -> Callable[..., Any] | None:
+        return find()
 
-    def unavailable(self, device: torch.device) -> str | None:
-        try:
-            function = find()
-        except Exception as error:
-            return f"its copy does not load: {type(error).__name__}: {error}"
-        if function is None:
-            return f"neither installed nor at {PATH} in {external_folder()}"
-        self._function = function
-        return missing_arguments(function, NAMES) or no_cuda(device)
+    def place_of_copy(self) -> str:
+        return f"{PATH} in {external_folder()}"
 
     def prepare(self, inputs: Inputs) -> Callable[[], Any]:
         assert self._function is not None

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from problems import Inputs, Problem, Result
 
-from .protocol import Peer, external_folder, missing_arguments, no_cuda, padded, softmax_bytes
+from .protocol import FunctionPeer, external_folder, padded, softmax_bytes
 
 MODULE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 NAME = "rejection_sample"
@@ -70,22 +70,19 @@ def load_copies() -> ModuleType:
         return importlib.import_module(MODULE)
 
 
-class VLLM(Peer):
+class VLLM(FunctionPeer):
+    arguments = NAMES
+
     def __init__(self, copied: bool = True) -> None:
         self.copied = copied
         self.name = "vLLM" if copied else "vLLM, no copy"
         self.needs = "a float32 copy of the target rows" if copied else ""
-        self._function: Callable[..., Any] | None = None
 
-    def unavailable(self, device: torch.device) -> str | None:
-        try:
-            function = find()
-        except Exception as error:
-            return f"its copy does not load: {type(error).__name__}: {error}"
-        if function is None:
-            return f"neither installed nor at {path_of_copy()}"
-        self._function = function
-        return missing_arguments(function, NAMES) or no_cuda(device)
+    def find(self) -> Callable[..., Any] | None:
+        return find()
+
+    def place_of_copy(self) -> str:
+        return str(path_of_copy())
 
     def prepare(self, inputs: Inputs) -> Callable[[], Any]:
         assert self._function is not None
