@@ -49,6 +49,20 @@ def test_rows_are_written_at_their_own_slots() -> None:
             assert (buffer[row][:, others] == 0).all()
 
 
+def test_some_rows_are_written_and_read_apart_from_the_others() -> None:
+    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH + 1, seed=1)
+    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
+    whole, apart = (RaggedKeyValues(keys, values, CAPACITY) for _ in range(2))
+    whole.write(keys, values, slots)
+    for rows in (torch.tensor([2, 0]), torch.tensor([1])):
+        apart.write(keys[rows], values[rows], slots[rows], rows)
+        for read, buffer in zip(apart.read(6, rows), (whole.keys, whole.values), strict=True):
+            assert torch.equal(read, buffer[rows][:, :, :6])
+    for read, own, buffer in zip(apart.read(), (apart.keys, apart.values), (whole.keys, whole.values), strict=True):
+        assert torch.equal(read, buffer)
+        assert read.data_ptr() == own.data_ptr()
+
+
 def test_a_later_write_takes_the_place_of_an_earlier_one() -> None:
     """Rollback: a row that goes back writes over its rejected drafts, and the others keep theirs."""
     first, second = random_states(2, HEADS, 3, WIDTH, seed=2), random_states(2, HEADS, 3, WIDTH, seed=3)

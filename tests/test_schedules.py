@@ -250,6 +250,51 @@ def test_free_drafts_take_the_largest_bucket() -> None:
     assert set(simulate(Optimal(0.0), 0.7, 300)[0]) == {20}
 
 
+@pytest.mark.parametrize("cost_ratio", [0.0, 0.05, 0.2, 0.9])
+@pytest.mark.parametrize("num_proposed", [[5], [5, 0], [5, 0, 0, 0, 0, 0, 0, 0], [5, 1, 3], [2] * 8, [0, 0], []])
+def test_trim_is_the_best_number_for_the_batch(num_proposed: list[int], cost_ratio: float) -> None:
+    """Against Leviathan's factor for each row, and for a batch whose rows all have drafts the theorem itself."""
+    schedule = Optimal(cost_ratio, buckets=(0, 5), prior=0.7)
+    most = max(num_proposed, default=0)
+    speeds = [
+        sum(
+            walltime_factor(0.7, cost_ratio, min(count, own)) * (min(count, own) * cost_ratio + 1)
+            for own in num_proposed
+        )
+        / (count * cost_ratio + 1)
+        for count in range(most + 1)
+    ]
+    assert speeds[schedule.trim(num_proposed)] == pytest.approx(max(speeds, default=0.0))
+    if len(set(num_proposed)) == 1:
+        assert schedule.trim(num_proposed) == max(
+            range(most + 1), key=lambda count: walltime_factor(0.7, cost_ratio, count)
+        )
+
+
+def test_one_row_of_many_does_not_widen_the_batch() -> None:
+    schedule = Optimal(0.2, buckets=(0, 5))
+    assert schedule.trim([5]) > 0
+    assert schedule.trim([5, 0, 0, 0, 0, 0, 0, 0]) == 0
+
+
+def test_drafts_that_are_always_trimmed_are_tried_now_and_then() -> None:
+    schedule = Optimal(0.3, buckets=(0, 2, 5), explore_every=4)
+    assert [schedule.trim([5, 0, 0, 0]) for _ in range(9)] == [0, 0, 0, 2, 0, 0, 0, 2, 0]
+    # Where the schedule itself explores, nothing is taken from it.
+    bad = Optimal(0.6, buckets=(0, 2, 5), explore_every=3)
+    chosen = [bad.next([5], [0]) for _ in range(40)][-9:]
+    assert sorted(set(chosen)) == [0, 2]
+    while bad.next([], []) == 0:
+        assert bad.trim([2]) == 0
+    assert bad.trim([2]) == 2
+
+
+def test_without_zero_nothing_is_trimmed() -> None:
+    assert Optimal(0.9, buckets=(2, 6)).trim([6, 0, 0]) == 6
+    assert Constant(4).trim([1, 4]) == Heuristic().trim([1, 4]) == 4
+    assert Constant(4).trim([]) == 0
+
+
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_reset_forgets_and_first_remembers(make: Any) -> None:
     schedule, fresh = make(), make()

@@ -64,6 +64,7 @@ class Workload:
         seed: of the first round; each round has the next one.
         top_k, top_p, min_p: what of the law is left, as in `SamplingParams`.
         verify: how this package verifies: "exact", "block" or "sigmoid".
+        schedule: how this package chooses the drafts of a step, at most num_draft_tokens unless it is "heuristic".
     """
 
     prompts: Sequence[Tensor]
@@ -75,6 +76,7 @@ class Workload:
     top_p: float = 1.0
     min_p: float = 0.0
     verify: str = "exact"
+    schedule: str = "constant"
 
     @property
     def sampling(self) -> SamplingParams:
@@ -288,6 +290,7 @@ class Benchmark:
             self.pair.target.model,
             draft,
             num_draft_tokens=self.work.num_draft_tokens,
+            schedule=self.work.schedule,
             sampling=self.work.sampling,
             verify="exact" if draft is None else self.work.verify,
             compile=compile,

@@ -30,10 +30,19 @@ class RaggedKeyValues:
         self.keys.zero_()
         self.values.zero_()
 
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write [B, heads, n, head_dim] at slots [B, n]."""
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
+        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], or of all."""
         for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
+            if rows is None:
+                buffer.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
+            else:
+                buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+
+    def read(self, width: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[A, heads, width, head_dim] keys and values of the first `width` slots, or all, of `rows` [A], or all. The
+        buffers themselves, but for some rows, which are copied."""
+        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
+        return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
 def visible_slots(positions: Tensor, capacity: int, window: int | None = None) -> Tensor:

@@ -93,6 +93,15 @@ class Schedule(ABC):
             ValueError: lists of unequal length, or a row with fewer than 0 or more accepted than proposed.
         """
 
+    def trim(self, num_proposed: Sequence[int]) -> int:
+        """How many drafts of a row to verify at most, where they cost nothing and are seen before the target reads
+        them: looked-up ones, eagerly, on a CPU. All there are, unless a schedule knows better.
+
+        Args:
+            num_proposed: how many drafts each active row has, without padding.
+        """
+        return max(num_proposed, default=0)
+
     @abstractmethod
     def reset(self) -> None:
         """Forget every step reported."""
@@ -185,6 +194,10 @@ class Optimal(Schedule):
     Drafting pays where alpha > c (corollary 3.9, for K = 1). Where it does not, K is 0, if that is a bucket, and every
     `explore_every`-th step drafts the smallest other bucket all the same, or alpha would never be measured again.
 
+    The theorem is of one sequence. Of a batch in which some rows have no drafts, `trim` verifies the number K that
+    maximises sum_b E(min(K, K_b)) / (K c + 1), where E is `expected_tokens_per_step` and K_b are the drafts of row b;
+    0 under the same condition.
+
     Args:
         cost_ratio: c >= 0, the time of one draft forward / the time of one target forward.
         buckets: at least one above 0; with 0, a step may be without drafts.
@@ -225,9 +238,13 @@ class Optimal(Schedule):
         self.explore_every = explore_every
         self.prior = prior
         self.prior_weight = prior_weight
-        self._alpha = float(prior)
-        self._weight = float(prior_weight)
-        self._steps_without_drafts = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self._alpha = float(self.prior)
+        self._weight = float(self.prior_weight)
+        self._steps_without_drafts = self._steps_trimmed_to_none = 0
+        self._explores = False
 
     @property
     def alpha(self) -> float:
@@ -249,15 +266,31 @@ class Optimal(Schedule):
 
         best = self._best()
         self._steps_without_drafts = self._steps_without_drafts + 1 if best == 0 else 0
-        if self._steps_without_drafts < self.explore_every:
+        self._explores = self._steps_without_drafts == self.explore_every
+        if not self._explores:
             return best
         self._steps_without_drafts = 0
-        return min(bucket for bucket in self.buckets if bucket > 0)
+        return self._fewest
 
-    def reset(self) -> None:
-        self._alpha = float(self.prior)
-        self._weight = float(self.prior_weight)
-        self._steps_without_drafts = 0
+    def trim(self, num_proposed: Sequence[int]) -> int:
+        most = max(num_proposed, default=0)
+        if self.buckets[0] > 0 or most == 0 or self._explores:
+            return most
+
+        def speed(count: int) -> float:
+            tokens = math.fsum(expected_tokens_per_step(self._alpha, min(count, each)) for each in num_proposed)
+            return tokens / (count * self.cost_ratio + 1)
+
+        best = max(range(most + 1), key=speed)
+        self._steps_trimmed_to_none = self._steps_trimmed_to_none + 1 if best == 0 else 0
+        if self._steps_trimmed_to_none < self.explore_every:
+            return best
+        self._steps_trimmed_to_none = 0
+        return min(self._fewest, most)
+
+    @property
+    def _fewest(self) -> int:
+        return min(bucket for bucket in self.buckets if bucket > 0)
 
     def _best(self) -> int:
         # The first of equals: buckets ascend.

@@ -58,6 +58,12 @@ DIFFERENT = 1
 INTERRUPTED = 130
 
 
+class ScheduleName(str, Enum):
+    constant = "constant"
+    heuristic = "heuristic"
+    optimal = "optimal"
+
+
 class DtypeName(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -82,6 +88,10 @@ def bench(
     top_p: Annotated[float, typer.Option(help=TOP_P_HELP)] = 1.0,
     min_p: Annotated[float, typer.Option(help=MIN_P_HELP)] = 0.0,
     verify: Annotated[VerifyName, typer.Option(help=VERIFY_HELP)] = VerifyName.exact,
+    schedule: Annotated[
+        ScheduleName,
+        typer.Option(help="Our drafts per step: always K; K at first, then 2 more or 1 fewer; what is best, up to K."),
+    ] = ScheduleName.constant,
     rounds: Annotated[int, typer.Option(help="Timed runs of each provider; the median counts.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the first round, when sampling.")] = 0,
     threads: Annotated[Optional[int], typer.Option(help="CPU threads.", show_default="torch's choice")] = None,  # noqa: UP045
@@ -139,6 +149,7 @@ def bench(
             top_p,
             min_p,
             verify.value,
+            schedule.value,
         )
         benchmark = Benchmark(pair, work, sizes, rounds, compile)
         described = {
@@ -153,6 +164,7 @@ def bench(
                 "num_draft_tokens": num_draft_tokens,
                 "dtype": dtype.value,
                 "verify": verify.value,
+                "schedule": schedule.value,
             },
             "prompt_tokens": [len(tokens) for tokens in work.prompts],
         }

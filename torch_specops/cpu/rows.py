@@ -11,6 +11,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
+# And per tile of `argmax_by_tiles`.
+ARGMAX_TILE = 128
 
 
 def inverse_temperature(temperature: Tensor | None) -> Tensor | None:
@@ -45,6 +47,24 @@ def argmax(logits: Tensor) -> Tensor:
     """[..., V] -> lowest index of the maximum, -1 without a finite entry."""
     z = scale(logits, None)
     return lowest_argmax(z, z.amax(-1))
+
+
+def argmax_by_tiles(logits: Tensor) -> Tensor:
+    """`argmax`, for eager calls: a maximum is vector code and torch's argmax is not, so that is left one tile a row."""
+    vocab_size = logits.shape[-1]
+    size = min(ARGMAX_TILE, vocab_size)
+    whole = vocab_size // size * size
+    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
+    if whole < vocab_size:
+        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    row_max = tile_max.amax(-1)
+    # NaN, and what is scaled to the largest float32, where ties may be.
+    if not bool((row_max.float() < FLOAT32_MAX).all()):
+        return argmax(logits)
+    # Behind the vocabulary its last entry again, which no lowest index is.
+    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
+    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
+    return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)
 
 
 def lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .filters import row_bounds, scale_kept
-from .rows import all_greedy, argmax, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .rows import all_greedy, argmax_by_tiles, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 
 
 def sample(
@@ -20,7 +20,7 @@ def sample(
     min_p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if temperature is not None and all_greedy(temperature):
-        tokens = torch.where(temperature == 0, argmax(logits), -1)
+        tokens = torch.where(temperature == 0, argmax_by_tiles(logits), -1)
         return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
     bounds = row_bounds(logits, temperature, top_k, top_p, min_p)
     z = scale_kept(logits, inverse_temperature(temperature), bounds)

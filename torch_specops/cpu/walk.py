@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .rows import FLOAT32_MAX, argmax, scale
+from .rows import FLOAT32_MAX, argmax_by_tiles, scale
 
 
 def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
 def greedy_rows(
     target_logits: Tensor, draft_tokens: Tensor, temperature: Tensor, argmax_lenience: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    tokens = argmax(target_logits)
+    tokens = argmax_by_tiles(target_logits)
     near = None
     if argmax_lenience < 1:
         in_vocab = (draft_tokens >= 0) & (draft_tokens < target_logits.shape[2])

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from .. import checks, schedules
 from ..compilation import CompiledPieces
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import Draft, DraftSource, LanguageModel
 from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
 from .choices import as_draft_source, as_language_model, as_sampling, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
 from .pair import check_pair, check_room
 from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row, row_seeds
+from .ragged import as_row_reader
 from .records import RecordReader, Streamer, step_of, streamer_calls
-from .state import DecodeState, propose, speculative_step, verify_and_commit, without_padding
+from .state import DecodeState, num_proposed_of, propose, shortened, speculative_step, verify_and_commit
 
 __all__ = ["SpeculativeDecoder"]
 
@@ -103,6 +104,7 @@ class SpeculativeDecoder:
             checks.check_int("max_length", max_length, 2)
         self._verify = as_verify(verify, self.draft, lenience, argmax_lenience)
         check_pair(self.target, self.draft)
+        self._row_reader = as_row_reader(self.target)
         self._compile = compile
         self._num_eager_steps = 0
         self._one_graph = one_graph
@@ -376,13 +378,29 @@ class SpeculativeDecoder:
         proposal = (propose if compiles_itself else self._piece(propose, num_draft_tokens))(
             self.draft, state, num_draft_tokens
         )
-        if not self.compiled and state.tokens.device.type == "cpu" and not keep_padding:
-            # Shapes are free here, and a forward over fewer tokens is cheaper.
-            proposal = without_padding(proposal)
+        # Shapes are free here, and a forward over fewer tokens is cheaper.
+        is_free = not self.compiled and state.tokens.device.type == "cpu" and not keep_padding
+        if is_free:
+            proposal = shortened(proposal, self._width(proposal))
         unread_length, self._unread_length = self._unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self.target, state, proposal.tokens, proposal.logits, proposal.lse, self._verify, unread_length
+            self.target,
+            state,
+            proposal.tokens,
+            proposal.logits,
+            proposal.lse,
+            self._verify,
+            unread_length,
+            self._row_reader if is_free else None,
         )
+
+    def _width(self, proposal: Draft) -> int:
+        """How many drafts of a row are worth reading. Those of a model have been paid for, and its rows have as many
+        as each other."""
+        counts = num_proposed_of(proposal.tokens)
+        if self.draft is None or not self.draft.deterministic:
+            return int(counts.max())
+        return self.schedule.trim(counts[~self._require_state().finished].tolist())
 
     def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
         return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
@@ -395,14 +413,14 @@ class SpeculativeDecoder:
             self._prepare(num_draft_tokens)
             times = []
             with self._nothing_emitted():
-                for _ in range(5):
+                for _ in range(3):
                     self._synchronize()
                     started = time.perf_counter()
                     # Rows that have ended have padding alone, and it is the price of drafts that is asked for.
                     self._run(num_draft_tokens, keep_padding=True)
                     self._synchronize()
                     times.append(time.perf_counter() - started)
-            return sorted(times)[2]
+            return sorted(times)[1]
 
         plain = seconds(0)
         return max(seconds(most) - plain, 0.0) / (most * plain)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..sampling import SamplingTensors
 from ..uniforms import verification_uniforms
+from .ragged import RowReader, read_ragged
 
 __all__ = [
     "DecodeState",
@@ -23,9 +24,9 @@ __all__ = [
     "num_proposed_of",
     "propose",
     "record_of",
+    "shortened",
     "speculative_step",
     "verify_and_commit",
-    "without_padding",
 ]
 
 # (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms, sampling, draft_lse)
@@ -77,9 +78,8 @@ def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int
     return replace(proposal, tokens=torch.where(index < room.unsqueeze(1), proposal.tokens, -1))
 
 
-def without_padding(proposal: Draft) -> Draft:
-    """The proposal without the last positions where no row has a draft. The host looks at it, so only on a CPU."""
-    width = int(num_proposed_of(proposal.tokens).max())
+def shortened(proposal: Draft, width: int) -> Draft:
+    """The first `width` drafts of every row."""
     return Draft(
         proposal.tokens[:, :width],
         None if proposal.logits is None else proposal.logits[:, :width],
@@ -95,12 +95,15 @@ def verify_and_commit(
     draft_lse: Tensor | None,
     verify: Verify,
     unread_length: int | None = None,
+    row_reader: RowReader | None = None,
 ) -> Tensor:
     """Read what the target has not read and the drafts, verify, and commit.
 
     Args:
         unread_length: the length of every row, when the target has read nothing yet; None = it has read all but the
             newest token.
+        row_reader: the target, to read rows apart where that is less work (`read_ragged`); the host looks at the
+            drafts.
     """
     num_draft_tokens = draft_tokens.shape[1]
     in_vocab = (draft_tokens >= 0) & (draft_tokens < target.vocab_size)
@@ -118,8 +121,13 @@ def verify_and_commit(
     else:
         accept_uniforms = torch.zeros(draft_tokens.shape, device=draft_tokens.device)
         sample_uniforms = torch.zeros(draft_tokens.shape[:1], device=draft_tokens.device)
+    num_proposed = num_proposed_of(draft_tokens)
+    if row_reader is not None and unread_length is None:
+        target_logits = read_ragged(row_reader, unread, positions, num_proposed, state.finished)
+    else:
+        target_logits = target.forward(unread, positions, num_draft_tokens + 1)
     output_tokens, num_accepted = verify(
-        target.forward(unread, positions, num_draft_tokens + 1),
+        target_logits,
         draft_tokens,
         draft_logits,
         accept_uniforms,
@@ -127,7 +135,7 @@ def verify_and_commit(
         state.sampling,
         draft_lse,
     )
-    return _commit(state, output_tokens, num_accepted, num_proposed_of(draft_tokens))
+    return _commit(state, output_tokens, num_accepted, num_proposed)
 
 
 def num_proposed_of(draft_tokens: Tensor) -> Tensor:

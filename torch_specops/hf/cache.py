@@ -24,13 +24,15 @@ class RaggedCache(Cache):
         self.capacity = capacity
         self.slots: Tensor | None = None
         self.width: int | None = None
+        self.rows: Tensor | None = None
 
     @contextmanager
-    def writing_at(self, slots: Tensor, width: int | None = None) -> Iterator[None]:
-        """Within it a forward writes at `slots` [B, n], and is given the first `width` slots, or all."""
-        self.slots, self.width = slots, width
+    def writing_at(self, slots: Tensor, width: int | None = None, rows: Tensor | None = None) -> Iterator[None]:
+        """Within it a forward writes at `slots` [A, n] of the sequences `rows` [A], or of all, and is given their first
+        `width` slots, or all."""
+        self.slots, self.width, self.rows = slots, width, rows
         yield
-        self.slots = self.width = None
+        self.slots = self.width = self.rows = None
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
@@ -60,11 +62,8 @@ class _RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         buffer, slots = self._buffer, self._cache.slots
         assert buffer is not None and slots is not None
-        buffer.write(key_states, value_states, slots)
-        width = self._cache.width
-        if width is None:
-            return buffer.keys, buffer.values
-        return buffer.keys[:, :, :width], buffer.values[:, :, :width]
+        buffer.write(key_states, value_states, slots, self._cache.rows)
+        return buffer.read(self._cache.width, self._cache.rows)
 
     def clear(self) -> None:
         if self._buffer is not None:

@@ -161,9 +161,16 @@ class TransformersModel:
         shape: by the buffers of a module that is to be exported."""
         return self._require_cache().key_values
 
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+    @property
+    def reads_rows(self) -> bool:
+        """Whether `forward` can read some rows alone, once it has read all of them."""
+        return True
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
+    ) -> Tensor:
         width = self._slots_to_read(positions)
-        with self._require_cache().writing_at(positions, width):
+        with self._require_cache().writing_at(positions, width, rows):
             return self._read(tokens, positions, self._mask(positions, width), num_logits)
 
     def forward_tree(
@@ -255,6 +262,11 @@ class EncoderDecoderModel(TransformersModel):
             self._max_length = None
         self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
         self._relative_bias = relative_bias(model)
+
+    @property
+    def reads_rows(self) -> bool:
+        # The encoder's keys and values would have to be copied, and they are most of what a step reads.
+        return False
 
     @property
     def _num_layers(self) -> int:
