@@ -12,6 +12,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from ..kv_cache import RaggedKeyValues, visible_slots, within_window
 from .architecture import first_layers, layers_of, max_length, relative_bias, windows
+from .attention import configs_to_group, grouped
 from .cache import CrossCache, RaggedCache
 
 __all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
@@ -111,6 +112,7 @@ class TransformersModel:
                 "call model.set_attn_implementation('sdpa') or 'eager' first"
             )
         self._additive_mask = attention == "eager"
+        self._grouped = configs_to_group(model)
         self._windows = windows(self._config)
         self._max_length = max_length(self._config)
         self._capacity = 0
@@ -192,14 +194,15 @@ class TransformersModel:
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
     ) -> Tensor:
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=self._position_ids(positions),
-            past_key_values=self._require_cache(),
-            use_cache=True,
-            logits_to_keep=num_logits or 0,
-        )
+        with grouped(self._grouped):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=self._position_ids(positions),
+                past_key_values=self._require_cache(),
+                use_cache=True,
+                logits_to_keep=num_logits or 0,
+            )
         return _as_float(output.logits)
 
     def first_layers(self, num_layers: int) -> TransformersModel:

@@ -1,0 +1,152 @@
+"""Grouped queries: the same attention as transformers', and no copy of the keys for every query head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from torch_specops.hf import attention, language_model
+from torch_specops.hf.attention import grouped_attention
+from torch_specops.hf.models import TransformersModel
+
+GROUPED = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
+
+
+class Module(torch.nn.Module):
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = group
+        self.is_causal = True
+
+
+def inputs(group: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(group + 10 * count)
+    query, key, value = (
+        torch.randn(3, heads, length, 8, generator=generator).to(dtype)
+        for heads, length in ((2 * group, count), (2, 13), (2, 13))
+    )
+    mask = torch.rand(3, 1, count, 13, generator=generator) < 0.5
+    mask[..., 0] = True
+    return query, key, value, mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("additive", [False, True])
+def test_it_is_the_attention_of_transformers(group: int, count: int, dtype: torch.dtype, additive: bool) -> None:
+    query, key, value, mask = inputs(group, count, dtype)
+    if additive:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    arguments: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0, "sliding_window": 4}
+    # The arguments of a model may be views in any order.
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    found = grouped_attention(Module(group), query, key, value, mask, **arguments)[0]
+    expected = sdpa_attention_forward(Module(group), query, key, value, mask, **arguments)[0]
+    assert found.is_contiguous() and found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    wrong = grouped_attention(Module(group), query.flip(1), key, value, mask, **arguments)[0]
+    assert group == 1 or not torch.allclose(wrong.flip(2), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["no mask", "a mask for each head", "bias"])
+def test_what_it_does_not_fold_is_left_to_transformers(case: str) -> None:
+    query, key, value, mask = inputs(3, 4)
+    arguments: dict[str, Any] = {}
+    if case == "bias":
+        arguments["position_bias"] = torch.randn(1, 6, 4, 13, generator=torch.Generator().manual_seed(0))
+    chosen = {"no mask": None, "bias": mask, "a mask for each head": mask.expand(-1, 6, -1, -1)}[case]
+    found = grouped_attention(Module(3), query, key, value, chosen, **arguments)[0]
+    assert torch.equal(found, sdpa_attention_forward(Module(3), query, key, value, chosen, **arguments)[0])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation wrote into memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def largest(model: TransformersModel, capacity: int) -> int:
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    with torch.inference_mode():
+        model.start(2, capacity)
+        model.forward(tokens, torch.arange(3).expand(2, -1), 1)
+        with Largest() as seen:
+            model.forward(tokens[:, :1], torch.full((2, 1), capacity - 1), 1)
+    return seen.elements
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_the_cache_is_not_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = 600
+    model = language_model(tiny(family))
+    config = model.model.config
+    one_head = 2 * capacity * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert largest(model, capacity) < one_head
+    monkeypatch.setattr(model, "_grouped", [])
+    assert largest(model, capacity) >= one_head * config.num_attention_heads
+
+
+def test_a_compiled_forward_copies_nothing_either() -> None:
+    model = language_model(tiny("llama"))
+    shapes: list[tuple[int, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        shapes.extend(tuple(node.args[1].meta["example_value"].shape) for node in calls)
+        return graph
+
+    torch._dynamo.reset()
+    read = torch.compile(model.forward, fullgraph=True, backend=backend)
+    tokens, positions = torch.ones(2, 3, dtype=torch.int64), torch.arange(3).expand(2, -1)
+    with torch.inference_mode():
+        model.start(2, 40)
+        expected = model.forward(tokens, positions, 3)
+        torch.testing.assert_close(read(tokens, positions, 3), expected)
+    config = model.model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    # All slots, of the key heads alone.
+    assert shapes == [(2, config.num_key_value_heads, 40, head_dim)] * config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_models_are_grouped(family: str) -> None:
+    model = language_model(tiny(family))
+    assert bool(model._grouped) == (family in GROUPED)
+    assert not language_model(tiny(family, attention="eager"))._grouped
+    if family in GROUPED:
+        # Its layers keep the whole model's config.
+        assert model.first_layers(1)._grouped == model._grouped
+
+
+def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model(tiny("llama"))
+    model.start(1, 8)
+    tokens = torch.tensor([[1, 2, 3]])
+    seen: list[str] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        seen.append(model.model.config._attn_implementation)
+        raise RuntimeError("out of memory")
+
+    model.forward(tokens, torch.arange(3).unsqueeze(0))
+    assert model.model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(model.model, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.forward(tokens, torch.arange(3).unsqueeze(0))
+    assert seen == [attention.GROUPED] and model.model.config._attn_implementation == "sdpa"
