@@ -30,6 +30,7 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, GenerationStats, GreedyDifference, Step, check_greedy
 from torch_specops.decode import decoder as decoder_module
+from torch_specops.decode import runner as runner_module
 from torch_specops.decode.decoder import CAPACITY_MULTIPLE
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
 from torch_specops.drafts.ngram import NGram
@@ -549,7 +550,8 @@ class Timed(PairModel):
 
 def test_the_optimal_schedule_measures_what_a_draft_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in (decoder_module, runner_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     table = random_table(8, 0)
     decoder = SpeculativeDecoder(
         Timed(table, clock, 1.0, 0.1), Timed(table, clock, 0.2, 0.0), num_draft_tokens=4, schedule="optimal"
@@ -584,6 +586,19 @@ def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int
     """2, 4, 6, 8 drafts or the bucket below; 1 fewer after a rejection."""
     steps, _ = steps_of("heuristic", draft, 40)
     assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("compile", [False, "auto"])
+def test_one_graph_means_nothing_to_eager_steps(compile: bool | str) -> None:
+    """Prompts of one length are read together with the first drafts."""
+    prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    outputs = []
+    for one_graph in (False, True):
+        decoder = SpeculativeDecoder(
+            shared_tiny("llama"), shared_tiny("llama", seed=3), sampling=GREEDY, compile=compile, one_graph=one_graph
+        )
+        outputs.append(new_tokens(decoder.generate(prompt, max_new_tokens=LENGTH)))
+    assert outputs[0] == outputs[1] == [expected_rows()[0]] * 2
 
 
 def test_a_schedule_without_a_draft_proposes_nothing() -> None:

@@ -98,7 +98,7 @@ def step_with(family: str, kind: str, num_draft_tokens: int, backend: object) ->
         decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
         step = wrap(speculative_step)
         with torch.inference_mode():
-            arguments = (decoder.target, decoder.draft, decoder._require_state(), num_draft_tokens, decoder._verify)
+            arguments = (decoder.target, decoder.draft, decoder._runner.state, num_draft_tokens, decoder._runner.verify)
             records.append([step(*arguments) for _ in range(4)])
     return records[0], records[1]
 

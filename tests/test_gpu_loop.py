@@ -37,7 +37,7 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
     eager = run(decoder("cuda", kind, compile=False))
     loop = decoder("cuda", kind)
     captured = [run(loop), run(loop)]
-    assert loop._graphs
+    assert loop._runner._graphs
     for output in (eager, *captured):
         assert torch.equal(output.sequences.cpu(), expected.sequences)
         assert torch.equal(output.lengths.cpu(), expected.lengths)
@@ -52,7 +52,7 @@ def test_a_step_waits_for_nothing() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            loop._run(4)
+            loop._runner.run(4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -60,6 +60,6 @@ def test_a_step_waits_for_nothing() -> None:
 def test_every_bucket_of_a_schedule_is_a_graph_of_its_own() -> None:
     loop = decoder("cuda", "model", schedule="heuristic", sampling=SamplingParams(temperature=0.0))
     output = run(loop)
-    assert len(loop._graphs) >= 2
+    assert len(loop._runner._graphs) >= 2
     expected = run(decoder("cpu", "none", compile=False, sampling=SamplingParams(temperature=0.0)))
     assert torch.equal(output.sequences.cpu(), expected.sequences)

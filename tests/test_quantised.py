@@ -120,12 +120,12 @@ def compiled_texts(
     ids, mask = padded(PROMPTS, "left")
     ids, mask = ids.to(target.device), mask.to(target.device)
     decoder.stream(ids, attention_mask=mask, max_new_tokens=max_new_tokens, seed=0)
-    state = decoder._require_state()
+    state = decoder._runner.state
     torch._dynamo.reset()
     step = torch.compile(speculative_step, backend=backend, fullgraph=True, dynamic=False)
     with torch.inference_mode():
         while not bool(state.finished.all()):
-            step(decoder.target, decoder.draft, state, num_drafts, decoder._verify)
+            step(decoder.target, decoder.draft, state, num_drafts, decoder._runner.verify)
     torch._dynamo.reset()
     return [
         row[length - max_new_tokens : length].tolist()

@@ -102,7 +102,7 @@ def test_a_captured_graph_gives_the_same_tokens(kind: str) -> None:
     loop = decoder(kind, "cuda")
     for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 1, 3]):
         assert texts(loop, chosen) == [alone[index] for index in chosen]
-    assert loop._graphs
+    assert loop._runner._graphs
 
 
 def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, str, int]]:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..compilation import CompiledPieces
-from ..drafts import Draft, DraftSource, LanguageModel
-from ..sampling import SamplingParams, SamplingTensors
+from ..drafts import DraftSource, LanguageModel
+from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .choices import as_draft_source, as_language_model, as_sampling, as_schedule, as_verify, resolve_compile
 from .output import GenerationOutput, GenerationStats, Step
 from .pair import check_pair, check_room
 from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row, row_seeds
-from .ragged import as_row_reader
 from .records import RecordReader, Streamer, step_of, streamer_calls
-from .state import DecodeState, num_proposed_of, propose, shortened, speculative_step, verify_and_commit
+from .runner import StepRunner
+from .state import DecodeState
 
 __all__ = ["SpeculativeDecoder"]
 
@@ -102,25 +98,18 @@ class SpeculativeDecoder:
         self.max_length = max_length
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
-        self._verify = as_verify(verify, self.draft, lenience, argmax_lenience)
+        law = as_verify(verify, self.draft, lenience, argmax_lenience)
         check_pair(self.target, self.draft)
-        self._row_reader = as_row_reader(self.target)
+        self._runner = StepRunner(self.target, self.draft, law, one_graph)
         self._compile = compile
         self._num_eager_steps = 0
-        self._one_graph = one_graph
-        self.compiled = False
-        self._pieces = CompiledPieces()
-        self._shape: Hashable = None
         self._choose_compile(0)
-        self._state: DecodeState | None = None
-        self._unread_length: int | None = None
         self._num_streams = 0
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._ready: set[int] = set()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Graphs belong to a process.
-        return vars(self) | {"_graphs": {}, "_ready": set()}
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are compiled. Once they are, they stay so: what was compiled is kept."""
+        return self._runner.compiled
 
     def generate(
         self,
@@ -207,7 +196,7 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def output(self, interrupted: bool = False) -> GenerationOutput:
         """The sequences as they stand, and what the steps so far add up to."""
-        state = self._require_state()
+        state = self._runner.state
         lengths = state.lengths.clone()
         width = int(lengths.max())
         inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
@@ -247,7 +236,7 @@ class SpeculativeDecoder:
         started = time.perf_counter()
         tokens = torch.zeros(batch, capacity, dtype=torch.int64)
         tokens[:, : prompts.shape[1]] = prompts
-        self._set_state(
+        state = self._runner.start(
             DecodeState(
                 tokens=tokens,
                 lengths=lengths.cpu(),
@@ -259,36 +248,34 @@ class SpeculativeDecoder:
                 sampling=rules,
                 is_sampled=bool((rules.temperature > 0).any()),
             ),
-            device,
+            inputs or {},
         )
-        state = self._require_state()
         self._prompt_lengths = state.lengths.clone()
         self.target.start(batch, capacity, inputs)
-        self._shape = _shape_of(state, inputs or {})
-        self._unread_length = None
         if not self.compiled and self._cost_is_measured and bool((lengths == lengths[0]).all()):
             # Eagerly, prompts of one length are read together with the first drafts: a forward less.
-            self._unread_length = prompts.shape[1]
+            self._runner.unread_length = prompts.shape[1]
         else:
             # All but the newest token of the longest prompt, and at least one: the first forward allocates the cache.
             width = max(prompts.shape[1] - 1, 1)
             positions = torch.arange(width, device=device).expand(batch, -1)
             self.target.forward(state.tokens[:, :width], positions, 1)
         if self.draft is not None:
-            self.draft.compile(self._shape if self.compiled and not self._one_graph else None)
+            self.draft.compile(self._runner.draft_shape)
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
         self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
         self.schedule.reset()
-        self._synchronize()
+        self._runner.synchronize()
         self._stats.prefill_seconds = time.perf_counter() - started
 
     def _choose_compile(self, num_new_tokens: int) -> None:
-        """Once compiled, always compiled: what was compiled is kept."""
         if self.compiled:
             return
         certain = num_new_tokens / (max(self.schedule.buckets) + 1)
         steps = self._num_eager_steps + certain
-        self.compiled, self.compile_reason = resolve_compile(self._compile, self.target.device, self.draft, steps)
+        self._runner.compiled, self.compile_reason = resolve_compile(
+            self._compile, self.target.device, self.draft, steps
+        )
 
     def _capacity(self, longest: int) -> int:
         """Slots for the longest sequence and the drafts of a step beyond it."""
@@ -302,30 +289,10 @@ class SpeculativeDecoder:
             return slots
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
-    def _set_state(self, values: DecodeState, device: torch.device) -> None:
-        """Into the tensors of the state before, where the shapes are the same: graphs know their addresses."""
-        new = _tensors_of(values)
-        if self._state is not None and self._state.is_sampled == values.is_sampled:
-            old = _tensors_of(self._state)
-            if {name: tensor.shape for name, tensor in old.items()} == {name: t.shape for name, t in new.items()}:
-                for name, tensor in new.items():
-                    old[name].copy_(tensor)
-                return
-        moved: dict[str, Any] = {name: tensor.to(device, copy=True) for name, tensor in new.items()}
-        sampling = SamplingTensors(**{name: moved.pop(name) for name in _tensors_of(values.sampling)})
-        self._state = replace(values, sampling=sampling, **moved)
-        self._graphs.clear()
-        self._ready.clear()
-
-    def _require_state(self) -> DecodeState:
-        if self._state is None:
-            raise RuntimeError("nothing was decoded yet: call generate or stream first")
-        return self._state
-
     @torch.inference_mode()
     def _steps(self, stream: int) -> Iterator[Step]:
         self._check_is_newest(stream)
-        state = self._require_state()
+        state = self._runner.state
         reader = RecordReader(state.tokens.device)
         if bool(state.finished.all()):
             return
@@ -333,10 +300,10 @@ class SpeculativeDecoder:
             self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
             self._cost_is_measured = True
         num_draft_tokens = self.schedule.first()
-        self._prepare(num_draft_tokens)
+        self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
         before = time.perf_counter()
         while True:
-            reader.push(self._run(num_draft_tokens))
+            reader.push(self._runner.run(num_draft_tokens, self.schedule))
             record = reader.pop()
             if record is None:
                 continue
@@ -345,7 +312,7 @@ class SpeculativeDecoder:
             self._num_eager_steps += not self.compiled
             active = [bool(row) for row in record[:, -2]]
             num_draft_tokens = self._next(step, active)
-            self._prepare(num_draft_tokens)
+            self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
             yield step
             if all(step.finished):
                 return
@@ -362,119 +329,13 @@ class SpeculativeDecoder:
         accepted = [count for count, row in zip(step.num_accepted, active, strict=True) if row]
         return self.schedule.next(proposed, accepted)
 
-    def _run(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
-        if num_draft_tokens in self._graphs:
-            graph, record = self._graphs[num_draft_tokens]
-            graph.replay()
-            return record
-        return self._step(num_draft_tokens, keep_padding)
-
-    def _step(self, num_draft_tokens: int, keep_padding: bool = False) -> Tensor:
-        state = self._require_state()
-        if self._one_graph:
-            step = self._piece(speculative_step, num_draft_tokens)
-            return step(self.target, self.draft, state, num_draft_tokens, self._verify)
-        compiles_itself = self.draft is None or self.draft.compiles_itself
-        proposal = (propose if compiles_itself else self._piece(propose, num_draft_tokens))(
-            self.draft, state, num_draft_tokens
-        )
-        # Shapes are free here, and a forward over fewer tokens is cheaper.
-        is_free = not self.compiled and state.tokens.device.type == "cpu" and not keep_padding
-        if is_free:
-            proposal = shortened(proposal, self._width(proposal))
-        unread_length, self._unread_length = self._unread_length, None
-        return self._piece(verify_and_commit, num_draft_tokens)(
-            self.target,
-            state,
-            proposal.tokens,
-            proposal.logits,
-            proposal.lse,
-            self._verify,
-            unread_length,
-            self._row_reader if is_free else None,
-        )
-
-    def _width(self, proposal: Draft) -> int:
-        """How many drafts of a row are worth reading. Those of a model have been paid for, and its rows have as many
-        as each other."""
-        counts = num_proposed_of(proposal.tokens)
-        if self.draft is None or not self.draft.deterministic:
-            return int(counts.max())
-        return self.schedule.trim(counts[~self._require_state().finished].tolist())
-
-    def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
-
     def _measured_cost_ratio(self) -> float:
         """What one more draft costs, in steps without drafts: its own forward, and one more token for the target."""
         most = self.schedule.buckets[-1]
-
-        def seconds(num_draft_tokens: int) -> float:
-            self._prepare(num_draft_tokens)
-            times = []
-            with self._nothing_emitted():
-                for _ in range(3):
-                    self._synchronize()
-                    started = time.perf_counter()
-                    # Rows that have ended have padding alone, and it is the price of drafts that is asked for.
-                    self._run(num_draft_tokens, keep_padding=True)
-                    self._synchronize()
-                    times.append(time.perf_counter() - started)
-            return sorted(times)[1]
-
-        plain = seconds(0)
-        return max(seconds(most) - plain, 0.0) / (most * plain)
-
-    def _synchronize(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-
-    @contextmanager
-    def _nothing_emitted(self) -> Iterator[None]:
-        """Rows are marked as finished: a step then changes nothing but cache slots that are not visible."""
-        state = self._require_state()
-        finished = state.finished.clone()
-        state.finished.fill_(True)
-        try:
-            yield
-        finally:
-            state.finished.copy_(finished)
-
-    def _prepare(self, num_draft_tokens: int) -> None:
-        """Compile and capture the step for this K, unless that was done."""
-        if not self.compiled or num_draft_tokens in self._ready:
-            return
-        started = time.perf_counter()
-        with self._nothing_emitted():
-            if self.target.device.type == "cuda":
-                self._capture(num_draft_tokens)
-            else:
-                self._step(num_draft_tokens)
-        self._ready.add(num_draft_tokens)
-        self._stats.compile_seconds += time.perf_counter() - started
-
-    def _capture(self, num_draft_tokens: int) -> None:
-        """The whole step as one CUDA graph; its pool is shared with the graphs of other K, which never run together."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step(num_draft_tokens)
-        torch.cuda.current_stream().wait_stream(side)
-        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            record = self._step(num_draft_tokens)
-        self._graphs[num_draft_tokens] = (graph, record)
-
-
-def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything about a batch that a compiled piece takes for fixed, but for K."""
-    tensors = _tensors_of(state) | dict(inputs)
-    return state.is_sampled, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-
-
-def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
-    """Every tensor of a state, by name; those of its sampling too."""
-    tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
-    return tensors | _tensors_of(values.sampling) if isinstance(values, DecodeState) else tensors
+        seconds = []
+        for num_draft_tokens in (0, most):
+            self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+            # Rows that have ended have padding alone, and it is the price of drafts that is asked for.
+            seconds.append(self._runner.seconds_of(num_draft_tokens))
+        plain, drafting = seconds
+        return max(drafting - plain, 0.0) / (most * plain)
