@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from torch_specops import benchmark, cli, hf
+from torch_specops.benchmark import turns
+from torch_specops.benchmark.observe import ForwardTimer
 from torch_specops.cli import pair
 from torch_specops.cli.text import TextStream, printable
 from torch_specops.decode import GreedyCheck, GreedyDifference, SpeculativeDecoder, Step
@@ -558,7 +560,7 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
                 output.sequences[-1, -1] = (output.sequences[-1, -1] + 1) % 280
             return output
 
-    monkeypatch.setattr(benchmark, "SpeculativeDecoder", Wrong)
+    monkeypatch.setattr(turns, "SpeculativeDecoder", Wrong)
     result = bench(target, "--batch-sizes", "2", "--prompt", TEXT)
     assert result.exit_code == 1, result.output
     assert [line.split("│")[-2].strip() for line in result.stdout.splitlines() if "│" in line] == [
@@ -569,10 +571,10 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_counts_as_different() -> None:
     tie, wrong = (benchmark.Difference(0, 4, 1, 2, gap, 1e-4) for gap in (1e-5, 1e-3))
-    assert benchmark._verdict([], True) == "identical"
-    assert benchmark._verdict([tie], True) == "near ties"
-    assert benchmark._verdict([tie, wrong], True) == "different"
-    assert benchmark._verdict([tie, wrong], False) == "rounding"
+    assert turns._verdict([], True) == "identical"
+    assert turns._verdict([tie], True) == "near ties"
+    assert turns._verdict([tie, wrong], True) == "different"
+    assert turns._verdict([tie, wrong], False) == "rounding"
 
 
 def test_the_forward_timer_leaves_no_trace() -> None:
@@ -580,7 +582,7 @@ def test_the_forward_timer_leaves_no_trace() -> None:
         def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
             return x * times
 
-    module, timer = Doubling(), benchmark._ForwardTimer(torch.device("cpu"))
+    module, timer = Doubling(), ForwardTimer(torch.device("cpu"))
     with timer.watching([module]):
         assert module(torch.tensor(3)) == 6
         assert list(inspect.signature(module.forward).parameters) == ["x", "times"]

@@ -1,145 +1,27 @@
-"""Ways to decode the same prompts, timed in turns: this package's loop without and with a draft, and transformers' own.
-
-Every provider decodes the same number of tokens, without an eos. Before anything is timed, greedy outputs are compared
-token for token; where they differ, plain greedy decoding says by how much the logits do.
-"""
+"""The providers of a benchmark, and how they take turns."""
 
 from __future__ import annotations
 
-import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .decode import GenerationStats, GreedyCheck, SpeculativeDecoder, check_greedy
-from .drafts import DraftSource
-from .sampling import SamplingParams
+from ..decode import GenerationStats, GreedyCheck, SpeculativeDecoder, check_greedy
+from ..drafts import DraftSource
+from .observe import ForwardTimer, peak_memory, reset_peak_memory, synchronize
+from .work import Difference, Measurement, Pair, Workload
 
-if TYPE_CHECKING:
-    from .hf import TransformersModel
-
-__all__ = ["ASSISTED", "GENERATE", "Benchmark", "Difference", "Measurement", "Pair", "Workload"]
+__all__ = ["ASSISTED", "GENERATE", "Benchmark"]
 
 GENERATE = "transformers generate"
 ASSISTED = "transformers assisted"
 PLAIN = "specops, no draft"
 SPECULATIVE = "specops"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target, a draft, and what gives transformers the same draft.
-
-    Args:
-        target: the adapter of a transformers model.
-        make_draft: builds the draft with a cache of its own.
-        assistant: the transformers model that drafts; None = the draft is no model, or the target itself.
-        assistance: from K to the fields of transformers' generation config that ask for this draft; None = transformers
-            has no such draft.
-    """
-
-    target: TransformersModel
-    make_draft: Callable[[], DraftSource]
-    assistant: nn.Module | None = None
-    assistance: Callable[[int], dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is decoded.
-
-    Args:
-        prompts: tokens [P] int64 each; row b of a batch is prompt b, from the first again when there are fewer.
-        max_new_tokens: tokens that every row gets, >= 1.
-        num_draft_tokens: K >= 1.
-        temperature: 0 = greedy.
-        seed: of the first round; each round has the next one.
-        top_k, top_p, min_p: what of the law is left, as in `SamplingParams`.
-        verify: how this package verifies: "exact", "block" or "sigmoid".
-        schedule: how this package chooses the drafts of a step, at most num_draft_tokens unless it is "heuristic".
-    """
-
-    prompts: Sequence[Tensor]
-    max_new_tokens: int = 64
-    num_draft_tokens: int = 5
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    verify: str = "exact"
-    schedule: str = "constant"
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A token of a greedy output that plain greedy decoding would not have given there (`GreedyDifference`)."""
-
-    row: int
-    index: int
-    token: int
-    expected_token: int
-    logit_gap: float
-    rounding_bound: float
-
-
-@dataclass
-class Measurement:
-    """One provider at one batch size.
-
-    Args:
-        provider, batch_size: what was measured.
-        compiled: whether the provider's steps ran compiled.
-        new_tokens: decoded per run, all rows together.
-        seconds: of each round, reading the prompts included.
-        num_steps: forwards of the target after the prompts were read; for transformers, all of its forwards.
-        mean_acceptance_length: tokens per row and step, the next token included.
-        acceptance_rate: accepted / verified drafts; transformers does not say.
-        outside_seconds_per_step: time outside the forwards of both models, per step; None where it was not measured: a
-            compiled step is one piece.
-        compile_seconds: what compiling took in the warm-up.
-        peak_memory_bytes: of the first run. On a CPU what the process held; on CUDA the device's tensors, without those
-            that were there before, the models among them.
-        greedy: "identical" to all others or to plain greedy decoding, "near ties" within float32 rounding, "different"
-            beyond it, "rounding" = different in 16 bits, where nothing follows; None = sampled, not compared.
-        differences: from plain greedy decoding, in order.
-        note: why there is nothing.
-    """
-
-    provider: str
-    batch_size: int
-    compiled: bool
-    new_tokens: int
-    seconds: list[float] = field(default_factory=list)
-    num_steps: int | None = None
-    mean_acceptance_length: float | None = None
-    acceptance_rate: float | None = None
-    outside_seconds_per_step: float | None = None
-    compile_seconds: float = 0.0
-    peak_memory_bytes: int | None = None
-    greedy: str | None = None
-    differences: list[Difference] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens of all rows / the median of the rounds; None before the first one."""
-        return self.new_tokens / statistics.median(self.seconds) if self.seconds else None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True)
@@ -336,12 +218,12 @@ class Benchmark:
 
     def _warm_up(self, provider: _Provider, row: Measurement, batch: tuple[Tensor, Tensor]) -> _Answer:
         """Run once to compile and allocate, and once more to look at the time."""
-        before = _reset_peak_memory(self._device)
+        before = reset_peak_memory(self._device)
         first = provider.decode(*batch, self.work.seed)
-        row.peak_memory_bytes = _peak_memory(self._device, before)
+        row.peak_memory_bytes = peak_memory(self._device, before)
         if first.stats is not None:
             row.compile_seconds = first.stats.compile_seconds
-        timer = _ForwardTimer(self._device)
+        timer = ForwardTimer(self._device)
         # A compiled function would see another forward, and compile anew.
         with timer.watching(() if provider.compiled else provider.modules):
             seconds, answer = self._timed(provider, batch, self.work.seed)
@@ -365,10 +247,10 @@ class Benchmark:
         return provider.name.startswith(ASSISTED) and "assistant_early_exit" in fields
 
     def _timed(self, provider: _Provider, batch: tuple[Tensor, Tensor], seed: int) -> tuple[float, _Answer]:
-        _synchronize(self._device)
+        synchronize(self._device)
         started = time.perf_counter()
         answer = provider.decode(*batch, seed)
-        _synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter() - started, answer
 
     def _compare(self, measurements: Sequence[Measurement], answers: Sequence[_Answer]) -> None:
@@ -414,72 +296,3 @@ def _generation_config(model: Any, fields: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         model.generation_config = kept
-
-
-class _ForwardTimer:
-    """Time in the forwards of some modules, and how often each was called."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds = 0.0
-        self._device = device
-        self._calls: dict[int, int] = {}
-
-    def calls(self, module: nn.Module) -> int:
-        return self._calls.get(id(module), 0)
-
-    @contextmanager
-    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        # An attribute of the instance stands before the method of its class.
-        kept = [(module, vars(module).get("forward")) for module in modules]
-        for module in modules:
-            vars(module)["forward"] = self._wrapped(module)
-        try:
-            yield
-        finally:
-            for module, forward in kept:
-                if forward is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = forward
-
-    def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-
-        # transformers reads the signature.
-        @wraps(forward)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            _synchronize(self._device)
-            started = time.perf_counter()
-            output = forward(*args, **kwargs)
-            _synchronize(self._device)
-            self.seconds += time.perf_counter() - started
-            self._calls[id(module)] = self.calls(module) + 1
-            return output
-
-        return timed
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _reset_peak_memory(device: torch.device) -> int:
-    """Begin a new peak; return what is not to be counted."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    # Linux: 5 resets the process's high-water mark. Where that is not allowed, the mark is the one since its start.
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return 0
-
-
-def _peak_memory(device: torch.device, before: int) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
