@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from . import edits
 
 __all__ = ["Case", "sample_inputs"]
 
@@ -203,133 +204,6 @@ def _to_device(value: Any, device: torch.device | str) -> Any:
     return storage.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _batch_sliced(x: Tensor) -> Tensor:
-    """Every second row of a larger batch."""
-    larger = x.new_zeros(2 * x.shape[0] + 1, *x.shape[1:])
-    larger[1::2] = x
-    return larger[1::2]
-
-
-def _vocab_sliced(x: Tensor) -> Tensor:
-    """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
-    padding = 3 + (x.shape[-1] + 1) % 2 * 1
-    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + padding + (x.shape[-1] + padding + 1) % 2)
-    longer[..., 1 : 1 + x.shape[-1]] = x
-    return longer[..., 1 : 1 + x.shape[-1]]
-
-
-def _transposed(x: Tensor) -> Tensor:
-    """The last dimension is the one with the largest stride."""
-    return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def _expanded(x: Tensor) -> Tensor:
-    """The first row for the whole batch, by a stride of zero."""
-    return x[:1].expand_as(x)
-
-
-def _sequence_sliced(x: Tensor) -> Tensor:
-    """The first positions of a longer sequence."""
-    if x.dim() == 1:
-        return x
-    longer = x.new_zeros(x.shape[0], x.shape[1] + 2, *x.shape[2:])
-    longer[:, : x.shape[1]] = x
-    return longer[:, : x.shape[1]]
-
-
-def _pad_head(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, 0] = -1
-    tokens[1::2, 0] = vocab_size
-
-
-def _pad_middle(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, 1] = vocab_size + 7
-    tokens[1::2, 1] = -(2**31) + 1
-
-
-def _pad_ragged(tokens: Tensor, vocab_size: int) -> None:
-    for b in range(tokens.shape[0]):
-        tokens[b, b % (tokens.shape[1] + 1) :] = -1
-
-
-def _pad_all(tokens: Tensor, vocab_size: int) -> None:
-    tokens[:] = -1
-    tokens[0] = vocab_size
-    tokens[1] = 2**31 - 1
-
-
-def _token_zero(tokens: Tensor, vocab_size: int) -> None:
-    tokens[:] = 0
-
-
-def _fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
-    """Whole target rows: row 0 at every position, row 1 at position 0, row 2 at the bonus position; half of row 3."""
-
-    def edit(target: Tensor, draft: Tensor) -> None:
-        target[0] = value
-        target[1, 0] = value
-        target[2, -1] = value
-        target[3, :, ::2] = value
-
-    return edit
-
-
-def _fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
-    def edit(target: Tensor, draft: Tensor) -> None:
-        draft[0] = value
-        draft[1, 0] = value
-        draft[2, -1] = value
-        draft[3, :, ::2] = value
-
-    return edit
-
-
-def _fill_mixed(target: Tensor, draft: Tensor) -> None:
-    for x in (target, draft):
-        x[0, :, 0::3], x[0, :, 1::3], x[0, :, 2::3] = NAN, INF, -INF
-        x[1, :, 0::2], x[1, :, 1::2] = NAN, -INF
-        x[2, 0, -1], x[3, :, 0] = INF, NAN
-    target[4], draft[4] = -INF, NAN
-    target[5, 0], draft[5, -1:] = INF, -INF
-
-
-def _mask(target: Tensor, draft: Tensor) -> None:
-    """Masks that differ: tokens 1, 4, 7.. excluded by the draft, 2, 5, 8.. by the target, in two rows nearly all."""
-    target[..., 2::3] = -INF
-    draft[..., 1::3] = -INF
-    target[:2, :, 1:-1] = -INF
-    draft[2:3, :, 1:] = -INF
-
-
-def _overflow(target: Tensor, draft: Tensor) -> None:
-    target[:3] = (target[:3] * 1e38).clamp(-3e38, 3e38)
-    draft[2:] = (draft[2:] * 1e38).clamp(-3e38, 3e38)
-
-
-def _same(target: Tensor, draft: Tensor) -> None:
-    """p == q, with token 0 excluded on both sides where another is left: drafted all the same, its residual is zero."""
-    if target.shape[-1] > 1:
-        target[..., 0] = -INF
-    draft[:] = target[:, :-1]
-
-
-def _opposite(target: Tensor, draft: Tensor) -> None:
-    draft[:] = -target[:, :-1]
-
-
-def _far_below(target: Tensor, draft: Tensor) -> None:
-    """Logits so low that their sigmoids would vanish, in float32 and, in half of the rows, in float64."""
-    for x in (target, draft):
-        x[::2] -= 1000.0
-        x[1::2] -= 9000.0
-
-
-def _plateaus(target: Tensor, draft: Tensor) -> None:
-    """Few distinct values: many maxima tie, and many probabilities."""
-    for x in (target, draft):
-        x.div_(4.0).round_()
-
-
 HALVES = (torch.bfloat16, torch.float16)
 MIXED_TEMPERATURE = (0.0, 1.0, 0.7, 0.0, 1.5, 0.3)
 
@@ -345,49 +219,49 @@ VERIFY_OPTIONS: dict[str, dict[str, Any]] = {
     "fp32_bf16": {"dtypes": (torch.float32, torch.bfloat16)},
     "bf16_fp16": {"dtypes": HALVES, "temperature": MIXED_TEMPERATURE},
     "fp16_fp32": {"dtypes": (torch.float16, torch.float32), "num_drafts": 8, "noise": (0.1, 0.3, 0.6)},
-    "batch_sliced": {"layout": _batch_sliced, "temperature": MIXED_TEMPERATURE},
-    "vocab_sliced": {"layout": _vocab_sliced},
-    "vocab_sliced_bf16": {"layout": _vocab_sliced, "dtypes": (torch.bfloat16, torch.bfloat16)},
-    "transposed": {"layout": _transposed, "temperature": (0.7, 1.0)},
-    "transposed_fp16": {"layout": _transposed, "dtypes": (torch.float16, torch.bfloat16)},
-    "expanded": {"layout": _expanded},
-    "sequence_sliced": {"layout": _sequence_sliced},
+    "batch_sliced": {"layout": edits.batch_sliced, "temperature": MIXED_TEMPERATURE},
+    "vocab_sliced": {"layout": edits.vocab_sliced},
+    "vocab_sliced_bf16": {"layout": edits.vocab_sliced, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "transposed": {"layout": edits.transposed, "temperature": (0.7, 1.0)},
+    "transposed_fp16": {"layout": edits.transposed, "dtypes": (torch.float16, torch.bfloat16)},
+    "expanded": {"layout": edits.expanded},
+    "sequence_sliced": {"layout": edits.sequence_sliced},
     "int32": {"token_dtype": torch.int32},
-    "pad_head": {"tokens": _pad_head, "temperature": MIXED_TEMPERATURE},
-    "pad_middle": {"tokens": _pad_middle, "token_dtype": torch.int32, "noise": (0.1, 0.3)},
-    "pad_ragged": {"tokens": _pad_ragged, "num_drafts": 8, "batch": 8, "noise": (0.1, 0.3)},
-    "pad_all": {"tokens": _pad_all, "temperature": MIXED_TEMPERATURE},
-    "target_nan": {"edit": _fill_target(NAN)},
-    "target_minus_inf": {"edit": _fill_target(-INF), "temperature": MIXED_TEMPERATURE},
-    "target_inf": {"edit": _fill_target(INF), "dtypes": (torch.bfloat16, torch.float32)},
-    "draft_nan": {"edit": _fill_draft(NAN), "dtypes": (torch.float32, torch.bfloat16)},
-    "draft_minus_inf": {"edit": _fill_draft(-INF)},
-    "draft_inf": {"edit": _fill_draft(INF), "temperature": (0.7, 1.3)},
-    "mixed_nonfinite": {"edit": _fill_mixed, "temperature": (0.7, 1.0, 0.3)},
-    "mixed_nonfinite_greedy": {"edit": _fill_mixed, "temperature": (0.0,)},
-    "masked": {"edit": _mask},
-    "masked_token": {"edit": _mask, "tokens": _token_zero, "temperature": (1.0, 0.0, 0.5)},
-    "overflow": {"edit": _overflow, "temperature": (0.25, 1e-3, 1.0)},
+    "pad_head": {"tokens": edits.pad_head, "temperature": MIXED_TEMPERATURE},
+    "pad_middle": {"tokens": edits.pad_middle, "token_dtype": torch.int32, "noise": (0.1, 0.3)},
+    "pad_ragged": {"tokens": edits.pad_ragged, "num_drafts": 8, "batch": 8, "noise": (0.1, 0.3)},
+    "pad_all": {"tokens": edits.pad_all, "temperature": MIXED_TEMPERATURE},
+    "target_nan": {"edit": edits.fill_target(NAN)},
+    "target_minus_inf": {"edit": edits.fill_target(-INF), "temperature": MIXED_TEMPERATURE},
+    "target_inf": {"edit": edits.fill_target(INF), "dtypes": (torch.bfloat16, torch.float32)},
+    "draft_nan": {"edit": edits.fill_draft(NAN), "dtypes": (torch.float32, torch.bfloat16)},
+    "draft_minus_inf": {"edit": edits.fill_draft(-INF)},
+    "draft_inf": {"edit": edits.fill_draft(INF), "temperature": (0.7, 1.3)},
+    "mixed_nonfinite": {"edit": edits.fill_mixed, "temperature": (0.7, 1.0, 0.3)},
+    "mixed_nonfinite_greedy": {"edit": edits.fill_mixed, "temperature": (0.0,)},
+    "masked": {"edit": edits.mask},
+    "masked_token": {"edit": edits.mask, "tokens": edits.token_zero, "temperature": (1.0, 0.0, 0.5)},
+    "overflow": {"edit": edits.overflow, "temperature": (0.25, 1e-3, 1.0)},
     "overflow_fp16": {"dtypes": (torch.float16, torch.float16), "temperature": (1e-36, 1e-30, 1e-37)},
     "greedy": {"temperature": (0.0,), "noise": (0.1, 0.3)},
     "greedy_mixed": {"temperature": MIXED_TEMPERATURE},
-    "greedy_plateaus": {"temperature": (0.0,), "edit": _plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "greedy_plateaus": {"temperature": (0.0,), "edit": edits.plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
     "cold": {"temperature": (1e-3, 0.05)},
     "hot": {"temperature": (100.0, 7.0)},
     "bad_temperature": {"temperature": (-1.0, NAN, 1.0, 0.0, -INF, 0.5)},
-    "opposite": {"edit": _opposite},
+    "opposite": {"edit": edits.opposite},
     "float64_uniforms": {"uniform_dtype": torch.float64},
-    "plateaus": {"edit": _plateaus},
-    "tie_u_zero": {"accept": (0.0,), "edit": _mask},
-    "tie_s_zero": {"sample": (0.0,), "edit": _opposite},
+    "plateaus": {"edit": edits.plateaus},
+    "tie_u_zero": {"accept": (0.0,), "edit": edits.mask},
+    "tie_s_zero": {"sample": (0.0,), "edit": edits.opposite},
     "tie_below_one": {"accept": (BELOW_ONE,), "sample": (BELOW_ONE,)},
     "tie_below_one_float64": {
         "accept": (BELOW_ONE_FLOAT64, 0.0),
         "sample": (BELOW_ONE_FLOAT64, 0.0, 0.5),
         "uniform_dtype": torch.float64,
     },
-    "tie_same": {"edit": _same, "accept": (BELOW_ONE, 0.0, 0.5)},
-    "tie_same_excluded_token": {"edit": _same, "tokens": _token_zero, "temperature": (1.0, 0.7)},
+    "tie_same": {"edit": edits.same, "accept": (BELOW_ONE, 0.0, 0.5)},
+    "tie_same_excluded_token": {"edit": edits.same, "tokens": edits.token_zero, "temperature": (1.0, 0.7)},
 }
 
 # Rows with and without each filter share a batch, six rows and more.
@@ -401,13 +275,13 @@ FILTER_OPTIONS: dict[str, dict[str, Any]] = {
     "min_p": {"filters": MIN_P, "noise": (0.1, 0.3)},
     "filters": {"filters": ALL_FILTERS, "num_drafts": 8, "noise": (0.1, 0.3), "batch": 8},
     "filters_temperature": {"filters": ALL_FILTERS, "temperature": MIXED_TEMPERATURE, "dtypes": HALVES},
-    "filters_plateaus": {"filters": ALL_FILTERS, "edit": _plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
-    "filters_plateaus_hot": {"filters": TOP_P, "edit": _plateaus, "temperature": (3.0, 0.5, 100.0)},
-    "filters_masked": {"filters": ALL_FILTERS, "edit": _mask},
-    "filters_nonfinite": {"filters": ALL_FILTERS, "edit": _fill_mixed, "temperature": (1.0, 0.7)},
-    "filters_overflow": {"filters": ALL_FILTERS, "edit": _overflow, "temperature": (0.25, 1e-3, 1.0)},
-    "filters_opposite": {"filters": ALL_FILTERS, "edit": _opposite},
-    "filters_strided": {"filters": ALL_FILTERS, "layout": _batch_sliced, "temperature": MIXED_TEMPERATURE},
+    "filters_plateaus": {"filters": ALL_FILTERS, "edit": edits.plateaus, "dtypes": (torch.bfloat16, torch.bfloat16)},
+    "filters_plateaus_hot": {"filters": TOP_P, "edit": edits.plateaus, "temperature": (3.0, 0.5, 100.0)},
+    "filters_masked": {"filters": ALL_FILTERS, "edit": edits.mask},
+    "filters_nonfinite": {"filters": ALL_FILTERS, "edit": edits.fill_mixed, "temperature": (1.0, 0.7)},
+    "filters_overflow": {"filters": ALL_FILTERS, "edit": edits.overflow, "temperature": (0.25, 1e-3, 1.0)},
+    "filters_opposite": {"filters": ALL_FILTERS, "edit": edits.opposite},
+    "filters_strided": {"filters": ALL_FILTERS, "layout": edits.batch_sliced, "temperature": MIXED_TEMPERATURE},
     "filters_without_law": {
         "filters": {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)},
         "temperature": (1.0, 1.0, 0.7, 0.0, -1.0),
@@ -417,18 +291,24 @@ FILTER_OPTIONS: dict[str, dict[str, Any]] = {
 EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
     "filters_lse": {"filters": ALL_FILTERS, "lse": True, "temperature": (0.7, 0.0, 1.5), "noise": (0.1, 0.3)},
     "filters_one_hot": {"filters": ALL_FILTERS, "one_hot": True, "temperature": MIXED_TEMPERATURE},
-    "filters_padded": {"filters": ALL_FILTERS, "tokens": _pad_ragged, "num_drafts": 8, "batch": 8, "noise": (0.1, 0.3)},
-    "filters_removed_token": {"filters": ALL_FILTERS, "tokens": _token_zero, "accept": (0.0,), "noise": (0.1,)},
+    "filters_padded": {
+        "filters": ALL_FILTERS,
+        "tokens": edits.pad_ragged,
+        "num_drafts": 8,
+        "batch": 8,
+        "noise": (0.1, 0.3),
+    },
+    "filters_removed_token": {"filters": ALL_FILTERS, "tokens": edits.token_zero, "accept": (0.0,), "noise": (0.1,)},
     "one_hot": {"one_hot": True},
     "one_hot_cold": {"one_hot": True, "temperature": (0.3, 0.0), "dtypes": HALVES},
-    "one_hot_padded": {"one_hot": True, "tokens": _pad_ragged, "batch": 8, "temperature": (0.5,)},
-    "one_hot_masked": {"one_hot": True, "edit": _mask, "tokens": _token_zero},
-    "one_hot_nonfinite": {"one_hot": True, "edit": _fill_mixed},
+    "one_hot_padded": {"one_hot": True, "tokens": edits.pad_ragged, "batch": 8, "temperature": (0.5,)},
+    "one_hot_masked": {"one_hot": True, "edit": edits.mask, "tokens": edits.token_zero},
+    "one_hot_nonfinite": {"one_hot": True, "edit": edits.fill_mixed},
     "lse": {"lse": True},
     "lse_k8_bf16": {"lse": True, "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
-    "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": _vocab_sliced},
-    "lse_nonfinite": {"lse": True, "edit": _fill_mixed},
-    "lse_masked": {"lse": True, "edit": _mask, "tokens": _pad_middle},
+    "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": edits.vocab_sliced},
+    "lse_nonfinite": {"lse": True, "edit": edits.fill_mixed},
+    "lse_masked": {"lse": True, "edit": edits.mask, "tokens": edits.pad_middle},
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
     "lenience_lse": {"lenience": 0.3, "lse": True, "temperature": MIXED_TEMPERATURE},
@@ -437,10 +317,15 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
 ARGMAX_OPTIONS: dict[str, dict[str, Any]] = {
     "argmax_lenience": {"argmax_lenience": 0.3, "temperature": (0.0,), "noise": (0.3, 1.0), "num_drafts": 8},
     "argmax_lenience_mixed": {"argmax_lenience": 0.01, "temperature": MIXED_TEMPERATURE, "lenience": 0.5},
-    "argmax_lenience_plateaus": {"argmax_lenience": 0.9, "temperature": (0.0,), "edit": _plateaus},
-    "argmax_lenience_masked": {"argmax_lenience": 1e-6, "temperature": (0.0,), "edit": _mask, "tokens": _token_zero},
-    "argmax_lenience_nonfinite": {"argmax_lenience": 0.5, "temperature": (0.0, 1.0), "edit": _fill_mixed},
-    "argmax_lenience_padded": {"argmax_lenience": 0.2, "temperature": (0.0,), "tokens": _pad_middle},
+    "argmax_lenience_plateaus": {"argmax_lenience": 0.9, "temperature": (0.0,), "edit": edits.plateaus},
+    "argmax_lenience_masked": {
+        "argmax_lenience": 1e-6,
+        "temperature": (0.0,),
+        "edit": edits.mask,
+        "tokens": edits.token_zero,
+    },
+    "argmax_lenience_nonfinite": {"argmax_lenience": 0.5, "temperature": (0.0, 1.0), "edit": edits.fill_mixed},
+    "argmax_lenience_padded": {"argmax_lenience": 0.2, "temperature": (0.0,), "tokens": edits.pad_middle},
 }
 
 BLOCK_OPTIONS: dict[str, dict[str, Any]] = {
@@ -457,7 +342,7 @@ SIGMOID_OPTIONS: dict[str, dict[str, Any]] = {
     "scale_asymmetric": {"scale": (-0.5, 30.0), "accept": LATE, "temperature": MIXED_TEMPERATURE},
     "scale_1e3": {"scale": (-1e3, 1e3), "accept": LATE, "num_drafts": 8},
     "scale_1e4": {"scale": (-1e4, 1e4), "accept": LATE, "dtypes": HALVES},
-    "far_below": {"scale": (-5.0, 5.0), "edit": _far_below},
+    "far_below": {"scale": (-5.0, 5.0), "edit": edits.far_below},
     "scale_1e4_far": {"scale": (-1e4, 1e4), "accept": (BELOW_ONE,), "noise": (3.0,), "num_drafts": 1},
 }
 

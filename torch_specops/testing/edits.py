@@ -1,0 +1,137 @@
+"""What the cases do to their tensors: layouts in memory, padded drafts, and logits that are hard to get right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+INF, NAN = math.inf, math.nan
+
+
+def batch_sliced(x: Tensor) -> Tensor:
+    """Every second row of a larger batch."""
+    larger = x.new_zeros(2 * x.shape[0] + 1, *x.shape[1:])
+    larger[1::2] = x
+    return larger[1::2]
+
+
+def vocab_sliced(x: Tensor) -> Tensor:
+    """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
+    padding = 3 + (x.shape[-1] + 1) % 2 * 1
+    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + padding + (x.shape[-1] + padding + 1) % 2)
+    longer[..., 1 : 1 + x.shape[-1]] = x
+    return longer[..., 1 : 1 + x.shape[-1]]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The last dimension is the one with the largest stride."""
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The first row for the whole batch, by a stride of zero."""
+    return x[:1].expand_as(x)
+
+
+def sequence_sliced(x: Tensor) -> Tensor:
+    """The first positions of a longer sequence."""
+    if x.dim() == 1:
+        return x
+    longer = x.new_zeros(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    longer[:, : x.shape[1]] = x
+    return longer[:, : x.shape[1]]
+
+
+def pad_head(tokens: Tensor, vocab_size: int) -> None:
+    tokens[::2, 0] = -1
+    tokens[1::2, 0] = vocab_size
+
+
+def pad_middle(tokens: Tensor, vocab_size: int) -> None:
+    tokens[::2, 1] = vocab_size + 7
+    tokens[1::2, 1] = -(2**31) + 1
+
+
+def pad_ragged(tokens: Tensor, vocab_size: int) -> None:
+    for b in range(tokens.shape[0]):
+        tokens[b, b % (tokens.shape[1] + 1) :] = -1
+
+
+def pad_all(tokens: Tensor, vocab_size: int) -> None:
+    tokens[:] = -1
+    tokens[0] = vocab_size
+    tokens[1] = 2**31 - 1
+
+
+def token_zero(tokens: Tensor, vocab_size: int) -> None:
+    tokens[:] = 0
+
+
+def fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
+    """Whole target rows: row 0 at every position, row 1 at position 0, row 2 at the bonus position; half of row 3."""
+
+    def edit(target: Tensor, draft: Tensor) -> None:
+        target[0] = value
+        target[1, 0] = value
+        target[2, -1] = value
+        target[3, :, ::2] = value
+
+    return edit
+
+
+def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
+    def edit(target: Tensor, draft: Tensor) -> None:
+        draft[0] = value
+        draft[1, 0] = value
+        draft[2, -1] = value
+        draft[3, :, ::2] = value
+
+    return edit
+
+
+def fill_mixed(target: Tensor, draft: Tensor) -> None:
+    for x in (target, draft):
+        x[0, :, 0::3], x[0, :, 1::3], x[0, :, 2::3] = NAN, INF, -INF
+        x[1, :, 0::2], x[1, :, 1::2] = NAN, -INF
+        x[2, 0, -1], x[3, :, 0] = INF, NAN
+    target[4], draft[4] = -INF, NAN
+    target[5, 0], draft[5, -1:] = INF, -INF
+
+
+def mask(target: Tensor, draft: Tensor) -> None:
+    """Masks that differ: tokens 1, 4, 7.. excluded by the draft, 2, 5, 8.. by the target, in two rows nearly all."""
+    target[..., 2::3] = -INF
+    draft[..., 1::3] = -INF
+    target[:2, :, 1:-1] = -INF
+    draft[2:3, :, 1:] = -INF
+
+
+def overflow(target: Tensor, draft: Tensor) -> None:
+    target[:3] = (target[:3] * 1e38).clamp(-3e38, 3e38)
+    draft[2:] = (draft[2:] * 1e38).clamp(-3e38, 3e38)
+
+
+def same(target: Tensor, draft: Tensor) -> None:
+    """p == q, with token 0 excluded on both sides where another is left: drafted all the same, its residual is zero."""
+    if target.shape[-1] > 1:
+        target[..., 0] = -INF
+    draft[:] = target[:, :-1]
+
+
+def opposite(target: Tensor, draft: Tensor) -> None:
+    draft[:] = -target[:, :-1]
+
+
+def far_below(target: Tensor, draft: Tensor) -> None:
+    """Logits so low that their sigmoids would vanish, in float32 and, in half of the rows, in float64."""
+    for x in (target, draft):
+        x[::2] -= 1000.0
+        x[1::2] -= 9000.0
+
+
+def plateaus(target: Tensor, draft: Tensor) -> None:
+    """Few distinct values: many maxima tie, and many probabilities."""
+    for x in (target, draft):
+        x.div_(4.0).round_()
