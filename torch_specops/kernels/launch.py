@@ -8,7 +8,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-__all__ = ["next_power_of_2", "num_tiles", "num_warps", "tile_size", "wrap_triton"]
+__all__ = ["next_power_of_2", "num_tiles", "num_warps", "stats_warps", "tile_size", "wrap_triton"]
 
 # Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
@@ -34,6 +34,12 @@ def tile_size(vocab_size: int, num_rows: int) -> int:
 def num_warps(tile: int) -> int:
     """At least 8 values a thread, which are 16 bytes of a 16-bit type."""
     return min(max(tile // 256, 1), 8)
+
+
+def stats_warps(tile: int) -> int:
+    """Of a kernel that only sums a tile up: twice the values a thread, 32 in the largest, as half of what a thread of
+    such a kernel executes does not depend on them."""
+    return min(max(tile // 512, 1), 4)
 
 
 def num_tiles(logits: Tensor, tile: int) -> int:

@@ -8,6 +8,7 @@ from ..rows import (
     bounds_of,
     combine_argmax,
     combine_stats,
+    exponential,
     inverse_temperature,
     load_own_tile,
     load_partials,
@@ -60,7 +61,7 @@ def residual_weights(
             draft_bounds_ptr,
             FILTERED,
         )
-        weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
+        weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
         differs = tl.max((z_p != z_q).to(tl.float32), 0)
     return weight, differs
 
@@ -129,9 +130,8 @@ def residual_kernel(
     WALK: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    b = program // num_tiles
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
@@ -238,7 +238,7 @@ def residual_kernel(
                 FILTERED,
             )
             weight, differs = residual_weights(
-                tl.exp(z_p - p_shift) * p_weight,
+                exponential(z_p - p_shift) * p_weight,
                 z_p,
                 tile_tokens(lead, tile, TILE),
                 draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
@@ -256,8 +256,9 @@ def residual_kernel(
                 bounds_of(bounds_ptr, b, num_drafts + 1 + n, num_bounds, FILTERED),
                 FILTERED,
             )
-            tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
-            tl.store(mass_ptr + program * 2 + 1, differs)
+            own_mass_ptr = mass_ptr + (b * num_tiles + tile) * 2
+            tl.store(own_mass_ptr, tl.sum(weight, 0))
+            tl.store(own_mass_ptr + 1, differs)
         if tile == 0:
             tl.store(state_ptr + b * 4, p_shift)
             tl.store(state_ptr + b * 4 + 1, p_weight)
