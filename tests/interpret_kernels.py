@@ -16,7 +16,7 @@ import torch
 from triton.runtime import interpreter
 
 from torch_specops import testing
-from torch_specops.kernels import filter, sample, verify
+from torch_specops.kernels import filter, launch, sample, verify
 
 LAUNCHERS = {
     "verify_exact": verify.verify_exact,
@@ -56,6 +56,8 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     # The interpreter computes with numpy, which warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     interpreter.InterpreterBuilder.create_fma = fuse_products
+    # So that a program takes several tiles although there are few.
+    launch.RESIDENT_PROGRAMS = 5
     totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
     wrong = []
     names = None if kind in ("plain", "filtered") else kind.split(",")

@@ -337,6 +337,7 @@ def verify_exact(
         "num_warps": launch.num_warps(tile),
     }
     block_t = launch.next_power_of_2(num_tiles)
+    tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     wrap_triton(stats_kernel)[(batch, num_tiles, rows_per_sequence)](
         target_logits,
         draft,
@@ -354,7 +355,7 @@ def verify_exact(
         num_bounds=bounds.shape[1],
         **(flags | {"num_warps": launch.stats_warps(tile)}),
     )
-    wrap_triton(residual_kernel)[(batch, num_tiles)](
+    wrap_triton(residual_kernel)[(batch, triton.cdiv(num_tiles, tiles_per_program))](
         target_logits,
         draft,
         draft_tokens,
@@ -375,6 +376,7 @@ def verify_exact(
         num_drafts,
         vocab_size,
         num_tiles,
+        tiles_per_program,
         bounds.shape[1],
         lenience,
         math.log(argmax_lenience),
