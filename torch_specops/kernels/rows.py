@@ -2,8 +2,8 @@
 
 A row is cut into tiles of TILE entries. Tile boundaries are counted from the 16-byte boundary at or before the
 row's first entry, `lead` entries earlier, so that every load of a whole 16-byte chunk is one 128-bit load for any
-vocabulary size, stride and offset. The chunks that the row only partly fills, at most one at each end, are loaded
-entry by entry under a branch that the other tiles skip. No byte outside the row is read.
+vocabulary size, stride and offset. A tile inside the row is loaded without masks. The chunks that the row only partly
+fills, at most one at each end, are loaded entry by entry. No byte outside the row is read.
 
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
 
