@@ -222,10 +222,15 @@ def tile_stats(x, inverse_t):
     second = tl.fma(total, rest * tl.fma(rest, 0.5, -1.0), total)
     # A masked tile is plain too: no entry has weight. A sum that is NaN is not >= 0.
     if ((plain | (x_max == float("-inf"))) & (total >= 0)) == 0:
-        z = scale(x, inverse_t)
-        first = tl.max(z, 0)
-        second = tl.sum(exponential(z - tl.maximum(first, -FLOAT32_MAX)), 0)
+        first, second = scaled_stats(scale(x, inverse_t))
     return first, second
+
+
+@triton.jit
+def scaled_stats(z):
+    """`tile_stats` of scaled logits."""
+    z_max = tl.max(z, 0)
+    return z_max, tl.sum(exponential(z - tl.maximum(z_max, -FLOAT32_MAX)), 0)
 
 
 @triton.jit

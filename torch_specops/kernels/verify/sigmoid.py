@@ -28,16 +28,14 @@ from ..rows import (
     combine_stats,
     exponential,
     inverse_temperature,
-    load_kept_logits,
     load_own_tile,
     load_partials,
     load_tile_of,
     pick_tile,
     pick_token,
     row_lead,
-    scale,
+    scaled_stats,
     tile_argmax,
-    tile_stats,
     tile_tokens,
 )
 from . import walk
@@ -145,7 +143,8 @@ def score_kernel(
     partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
 
     if temperature == 0:
-        for k in range(num_drafts + 1):
+        # Addresses hoisted out of the loop made `ptxas` spill in small tiles, those left in it in large ones.
+        for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:
                 row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
@@ -181,11 +180,11 @@ def score_kernel(
 
         row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
         lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        x = load_kept_logits(row_ptr, stride_target_v, lead, vocab_size, tile, TILE, TARGET_UNIT_STRIDE)
+        z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         if n == num_drafts:
-            first, second = tile_stats(x, inverse_t)
+            first, second = scaled_stats(z_p)
         else:
-            z_p = floor(scale(x, inverse_t), lowest)
+            z_p = floor(z_p, lowest)
             second = tl.sum(score(z_p, alpha, inverse_range), 0)
             first = 0.0
             if n < num_valid:
