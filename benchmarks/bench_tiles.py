@@ -42,7 +42,10 @@ def with_warps(warps: int | None) -> AbstractContextManager[object]:
         return nullcontext()
     from torch_specops.kernels import launch
 
-    return mock.patch.object(launch, "num_warps", return_value=warps)
+    def chosen(tile: int) -> int:
+        return warps
+
+    return mock.patch.multiple(launch, num_warps=chosen, stats_warps=chosen)
 
 
 def variants(tiles: list[int], warps: list[int]) -> dict[str, tuple[int | None, int | None]]:

@@ -4,8 +4,9 @@
 
 The kernel is compiled ahead of time and its SASS followed along every path from the entry to an exit; there are no
 loops. The common path is that of a sampled row in a tile that is not an end of its row: all wide loads of one row and
-no narrow loads of it, an exponential for each entry, no call (a division's rare case). Of the paths that are left the
-shortest and the longest are reported; an instruction that a predicate switches off counts, as it is issued.
+no narrow loads of it, an exponential for each entry, no call (a division's rare case). Of the
+paths that are left the shortest and the longest are reported; an instruction that a predicate switches off counts, as
+it is issued.
 
 The last column is what the schedulers allow: --multiprocessors x 4 instructions a clock, at --ghz.
 """
@@ -98,7 +99,7 @@ def common_paths(program: list[Instruction], wide_loads: int, entries: int) -> l
 def measure(build: Build, target: str) -> dict[str, Any]:
     types, constants = dict(build.types), dict(build.constants)
     compiled = compile_kernel(KERNELS[build.kernel], types, constants, target)
-    threads = 32 * launch.num_warps(constants["TILE"])
+    threads = 32 * launch.stats_warps(constants["TILE"])
     entries = constants["TILE"] // threads
     loaded = entries * (4 if types["target_ptr"] == "*fp32" else 2)
     found = common_paths(instructions(cuobjdump(compiled, "--dump-sass")), loaded // 16, entries)

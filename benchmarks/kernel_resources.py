@@ -206,8 +206,14 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")},
     )
     # A kernel without tiles holds partials.
-    num_warps = launch.num_warps(constants.get("TILE", walk.MAX_PARTIALS))
+    num_warps = warps(kernel, constants.get("TILE", walk.MAX_PARTIALS))
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
+
+
+def warps(kernel: Any, tile: int) -> int:
+    """Of a program, as the launchers have it."""
+    sums_only = kernel in (exact.stats_kernel, sample.stats_kernel)
+    return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 
 
 def cuobjdump(compiled: Any, flag: str) -> str:

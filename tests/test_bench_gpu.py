@@ -127,8 +127,8 @@ def test_tiles_and_warps_that_a_thread_can_hold() -> None:
     assert found["table"] == (None, None) and found["1024, 2 warps"] == (1024, 2)
     launch = pytest.importorskip("torch_specops.kernels.launch")
     with tiles.with_warps(2):
-        assert launch.num_warps(4096) == 2
-    assert launch.num_warps(4096) == 8
+        assert launch.num_warps(4096) == launch.stats_warps(4096) == 2
+    assert launch.num_warps(4096) == 8 and launch.stats_warps(4096) == 4
 
 
 def test_variants_of_tiles_are_checked_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:

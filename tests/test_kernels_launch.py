@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch_specops
 
 pytest.importorskip("triton")
 
-from torch_specops.kernels import sample
+from torch_specops.kernels import launch, sample
 from torch_specops.kernels.filter import bounds, logits
 from torch_specops.kernels.verify import block, exact, sigmoid
 
@@ -146,7 +147,7 @@ def test_passes_over_the_rows_of_a_filter(
     names = [name for name, _, _ in launched]
     assert names == ["narrow_kernel"] * passes + ["finish_kernel", "mask_kernel"]
     # A row is split over programs in all of them but the last step of the search, and the scratch is small.
-    assert all(grid[0] > rows for name, grid, _ in launched if name != "finish_kernel")
+    assert all(math.prod(grid) > rows for name, grid, _ in launched if name != "finish_kernel")
     scratch = {id(t): t.nbytes for _, _, tensors in launched for t in tensors if t.numel() != x.numel()}
     assert sum(scratch.values()) <= 0.02 * x.nbytes
 
@@ -175,7 +176,7 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(
     names = [name for name, _, _ in launched]
     assert names[searches:] == ["stats_kernel", "residual_kernel", "draw_kernel"]
     assert set(names[:searches]) == {"narrow_kernel", "finish_kernel"}
-    searched = sum(grid[0] for name, grid, _ in launched if name == "finish_kernel")
+    searched = sum(math.prod(grid) for name, grid, _ in launched if name == "finish_kernel")
     assert searched == BATCH * (NUM_DRAFTS + 1 + (NUM_DRAFTS if option != "one-hot" else 0))
 
 
@@ -185,3 +186,20 @@ def test_filters_pass_through_wrap_triton(op: str) -> None:
         given = arguments(op, "temperature") | filters("top_k top_p min_p", BATCH)
         first, _ = getattr(torch_specops, op)(**given)
     assert first.dtype == torch.int64
+
+
+def test_tiles_of_a_program() -> None:
+    """One, until there are enough programs; never so many that programs are few."""
+    few = launch.RESIDENT_PROGRAMS
+    assert [launch.tiles_per_program(n) for n in (1, few, 2 * few - 1, 2 * few, 4 * few, 10**6)] == [1, 1, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
+def test_only_the_first_axis_of_a_grid_is_long(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other two take 65,535 programs at most, and a batch may be larger."""
+    monkeypatch.setitem(globals(), "BATCH", 70_000)
+    launched = record_launches(monkeypatch)
+    with FakeTensorMode():
+        given = {} if op == "verify_sigmoid" else filters("top_k", 70_000)
+        getattr(torch_specops, op)(**arguments(op, "temperature"), **given)
+    assert all(grid[0] == 70_000 and max(grid) == 70_000 for _, grid, _ in launched)

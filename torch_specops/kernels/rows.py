@@ -2,8 +2,8 @@
 
 A row is cut into tiles of TILE entries. Tile boundaries are counted from the 16-byte boundary at or before the
 row's first entry, `lead` entries earlier, so that every load of a whole 16-byte chunk is one 128-bit load for any
-vocabulary size, stride and offset. The chunks that the row only partly fills, at most one at each end, are loaded
-entry by entry under a branch that the other tiles skip. No byte outside the row is read.
+vocabulary size, stride and offset. A tile inside the row is loaded without masks. The chunks that the row only partly
+fills, at most one at each end, are loaded entry by entry. No byte outside the row is read.
 
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
 
@@ -16,6 +16,10 @@ import triton.language as tl
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
 INT32_MAX = tl.constexpr(2**31 - 1)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Of a power of two; its rounding, at most 2**-11, is corrected by the first terms of a series.
+LARGEST_PLAIN_EXPONENT = tl.constexpr(2.0**14)
 
 
 @triton.jit
@@ -29,11 +33,25 @@ def inverse_temperature(temperature, HAS_TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """float32; of bfloat16 by its bits, one shift or mask where a conversion takes two instructions."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def scale(x, inverse_t):
     """logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
-    x = x.to(tl.float32)
+    x = widen(x)
     z = tl.minimum(tl.maximum(x * inverse_t, -FLOAT32_MAX), FLOAT32_MAX)
     return tl.where(x > float("-inf"), z, float("-inf"))
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) in float32. What is below 2**-126 may be 0: `tl.exp` spends a comparison and two products on those."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -46,30 +64,65 @@ def row_lead(row_ptr, UNIT_STRIDE: tl.constexpr):
 
 
 @triton.jit
-def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr):
+def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """[TILE] raw logits of a row whose boundary, row_ptr - lead, is a multiple of 16 bytes."""
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)
     end = lead + vocab_size
-    chunk = position // VEC * VEC
-    whole = (chunk >= lead) & (chunk + VEC <= end)
-    x = tl.load(base + position, mask=whole, other=float("-inf"))
-    last_chunk = end // VEC * VEC
-    if ((tile == 0) & (lead > 0)) | ((last_chunk < end) & (tile == last_chunk // TILE)):
+    if (tile * TILE >= lead) & (tile * TILE + TILE <= end):
+        x = tl.load(base + position)
+        if WIDEN:
+            x = widen(x)
+    else:
+        chunk = position // VEC * VEC
+        whole = (chunk >= lead) & (chunk + VEC <= end)
         part = (position >= lead) & (position < end) & (whole == 0)
+        x = tl.load(base + position, mask=whole, other=float("-inf"))
         x = tl.where(whole, x, tl.load(base + position, mask=part, other=float("-inf")))
+        if WIDEN:
+            x = widen(x)
     return x
 
 
 @triton.jit
-def load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, UNIT_STRIDE: tl.constexpr):
+def load_own_logits(
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    tile,
+    TILE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    WIDEN: tl.constexpr = False,
+):
     """[TILE] raw logits of a tile counted from the row's own boundary, `lead` = row_lead(row_ptr)."""
     if UNIT_STRIDE:
-        x = load_aligned(row_ptr, lead, vocab_size, tile, TILE)
+        x = load_aligned(row_ptr, lead, vocab_size, tile, TILE, WIDEN)
     else:
         v = tile_tokens(lead, tile, TILE)
         x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=v < vocab_size, other=float("-inf"))
+        if WIDEN:
+            x = widen(x)
+    return x
+
+
+@triton.jit
+def load_kept_logits(
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    tile,
+    TILE: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    bounds_ptr=None,
+    FILTERED: tl.constexpr = False,
+):
+    """`load_own_logits`; -inf outside the bounds, if there are any."""
+    x = load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, True)
+    if FILTERED:
+        x = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr)
     return x
 
 
@@ -87,10 +140,9 @@ def load_own_tile(
     FILTERED: tl.constexpr = False,
 ):
     """[TILE] scaled logits of a tile counted from the row's own boundary; -inf outside the bounds, if there are any."""
-    x = load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE)
-    if FILTERED:
-        x = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr)
-    return scale(x, inverse_t)
+    return scale(
+        load_kept_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, bounds_ptr, FILTERED), inverse_t
+    )
 
 
 @triton.jit
@@ -108,14 +160,14 @@ def load_tile_of(
 ):
     """[TILE] scaled logits of a tile counted from another row's boundary: wide where the two happen to agree."""
     v = tile_tokens(lead, tile, TILE)
-    inside = (v >= 0) & (v < vocab_size)
     if UNIT_STRIDE:
         if ((row_ptr - lead).to(tl.int64) & 15) == 0:
-            x = load_aligned(row_ptr, lead, vocab_size, tile, TILE)
+            x = load_aligned(row_ptr, lead, vocab_size, tile, TILE, True)
         else:
-            x = tl.load(row_ptr + v, mask=inside, other=float("-inf"))
+            x = widen(tl.load(row_ptr + v, mask=(v >= 0) & (v < vocab_size), other=float("-inf")))
     else:
-        x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf"))
+        inside = (v >= 0) & (v < vocab_size)
+        x = widen(tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf")))
     if FILTERED:
         x = within_bounds(x, v, bounds_ptr)
     return scale(x, inverse_t)
@@ -151,10 +203,34 @@ def bounds_of(bounds_ptr, b, row, num_bounds, FILTERED: tl.constexpr):
 
 
 @triton.jit
-def tile_stats(z):
-    """Maximum, and sum of exp(z - maximum); (-inf, 0) for a tile with no finite entry."""
+def tile_stats(x, inverse_t):
+    """Raw logits -> the maximum of the scaled ones, and the sum of exp(z - maximum); (-inf, 0) for a tile without a
+    finite entry.
+
+    exp(z - maximum) is 2**(x c - s) / 2**(x_max c - s) with c = log2(e) / T. Where s is x_max c rounded, the divisor is
+    almost 1, and the sum is divided by it. So an entry costs one fused product and sum, the power of two and the
+    addition; what `scale` spends on NaN and on the ends of float32 is spent on the tiles that need it alone."""
+    x = widen(x)
+    c = inverse_t * LOG2_E
+    x_max = tl.max(x, 0)
+    shift = x_max * c
+    plain = tl.abs(shift) <= LARGEST_PLAIN_EXPONENT
+    shift = tl.where(plain, shift, 0.0)
+    total = tl.sum(tl.exp2(tl.fma(x, c, -shift)), 0)
+    first = x_max * inverse_t
+    rest = tl.where(plain, tl.fma(x_max, c, -shift) * LN_2, 0.0)
+    second = tl.fma(total, rest * tl.fma(rest, 0.5, -1.0), total)
+    # A masked tile is plain too: no entry has weight. A sum that is NaN is not >= 0.
+    if ((plain | (x_max == float("-inf"))) & (total >= 0)) == 0:
+        first, second = scaled_stats(scale(x, inverse_t))
+    return first, second
+
+
+@triton.jit
+def scaled_stats(z):
+    """`tile_stats` of scaled logits."""
     z_max = tl.max(z, 0)
-    return z_max, tl.sum(tl.exp(z - tl.maximum(z_max, -FLOAT32_MAX)), 0)
+    return z_max, tl.sum(exponential(z - tl.maximum(z_max, -FLOAT32_MAX)), 0)
 
 
 @triton.jit
@@ -181,7 +257,7 @@ def combine_stats(tile_max, tile_sum):
     """[R, BLOCK_T] partials -> [R] maximum and sum of exponentials of whole rows, in a fixed order."""
     z_max = tl.max(tile_max, 1)
     shift = tl.maximum(z_max, -FLOAT32_MAX)
-    return z_max, tl.sum(tile_sum * tl.exp(tile_max - shift[:, None]), 1)
+    return z_max, tl.sum(tile_sum * exponential(tile_max - shift[:, None]), 1)
 
 
 @triton.jit

@@ -19,13 +19,16 @@ from .rows import (
     FLOAT32_MAX,
     combine_argmax,
     combine_stats,
+    exponential,
     inverse_temperature,
+    load_kept_logits,
     load_own_tile,
     load_partials,
     pick_tile,
     pick_token,
     reciprocal,
     row_lead,
+    scale,
     tile_argmax,
     tile_stats,
     tile_tokens,
@@ -50,33 +53,22 @@ def stats_kernel(
     UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    row = program // num_tiles
-    tile = (program % num_tiles).to(tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row * stride_t)
     row_ptr = logits_ptr + row * stride_n
     lead = row_lead(row_ptr, UNIT_STRIDE)
     inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-    z = load_own_tile(
-        row_ptr,
-        stride_v,
-        lead,
-        vocab_size,
-        tile,
-        inverse_t,
-        TILE,
-        UNIT_STRIDE,
-        bounds_ptr + row * 2,
-        FILTERED,
-    )
+    x = load_kept_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, bounds_ptr + row * 2, FILTERED)
     if temperature == 0:
-        first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
+        first, second = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
     else:
-        first, second = tile_stats(z)
-    tl.store(partial_ptr + program * 2, first)
-    tl.store(partial_ptr + program * 2 + 1, second)
+        first, second = tile_stats(x, inverse_t)
+    own_partial_ptr = partial_ptr + (row * num_tiles + tile) * 2
+    tl.store(own_partial_ptr, first)
+    tl.store(own_partial_ptr + 1, second)
 
 
 @triton.jit(do_not_specialize=["stride_n", "stride_v", "stride_u", "stride_t", "vocab_size", "num_tiles"])
@@ -115,7 +107,7 @@ def draw_kernel(
         row_sum = tl.max(z_sum, 0)
         shift = tl.maximum(row_max, -FLOAT32_MAX)
         weight = reciprocal(row_sum)
-        mass = tl.max(second * tl.exp(first - shift) * weight, 0)
+        mass = tl.max(second * exponential(first - shift) * weight, 0)
         tile, threshold = pick_tile(mass, tl.load(uniforms_ptr + row * stride_u))
         row_ptr = logits_ptr + row * stride_n
         lead = row_lead(row_ptr, UNIT_STRIDE)
@@ -132,7 +124,7 @@ def draw_kernel(
             bounds_ptr + row * 2,
             FILTERED,
         )
-        token = pick_token(tl.exp(z - shift) * weight, tile_tokens(lead, tile, TILE), threshold)
+        token = pick_token(exponential(z - shift) * weight, tile_tokens(lead, tile, TILE), threshold)
         lse = row_max + tl.log(row_sum)
     lawful = (token >= 0) & (temperature >= 0)
     tl.store(tokens_ptr + row, tl.where(lawful, token, -1).to(tl.int64))
@@ -172,8 +164,16 @@ def sample(
         "TILE": tile,
         "num_warps": launch.num_warps(tile),
     }
-    wrap_triton(stats_kernel)[(num_rows * num_tiles,)](
-        logits, t, partial, bounds, logits.stride(0), logits.stride(1), t.stride(0), vocab_size, num_tiles, **flags
+    wrap_triton(stats_kernel)[(num_rows, num_tiles)](
+        logits,
+        t,
+        partial,
+        bounds,
+        *logits.stride(),
+        t.stride(0),
+        vocab_size,
+        num_tiles,
+        **(flags | {"num_warps": launch.stats_warps(tile)}),
     )
     wrap_triton(draw_kernel)[(num_rows,)](
         logits,

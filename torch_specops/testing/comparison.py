@@ -33,11 +33,12 @@ def rounding_rows(case: Case) -> Tensor:
     """[B] bool: rows for which float32 rounding may decide, so that more than one result is lawful.
 
     With eps = 2**-24, z a scaled logit and a = max z, the float32 weight exp(z - a) errs by at most
-    eps (12 + 2|z| + |a| + 3|z - a|) in relative terms: scaling and the product with log2(e) round z and a, the
-    difference and the exponential round again; where z = a the difference is exact, so +-float32 max adds nothing. With
-    `draft_lse` a is that number. A probability adds the error of its normaliser, the sum of all weights' errors. With
-    scores, the argument (z - alpha) / (beta - alpha) errs by eps 3 (|z| + |alpha|) / (beta - alpha), weighed by
-    1 - sigmoid, and the residual sigmoid(a) sigmoid(-b) (1 - exp(b - a)) by the two and by the rounding of the gap,
+    eps (12 + 2 max(|z|, |a|) + 3.25|z - a|) in relative terms: scaling rounds z and a, or a and the maximum of the
+    tile, which lies between them; log2(e) / T, the difference and the product of the two round z - a. Where z = a the
+    difference is exact, so +-float32 max adds nothing. With `draft_lse` a is that number. A probability adds the error
+    of its normaliser, the sum of all weights' errors. With scores, the argument (z - alpha) / (beta - alpha) errs by
+    eps 3 (|z| + |alpha|) / (beta - alpha), weighed by 1 - sigmoid, and the residual
+    sigmoid(a) sigmoid(-b) (1 - exp(b - a)) by the two and by the rounding of the gap,
     eps 2 (|z_p| + |z_q|) / (beta - alpha). Weights below 1e-37 may be flushed to zero, and a q(x) that vanishes in
     float64 though x is not excluded counts as zero or as positive.
 

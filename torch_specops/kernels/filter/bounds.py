@@ -116,7 +116,7 @@ def _search(
     passes = search_passes(8 * logits.element_size(), top_k is not None, top_p is not None)
     for index, (search, shift) in enumerate(passes):
         current, previous = index % 2, (index + 1) % 2
-        wrap_triton(narrow_kernel)[(rows * num_tiles,)](
+        wrap_triton(narrow_kernel)[(batch, num_tiles, num_rows + num_drafts)](
             logits,
             draft,
             *present,
@@ -136,7 +136,7 @@ def _search(
             **flags,
         )
     last = (len(passes) - 1) % 2
-    wrap_triton(finish_kernel)[(rows,)](
+    wrap_triton(finish_kernel)[(batch, num_rows + num_drafts)](
         logits,
         draft,
         *present,

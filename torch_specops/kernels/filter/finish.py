@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..rows import INT32_MAX, inverse_temperature, load_own_logits, row_lead, scale, tile_tokens
+from ..rows import INT32_MAX, exponential, inverse_temperature, load_own_logits, row_lead, scale, tile_tokens
 from .search import (
     BUCKETS,
     MASS,
@@ -95,9 +95,9 @@ def finish_kernel(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    b = row // (num_rows + num_drafts)
-    r = row % (num_rows + num_drafts)
+    b = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1).to(tl.int64)
+    row = b * (num_rows + num_drafts) + r
     temperature, top_k, top_p, min_p = load_filters(
         b,
         temperature_ptr,
@@ -131,7 +131,7 @@ def finish_kernel(
             if search == MASS:
                 # Behind the key of +inf come those of NaN, which have no entries.
                 z = tl.where(total > 0, scale(key_value(lo + j, DTYPE), inverse_t), float("-inf"))
-                weight = tl.exp(z - z_max).to(tl.float64)
+                weight = exponential(z - z_max).to(tl.float64)
             mass = total * weight
             threshold = search_threshold(tl.load(search_ptr + row * 4 + 2), search, top_k, top_p, mass)
             bucket, above = choose_bucket(mass, tl.load(search_ptr + row * 4 + 1), threshold)

@@ -29,9 +29,8 @@ def mask_kernel(
     UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    row = program // num_tiles
-    tile = (program % num_tiles).to(tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     output_row_ptr = output_ptr + row * vocab_size
     # Tiles are counted from the boundary of the row that is written; rows that are read begin at the same place in a
     # chunk unless they were sliced.
@@ -83,7 +82,7 @@ def filter_logits(
     bounds = filter_bounds(logits.unsqueeze(1), temperature, top_k, top_p, min_p, tile=tile)
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
-    wrap_triton(mask_kernel)[(num_rows * num_tiles,)](
+    wrap_triton(mask_kernel)[(num_rows, num_tiles)](
         logits,
         bounds,
         output,

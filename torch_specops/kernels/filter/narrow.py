@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..rows import inverse_temperature, load_own_logits, row_lead, scale
+from ..rows import exponential, inverse_temperature, load_own_logits, row_lead, scale
 from .search import (
     BUCKETS,
     ENTRIES,
@@ -87,11 +87,10 @@ def narrow_kernel(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    row = program // num_tiles
-    b = row // (num_rows + num_drafts)
-    r = row % (num_rows + num_drafts)
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    r = tl.program_id(2).to(tl.int64)
+    row = b * (num_rows + num_drafts) + r
     temperature, top_k, top_p, min_p = load_filters(
         b,
         temperature_ptr,
@@ -134,7 +133,7 @@ def narrow_kernel(
                 if (index == 1) & (previous_search == MASS):
                     # The first pass knew the maximum of its tile only.
                     z_tile = tl.where(tops > NO_KEY, scale(key_value(tops, DTYPE), inverse_t), float("-inf"))
-                    amounts = amounts * tl.exp(z_tile - z_max)[:, None]
+                    amounts = amounts * exponential(z_tile - z_max)[:, None]
                 total = tl.sum(amounts.to(tl.float64), 0)
                 threshold = search_threshold(threshold, previous_search, top_k, top_p, total)
                 bucket, above = choose_bucket(total, above, threshold)
@@ -176,15 +175,15 @@ def narrow_kernel(
             key = tl.where(x.to(tl.float32) > float("-inf"), order_key(x), NO_KEY)
             if FIRST:
                 highest = tl.max(key, 0)
-                tl.store(top_ptr + program, highest)
+                tl.store(top_ptr + row * num_tiles + tile, highest)
                 z_max = scale(key_value(highest, DTYPE), inverse_t)
             if wanted:
                 inside = key >= lo
                 amount = tl.where(inside, 1.0, 0.0)
                 if (search == MASS) & (shift > 0):
-                    amount = tl.where(inside, tl.exp(scale(x, inverse_t) - z_max), 0.0)
+                    amount = tl.where(inside, exponential(scale(x, inverse_t) - z_max), 0.0)
                 bucket = (key - lo).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
                 here = bucket[None, :] == j.to(tl.uint32)[:, None]
                 found = tl.sum(tl.where(here, amount[None, :], 0.0), 1)
         if wanted:
-            tl.store(current_ptr + program * BUCKETS + j, found)
+            tl.store(current_ptr + (row * num_tiles + tile) * BUCKETS + j, found)

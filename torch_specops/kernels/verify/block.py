@@ -37,6 +37,7 @@ from ..filter import filter_bounds
 from ..launch import wrap_triton
 from ..rows import (
     bounds_of,
+    exponential,
     inverse_temperature,
     load_own_tile,
     row_lead,
@@ -96,13 +97,12 @@ def residual_kernel(
     DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    row = program // num_tiles
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    i = tl.program_id(2).to(tl.int64)
+    row = b * num_drafts + i
     reach = tl.load(reach_ptr + row)
     if reach > 0:
-        b = row // num_drafts
-        i = row % num_drafts
         temperature = 1.0
         if HAS_TEMPERATURE:
             temperature = tl.load(temperature_ptr + b * stride_t)
@@ -124,7 +124,7 @@ def residual_kernel(
         p_shift = tl.load(state_ptr + row * 4)
         p_weight = tl.load(state_ptr + row * 4 + 1) * reach.to(tl.float32)
         weight, differs = residual_weights(
-            tl.exp(z_p - p_shift) * p_weight,
+            exponential(z_p - p_shift) * p_weight,
             z_p,
             tile_tokens(lead, tile, TILE),
             draft_ptr + b * stride_draft_b + i * stride_draft_k,
@@ -142,8 +142,9 @@ def residual_kernel(
             bounds_of(bounds_ptr, b, num_drafts + 1 + i, num_bounds, FILTERED),
             FILTERED,
         )
-        tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
-        tl.store(mass_ptr + program * 2 + 1, differs)
+        own_mass_ptr = mass_ptr + (row * num_tiles + tile) * 2
+        tl.store(own_mass_ptr, tl.sum(weight, 0))
+        tl.store(own_mass_ptr + 1, differs)
 
 
 def verify_block(
@@ -208,7 +209,7 @@ def verify_block(
         "num_warps": launch.num_warps(tile),
     }
     few_warps = launch.num_warps(walk.MAX_PARTIALS)
-    wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
+    wrap_triton(stats_kernel)[(batch, num_tiles, rows_per_sequence)](
         target_logits,
         draft,
         draft_tokens,
@@ -225,9 +226,9 @@ def verify_block(
         FILTERED=filtered,
         DRAFT_STATS=draft_stats,
         BLOCK_K=block_k,
-        **tiles,
+        **(tiles | {"num_warps": launch.stats_warps(tile)}),
     )
-    wrap_triton(ratio_kernel)[(batch * num_drafts,)](
+    wrap_triton(ratio_kernel)[(batch, num_drafts)](
         target_logits,
         draft,
         draft_tokens,
@@ -263,7 +264,7 @@ def verify_block(
         BLOCK_K=block_k,
         num_warps=few_warps,
     )
-    wrap_triton(residual_kernel)[(batch * num_drafts * num_tiles,)](
+    wrap_triton(residual_kernel)[(batch, num_tiles, num_drafts)](
         target_logits,
         draft,
         draft_tokens,

@@ -78,9 +78,9 @@ def ratio_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    b = row // num_drafts
-    i = row % num_drafts
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
+    row = b * num_drafts + i
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + b * stride_t)

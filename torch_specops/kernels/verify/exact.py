@@ -34,12 +34,15 @@ from ..launch import wrap_triton
 from ..rows import (
     bounds_of,
     combine_argmax,
+    exponential,
     inverse_temperature,
+    load_kept_logits,
     load_own_tile,
     load_partials,
     pick_tile,
     pick_token,
     row_lead,
+    scale,
     tile_argmax,
     tile_stats,
     tile_tokens,
@@ -96,15 +99,13 @@ def stats_kernel(
     num_bounds=0,
     FILTERED: tl.constexpr = False,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    row = program // num_tiles
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    r = tl.program_id(2)
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
-    b = row // rows_per_sequence
-    r = row % rows_per_sequence
-
+    partial_ptr += ((b * rows_per_sequence + r) * num_tiles + tile) * 2
     temperature = 1.0
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + b * stride_t)
@@ -112,46 +113,44 @@ def stats_kernel(
     num_valid = count_valid(draft_tokens_ptr + b * stride_tokens_b, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     if r <= num_drafts:
         if (r <= num_valid) & (temperature >= 0):
-            row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
+            row_ptr = target_ptr + b * stride_target_b + r.to(tl.int64) * stride_target_k
             lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-            z = load_own_tile(
+            x = load_kept_logits(
                 row_ptr,
                 stride_target_v,
                 lead,
                 vocab_size,
                 tile,
-                inverse_t,
                 TILE,
                 TARGET_UNIT_STRIDE,
                 bounds_of(bounds_ptr, b, r, num_bounds, FILTERED),
                 FILTERED,
             )
             if temperature == 0:
-                first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
+                first, second = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
             else:
-                first, second = tile_stats(z)
-            tl.store(partial_ptr + program * 2, first)
-            tl.store(partial_ptr + program * 2 + 1, second)
+                first, second = tile_stats(x, inverse_t)
+            tl.store(partial_ptr, first)
+            tl.store(partial_ptr + 1, second)
     if DRAFT_STATS:
         i = r - num_drafts - 1
         if (i >= 0) & (i < num_valid) & (temperature > 0):
-            row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
+            row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
             lead = row_lead(row_ptr, DRAFT_UNIT_STRIDE)
-            z = load_own_tile(
+            x = load_kept_logits(
                 row_ptr,
                 stride_draft_v,
                 lead,
                 vocab_size,
                 tile,
-                inverse_t,
                 TILE,
                 DRAFT_UNIT_STRIDE,
                 bounds_of(bounds_ptr, b, r, num_bounds, FILTERED),
                 FILTERED,
             )
-            first, second = tile_stats(z)
-            tl.store(partial_ptr + program * 2, first)
-            tl.store(partial_ptr + program * 2 + 1, second)
+            first, second = tile_stats(x, inverse_t)
+            tl.store(partial_ptr, first)
+            tl.store(partial_ptr + 1, second)
 
 
 @triton.jit(
@@ -238,7 +237,7 @@ def draw_kernel(
             differs = tl.load(mass_ptr + (b * num_tiles + index) * 2 + 1, mask=weighed, other=0.0)
             # The residual after a rejection; p for the bonus, after padding and for an empty residual.
             has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
-            p_mass = tl.max(second * tl.exp(first - p_shift) * p_weight, 0)
+            p_mass = tl.max(second * exponential(first - p_shift) * p_weight, 0)
             tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), s)
 
             target_row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
@@ -256,7 +255,7 @@ def draw_kernel(
                 bounds_of(bounds_ptr, b, n, num_bounds, FILTERED),
                 FILTERED,
             )
-            weight = tl.exp(z_p - p_shift) * p_weight
+            weight = exponential(z_p - p_shift) * p_weight
             if has_residual:
                 weight, _ = residual_weights(
                     weight,
@@ -338,7 +337,8 @@ def verify_exact(
         "num_warps": launch.num_warps(tile),
     }
     block_t = launch.next_power_of_2(num_tiles)
-    wrap_triton(stats_kernel)[(batch * rows_per_sequence * num_tiles,)](
+    tiles_per_program = launch.tiles_per_program(batch * num_tiles)
+    wrap_triton(stats_kernel)[(batch, num_tiles, rows_per_sequence)](
         target_logits,
         draft,
         draft_tokens,
@@ -353,9 +353,9 @@ def verify_exact(
         num_tiles,
         bounds_ptr=bounds,
         num_bounds=bounds.shape[1],
-        **flags,
+        **(flags | {"num_warps": launch.stats_warps(tile)}),
     )
-    wrap_triton(residual_kernel)[(batch * num_tiles,)](
+    wrap_triton(residual_kernel)[(batch, triton.cdiv(num_tiles, tiles_per_program))](
         target_logits,
         draft,
         draft_tokens,
@@ -376,6 +376,7 @@ def verify_exact(
         num_drafts,
         vocab_size,
         num_tiles,
+        tiles_per_program,
         bounds.shape[1],
         lenience,
         math.log(argmax_lenience),

@@ -8,6 +8,7 @@ from ..rows import (
     bounds_of,
     combine_argmax,
     combine_stats,
+    exponential,
     inverse_temperature,
     load_own_tile,
     load_partials,
@@ -60,8 +61,8 @@ def residual_weights(
             draft_bounds_ptr,
             FILTERED,
         )
-        weight = tl.maximum(p - tl.exp(z_q - q_shift) * q_weight, 0.0)
-        differs = tl.max((z_p != z_q).to(tl.float32), 0)
+        weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
+        differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
     return weight, differs
 
 
@@ -83,6 +84,7 @@ def residual_weights(
         "num_drafts",
         "vocab_size",
         "num_tiles",
+        "tiles_per_program",
         "num_bounds",
     ]
 )
@@ -114,6 +116,7 @@ def residual_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    tiles_per_program,
     num_bounds,
     lenience,
     argmax_gap,
@@ -129,9 +132,8 @@ def residual_kernel(
     WALK: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    b = program // num_tiles
+    b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:
         rows_per_sequence += num_drafts
@@ -225,43 +227,46 @@ def residual_kernel(
                 q_shift, q_weight = stats_from_lse(lse)
             target_row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
             lead = row_lead(target_row_ptr, TARGET_UNIT_STRIDE)
-            z_p = load_own_tile(
-                target_row_ptr,
-                stride_target_v,
-                lead,
-                vocab_size,
-                tile,
-                inverse_t,
-                TILE,
-                TARGET_UNIT_STRIDE,
-                bounds_of(bounds_ptr, b, n, num_bounds, FILTERED),
-                FILTERED,
-            )
-            weight, differs = residual_weights(
-                tl.exp(z_p - p_shift) * p_weight,
-                z_p,
-                tile_tokens(lead, tile, TILE),
-                draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
-                stride_draft_v,
-                lead,
-                vocab_size,
-                tile,
-                inverse_t,
-                q_shift,
-                q_weight,
-                tl.load(tokens_ptr + n.to(tl.int64) * stride_tokens_k).to(tl.int32),
-                ONE_HOT,
-                DRAFT_UNIT_STRIDE,
-                TILE,
-                bounds_of(bounds_ptr, b, num_drafts + 1 + n, num_bounds, FILTERED),
-                FILTERED,
-            )
-            tl.store(mass_ptr + program * 2, tl.sum(weight, 0))
-            tl.store(mass_ptr + program * 2 + 1, differs)
-        if tile == 0:
+            last_tile = tl.minimum(first_tile + tiles_per_program, num_tiles)
+            for tile in tl.range(first_tile, last_tile):
+                z_p = load_own_tile(
+                    target_row_ptr,
+                    stride_target_v,
+                    lead,
+                    vocab_size,
+                    tile,
+                    inverse_t,
+                    TILE,
+                    TARGET_UNIT_STRIDE,
+                    bounds_of(bounds_ptr, b, n, num_bounds, FILTERED),
+                    FILTERED,
+                )
+                weight, differs = residual_weights(
+                    exponential(z_p - p_shift) * p_weight,
+                    z_p,
+                    tile_tokens(lead, tile, TILE),
+                    draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
+                    stride_draft_v,
+                    lead,
+                    vocab_size,
+                    tile,
+                    inverse_t,
+                    q_shift,
+                    q_weight,
+                    tl.load(tokens_ptr + n.to(tl.int64) * stride_tokens_k).to(tl.int32),
+                    ONE_HOT,
+                    DRAFT_UNIT_STRIDE,
+                    TILE,
+                    bounds_of(bounds_ptr, b, num_drafts + 1 + n, num_bounds, FILTERED),
+                    FILTERED,
+                )
+                own_mass_ptr = mass_ptr + (b * num_tiles + tile) * 2
+                tl.store(own_mass_ptr, tl.sum(weight, 0))
+                tl.store(own_mass_ptr + 1, differs)
+        if first_tile == 0:
             tl.store(state_ptr + b * 4, p_shift)
             tl.store(state_ptr + b * 4 + 1, p_weight)
             tl.store(state_ptr + b * 4 + 2, q_shift)
             tl.store(state_ptr + b * 4 + 3, q_weight)
-    if tile == 0:
+    if first_tile == 0:
         tl.store(num_accepted_ptr + b, n.to(tl.int64))

@@ -26,6 +26,7 @@ from ..rows import (
     FLOAT32_MAX,
     combine_argmax,
     combine_stats,
+    exponential,
     inverse_temperature,
     load_own_tile,
     load_partials,
@@ -33,8 +34,8 @@ from ..rows import (
     pick_tile,
     pick_token,
     row_lead,
+    scaled_stats,
     tile_argmax,
-    tile_stats,
     tile_tokens,
 )
 from . import walk
@@ -54,7 +55,7 @@ def one_minus_exp(gap):
     series = 1.0 - gap * (1.0 / 4) * series
     series = 1.0 - gap * (1.0 / 3) * series
     series = 1.0 - gap * (1.0 / 2) * series
-    return tl.where(gap < 0.25, gap * series, 1.0 - tl.exp(-gap))
+    return tl.where(gap < 0.25, gap * series, 1.0 - exponential(-gap))
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def floor(z, lowest):
 @triton.jit
 def score(z, alpha, inverse_range):
     """sigmoid((z - alpha) / (beta - alpha)), 0 for an excluded logit."""
-    return tl.where(z > float("-inf"), 1.0 / (1.0 + tl.exp((alpha - z) * inverse_range)), 0.0)
+    return tl.where(z > float("-inf"), 1.0 / (1.0 + exponential((alpha - z) * inverse_range)), 0.0)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def residual_score(z_p, z_q, alpha, inverse_range):
     q_logit = tl.where(has_q, z_q, 0.0)
     gap = tl.maximum((z_p - q_logit) * inverse_range, 0.0)
     # p > 0 wherever the gap is: an excluded target logit leaves no gap.
-    difference = p * one_minus_exp(gap) / (1.0 + tl.exp((q_logit - alpha) * inverse_range))
+    difference = p * one_minus_exp(gap) / (1.0 + exponential((q_logit - alpha) * inverse_range))
     return tl.where(has_q, difference, p)
 
 
@@ -131,9 +132,8 @@ def score_kernel(
     BLOCK_K: tl.constexpr,
     WALK: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    tile = (program % num_tiles).to(tl.int32)
-    b = program // num_tiles
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     temperature = 1.0
@@ -143,7 +143,8 @@ def score_kernel(
     partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
 
     if temperature == 0:
-        for k in range(num_drafts + 1):
+        # Addresses hoisted out of the loop made `ptxas` spill in small tiles, those left in it in large ones.
+        for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:
                 row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
@@ -181,7 +182,7 @@ def score_kernel(
         lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
         z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
         if n == num_drafts:
-            first, second = tile_stats(z_p)
+            first, second = scaled_stats(z_p)
         else:
             z_p = floor(z_p, lowest)
             second = tl.sum(score(z_p, alpha, inverse_range), 0)
@@ -289,13 +290,13 @@ def draw_kernel(
         residual = tl.where(first > 0, first, 0.0)
         has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
         # The residual after a rejection; p^ after padding and for an empty residual; softmax for the bonus.
-        mass = tl.where(has_residual, residual, tl.where(n == num_drafts, second * tl.exp(first - shift), second))
+        mass = tl.where(has_residual, residual, tl.where(n == num_drafts, second * exponential(first - shift), second))
         tile, threshold = pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b * stride_s))
 
         row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
         lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
         z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
-        weight = tl.exp(z_p - shift)
+        weight = exponential(z_p - shift)
         if n < num_drafts:
             z_p = floor(z_p, lowest)
             weight = score(z_p, alpha, inverse_range)
@@ -355,7 +356,7 @@ def verify_sigmoid(
         "num_warps": launch.num_warps(tile),
     }
     score_range = (alpha, 1.0 / (beta - alpha), alpha - 80.0 * (beta - alpha))
-    wrap_triton(score_kernel)[(batch * num_tiles,)](
+    wrap_triton(score_kernel)[(batch, num_tiles)](
         target_logits,
         draft_logits,
         draft_tokens,
