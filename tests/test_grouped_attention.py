@@ -55,13 +55,13 @@ def test_it_is_the_attention_of_transformers(group: int, count: int, dtype: torc
     assert group == 1 or not torch.allclose(wrong.flip(2), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("case", ["no mask", "a mask for each head", "bias"])
+@pytest.mark.parametrize("case", ["no mask", "a mask for each head", "bias", "long"])
 def test_what_it_does_not_fold_is_left_to_transformers(case: str) -> None:
-    query, key, value, mask = inputs(3, 4)
+    query, key, value, mask = inputs(3, 9 if case == "long" else 4)
     arguments: dict[str, Any] = {}
     if case == "bias":
         arguments["position_bias"] = torch.randn(1, 6, 4, 13, generator=torch.Generator().manual_seed(0))
-    chosen = {"no mask": None, "bias": mask, "a mask for each head": mask.expand(-1, 6, -1, -1)}[case]
+    chosen = {"no mask": None, "a mask for each head": mask.expand(-1, 6, -1, -1)}.get(case, mask)
     found = grouped_attention(Module(3), query, key, value, chosen, **arguments)[0]
     assert torch.equal(found, sdpa_attention_forward(Module(3), query, key, value, chosen, **arguments)[0])
 
