@@ -16,8 +16,8 @@ from ..drafts import LanguageModel
 
 __all__ = ["RowReader", "as_row_reader", "groups_of", "read_ragged"]
 
-# What a forward costs beside its tokens, in tokens: each reads all weights. SmolLM2 135M in float32: 23 with one thread,
-# 36 with two.
+# What a forward costs beside its tokens, in tokens: each reads all weights. SmolLM2 135M in float32: 23 with one
+# thread, 36 with two.
 FORWARD_COST = 32
 # Rows apart from the others are gathered from the cache, so a little that is saved is nothing saved.
 MOST_OF_PADDED = 0.75
