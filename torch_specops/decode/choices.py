@@ -81,7 +81,7 @@ def as_verify(verify: str, draft: DraftSource | None, lenience: float, argmax_le
     return _verify_sigmoid
 
 
-# Steps whose gain pays for compiling on a CPU: 2,700 (greedy) to 7,100 (sampled) by benchmarks/results, cpu-compile and
+# Steps whose gain pays for compiling on a CPU: 3,500 (greedy) to 7,100 (sampled) by benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000
 
