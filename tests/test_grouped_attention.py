@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny
+from tiny_models import FAMILIES, PROMPTS, padded, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torch_specops.hf import attention, language_model
-from torch_specops.hf.attention import grouped_attention
+from torch_specops.hf.attention import grouped, grouped_attention
 from torch_specops.hf.models import TransformersModel
 
 GROUPED = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
@@ -132,6 +132,21 @@ def test_which_models_are_grouped(family: str) -> None:
     if family in GROUPED:
         # Its layers keep the whole model's config.
         assert model.first_layers(1)._grouped == model._grouped
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_transformers_may_use_the_model_meanwhile(family: str) -> None:
+    model = language_model(tiny(family))
+    input_ids, mask = padded(PROMPTS, "left")
+
+    def texts() -> Tensor:
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return model.model.generate(input_ids, attention_mask=mask, **settings)
+
+    expected = texts()
+    with grouped(model._grouped):
+        assert model.model.config._attn_implementation == attention.GROUPED
+        assert torch.equal(texts(), expected)
 
 
 def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from .architecture import layers_of
 
@@ -50,7 +51,9 @@ def grouped_attention(
     return output.reshape(batch, num_heads, count, -1).transpose(1, 2).contiguous(), None
 
 
+# Another thread may use the model meanwhile, in transformers' own way; it gets the same masks and the same attention.
 AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def configs_to_group(model: PreTrainedModel) -> list[PreTrainedConfig]:
