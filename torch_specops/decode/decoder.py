@@ -300,7 +300,7 @@ class SpeculativeDecoder:
             self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
             self._cost_is_measured = True
         num_draft_tokens = self.schedule.first()
-        self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+        self._prepare(num_draft_tokens)
         before = time.perf_counter()
         while True:
             reader.push(self._runner.run(num_draft_tokens, self.schedule))
@@ -312,13 +312,16 @@ class SpeculativeDecoder:
             self._num_eager_steps += not self.compiled
             active = [bool(row) for row in record[:, -2]]
             num_draft_tokens = self._next(step, active)
-            self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+            self._prepare(num_draft_tokens)
             yield step
             if all(step.finished):
                 return
             self._check_is_newest(stream)
             # What a caller did with the step is no time of the loop.
             before = time.perf_counter()
+
+    def _prepare(self, num_draft_tokens: int) -> None:
+        self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
 
     def _check_is_newest(self, stream: int) -> None:
         if stream != self._num_streams:
@@ -334,7 +337,7 @@ class SpeculativeDecoder:
         most = self.schedule.buckets[-1]
         seconds = []
         for num_draft_tokens in (0, most):
-            self._stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+            self._prepare(num_draft_tokens)
             # Rows that have ended have padding alone, and it is the price of drafts that is asked for.
             seconds.append(self._runner.seconds_of(num_draft_tokens))
         plain, drafting = seconds

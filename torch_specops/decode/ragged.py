@@ -71,12 +71,11 @@ def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_propos
     groups = groups_of(num_proposed.tolist(), (~finished).tolist())
     if groups is None:
         return target.forward(tokens, positions, width)
-    logits: Tensor | None = None
+    parts = []
     for members, count in groups:
         rows = torch.tensor(members)
-        part = target.forward(tokens[rows, :count], positions[rows, :count], count, rows)
-        if logits is None:
-            logits = part.new_zeros(batch, width, part.shape[2])
-        logits[rows, :count] = part
-    assert logits is not None
+        parts.append((rows, target.forward(tokens[rows, :count], positions[rows, :count], count, rows)))
+    logits = parts[0][1].new_zeros(batch, width, parts[0][1].shape[2])
+    for rows, part in parts:
+        logits[rows, : part.shape[1]] = part
     return logits

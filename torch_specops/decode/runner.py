@@ -134,10 +134,11 @@ class StepRunner:
         proposal = (propose if compiles_itself else self._piece(propose, num_draft_tokens))(
             self._draft, state, num_draft_tokens
         )
-        # Shapes are free here, and a forward over fewer tokens is cheaper.
-        is_ragged = schedule is not None and not self.compiled and state.tokens.device.type == "cpu"
-        if schedule is not None and is_ragged:
+        row_reader = None
+        if schedule is not None and not self.compiled and state.tokens.device.type == "cpu":
+            # Shapes are free here, and a forward over fewer tokens is cheaper.
             proposal = shortened(proposal, self._width(proposal, schedule))
+            row_reader = self._row_reader
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
             self._target,
@@ -147,7 +148,7 @@ class StepRunner:
             proposal.lse,
             self.verify,
             unread_length,
-            self._row_reader if is_ragged else None,
+            row_reader,
         )
 
     def _width(self, proposal: Draft, schedule: Schedule) -> int:

@@ -37,9 +37,9 @@ def grouped_attention(
     """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]."""
     batch, num_heads, count, head_dim = query.shape
     group = num_heads // key.shape[1]
-    is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and position_bias is None
     # The mask is copied for each head of a group. For a long prompt that is more than the keys are.
-    if group == 1 or count > head_dim or not is_plain or attention_mask is None:
+    is_long = count > head_dim
+    if group == 1 or is_long or attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # [B, heads, G * n, D] and [B, 1, G * n, W]: the queries of a head's group one after another.

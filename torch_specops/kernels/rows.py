@@ -66,6 +66,7 @@ def row_lead(row_ptr, UNIT_STRIDE: tl.constexpr):
 @triton.jit
 def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """[TILE] raw logits of a row whose boundary, row_ptr - lead, is a multiple of 16 bytes."""
+    # Widened in each branch: behind them it would cost 16 instructions more (docs/performance.md).
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)

@@ -70,25 +70,19 @@ def token_zero(tokens: Tensor, vocab_size: int) -> None:
 
 
 def fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
-    """Whole target rows: row 0 at every position, row 1 at position 0, row 2 at the bonus position; half of row 3."""
-
-    def edit(target: Tensor, draft: Tensor) -> None:
-        target[0] = value
-        target[1, 0] = value
-        target[2, -1] = value
-        target[3, :, ::2] = value
-
-    return edit
+    return lambda target, draft: _fill(target, value)
 
 
 def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
-    def edit(target: Tensor, draft: Tensor) -> None:
-        draft[0] = value
-        draft[1, 0] = value
-        draft[2, -1] = value
-        draft[3, :, ::2] = value
+    return lambda target, draft: _fill(draft, value)
 
-    return edit
+
+def _fill(logits: Tensor, value: float) -> None:
+    """Row 0 at every position, row 1 at the first one, row 2 at the last one; half of row 3."""
+    logits[0] = value
+    logits[1, 0] = value
+    logits[2, -1] = value
+    logits[3, :, ::2] = value
 
 
 def fill_mixed(target: Tensor, draft: Tensor) -> None:
