@@ -113,6 +113,8 @@ def residual_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    lenience, argmax_gap = tl.cast(lenience, tl.float32), tl.cast(argmax_gap, tl.float32)
     first_tile = tl.program_id(1) * tiles_per_program
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:

@@ -116,6 +116,9 @@ def score_kernel(
     WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
+    lowest = tl.cast(lowest, tl.float32)
     tile = tl.program_id(1)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
@@ -223,6 +226,9 @@ def draw_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
+    lowest = tl.cast(lowest, tl.float32)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     first_row = b * (num_drafts + 1)
