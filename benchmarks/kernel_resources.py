@@ -1,6 +1,6 @@
 """Compile every kernel ahead of time, with no GPU, and report registers, spills and the width of its loads.
 
-    python benchmarks/kernel_resources.py [--out FILE.json] [--target sm_90 ...]
+    python benchmarks/kernel_resources.py [--out FILE.json] [--target sm_90 ...] [--every 1]
 
 A build knows what its caller would state. An eager call: nothing of sizes, strides and addresses. A graph of Inductor:
 addresses are multiples of 16 bytes; a size is a constant where it is 1, and marked where it is a multiple of 16; a
@@ -151,6 +151,12 @@ def builds() -> Iterator[Build]:
             yield build
 
 
+def share(first: int, step: int) -> list[Build]:
+    """Of each kernel the first-th build and every step-th from there."""
+    every = list(builds())
+    return [build for kernel in KERNELS for build in [b for b in every if b.kernel == kernel][first::step]]
+
+
 def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[Build]:
     types = {
         **TYPES,
@@ -268,21 +274,22 @@ def count_loads(sass: str) -> tuple[int, int]:
     return wide, len(loads) - wide
 
 
-def compile_all(target: str, processes: int = 2) -> Iterator[Resources]:
+def compile_all(chosen: list[Build], target: str, processes: int = 2) -> Iterator[Resources]:
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(partial(compile_build, target=target), list(builds()), chunksize=4)
+        yield from pool.map(partial(compile_build, target=target), chosen, chunksize=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--out", type=Path, help="write every build's resources as JSON")
+    parser.add_argument("--every", type=int, default=1, help="compile every so many-th build of a kernel")
     arguments = parser.parse_args()
-    count = len(list(builds()))
+    chosen = share(0, arguments.every)
     results = [
         result
         for target in arguments.target
-        for result in track(compile_all(target), f"compiling for {target}", total=count)
+        for result in track(compile_all(chosen, target), f"compiling for {target}", total=len(chosen))
     ]
 
     table = Table("kernel", "target", "builds", "registers", "spill bytes", "128-bit loads", title="Kernel resources")

@@ -19,18 +19,12 @@ from torch_specops.kernels import launch, rows  # noqa: E402
 SHARES = {"sm_90": (0, 10), "sm_80": (3, 40), "sm_100": (13, 40), "gfx942": (23, 40)}
 
 
-def share(target: str) -> list[aot.Build]:
-    first, step = SHARES[target]
-    builds = list(aot.builds())
-    return [build for kernel in aot.KERNELS for build in [b for b in builds if b.kernel == kernel][first::step]]
-
-
 def test_the_builds_are_those_of_launches() -> None:
     """Each once; every tile with a temperature and without, and with sizes of either width."""
     builds = list(aot.builds())
     assert set(SHARES) == set(aot.TARGETS)
     assert len({(b.kernel, b.types, b.constants, b.multiples) for b in builds}) == len(builds)
-    assert {b.kernel for b in builds} == set(aot.KERNELS) == {b.kernel for b in share("sm_90")}
+    assert {b.kernel for b in builds} == set(aot.KERNELS) == {b.kernel for b in aot.share(*SHARES["sm_90"])}
     found = {
         (dict(b.types)["vocab_size"], constants["TILE"], constants["HAS_TEMPERATURE"])
         for b in builds
@@ -43,7 +37,7 @@ def test_the_builds_are_those_of_launches() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_no_register_spills(target: str) -> None:
-    results = [aot.compile_build(build, target) for build in share(target)]
+    results = [aot.compile_build(build, target) for build in aot.share(*SHARES[target])]
     spilled = [result for result in results if result.spill_bytes > 0]
     assert not spilled
 
