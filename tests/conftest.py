@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+# Before a kernel is defined, which happens on the first import of the package's kernels.
+if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
+    import cuda_stand_in
+
+    cuda_stand_in.install()
+
 from torch_specops.testing import Case, Comparison
 
 # The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
