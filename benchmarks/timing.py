@@ -1,7 +1,9 @@
-"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory."""
+"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory; and
+the file that they write."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +35,12 @@ Call = Callable[[], object]
 CPU_CACHE_BYTES = 64 * 2**20
 ROTATE = 2
 MAX_SETS = {"cpu": 64, "cuda": 512}
+# Graphs of a single call: each has its own set of inputs.
+MAX_SINGLE = 8
+# How much is read before a replay, in caches: on an H200 it takes 50 us, and queueing what is timed takes about 15.
+LEAD = 4
+# What the commit is where there is no clone to ask.
+COMMIT = "TORCH_SPECOPS_COMMIT"
 
 
 def wide_console() -> Console:
@@ -54,14 +62,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def call_seconds(call: Call, device: torch.device) -> float:
+class Lead:
+    """Work that the device does while the host queues what is timed, so that no launch is waited for between the two
+    events. It reads memory that nothing else uses, so the last cache is cold behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(LEAD * cache_bytes(device) // 4, device=device)
+
+    def __call__(self) -> None:
+        self._memory.sum()
+
+
+def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> float:
     """One call: by the clock on a CPU; on CUDA between two events of its stream, so launches that the device waits for
-    count."""
+    count, unless `lead` keeps it busy before."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if lead is not None:
+        lead()
     begin.record()
     call()
     end.record()
@@ -85,13 +106,23 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def timers(calls: Sequence[Call], device: torch.device, graphs: bool = True) -> dict[str, Callable[[int], float]]:
-    """mode -> round -> seconds per call; one call per set of inputs. "call" is a Python call; "graph", on CUDA alone,
-    replays a CUDA graph of all of them, and divides by their number."""
+def timers(
+    calls: Sequence[Call], device: torch.device, graphs: bool = True, cold: bool = True
+) -> dict[str, Callable[[int], float]]:
+    """mode -> round -> seconds per call; one call per set of inputs.
+
+    "call" is a Python call with its launches. On CUDA also "graph", the replay of one CUDA graph of all calls over
+    their number, so that the end of one call overlaps the start of the next; and "replay", one replay of a graph of one
+    call, which is what a step of decoding pays. Inputs that are to stay in the cache (`cold` false) have no "replay".
+    """
     found: dict[str, Callable[[int], float]] = {"call": lambda i: call_seconds(calls[i % len(calls)], device)}
     if device.type == "cuda" and graphs:
+        lead = Lead(device) if cold else None
         graph = capture(calls)
-        found["graph"] = lambda i: call_seconds(graph.replay, device) / len(calls)
+        found["graph"] = lambda i: call_seconds(graph.replay, device, lead) / len(calls)
+        if cold:
+            single = [capture([call]) for call in calls[:MAX_SINGLE]]
+            found["replay"] = lambda i: call_seconds(single[i % len(single)].replay, device, lead)
     return found
 
 
@@ -175,18 +206,57 @@ def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[st
     return json.loads(result.stdout.splitlines()[-1])
 
 
+class Report:
+    """A JSON file of an environment and records, written anew with every record: a run that is killed leaves what it
+    measured.
+
+    Args:
+        path: None = nothing is written.
+        described: where and with what it was measured (`environment`).
+        more: further entries.
+    """
+
+    def __init__(self, path: Path | None, described: dict[str, Any], **more: Any) -> None:
+        self.path = path
+        self.written: dict[str, Any] = {"environment": described, **more, "records": []}
+        self.write()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return self.written["records"]
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        self.records.extend(records)
+        self.write()
+
+    def write(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.written)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Renamed when whole: whoever is stopped here leaves the file before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
 def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "driver": driver_version() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "cuda": torch.version.cuda,
         "torch_specops": torch_specops.__version__,
         "commit": commit(),
+        "sources": digest_of_sources(),
         **more,
     }
 
@@ -199,17 +269,36 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def triton_version() -> str | None:
+def version_of(package: str) -> str | None:
     try:
-        return metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
+def driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
 def commit() -> str | None:
-    """ "-dirty" behind it: with changes that were not committed."""
+    """ "-dirty" behind it: with changes that were not committed. None: neither a clone nor said in the environment."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def digest_of_sources() -> str:
+    """Of the package's Python files: which code ran, also where no commit is known."""
+    folder = Path(torch_specops.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]

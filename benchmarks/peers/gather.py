@@ -2,10 +2,10 @@
 
     python benchmarks/peers/gather.py [--python 3.12] [--git optimized-speculative-sampling=PATH_OR_URL]
 
-FlashInfer, vLLM and SGLang come from their wheels, by pip, and of each only the files that its adapter loads: FlashInfer's
-sampling functions with the CUDA sources that they compile, and the others' Triton files. Wagner et al.'s kernels come
-from the authors' repository, by git. Versions, hashes and the commit are fixed here. `manifest.json` holds the hash of
-every file; run again, files are compared with it, and only what is missing or differs is brought anew.
+FlashInfer, vLLM and SGLang come from their wheels, by pip, and of each only the files that its adapter loads:
+FlashInfer's sampling functions with the CUDA sources that they compile, and the others' Triton files. Wagner et al.'s
+kernels come from the authors' repository, by git. Versions, hashes and the commit are fixed here. `manifest.json` holds
+the hash of every file; run again, files are compared with it, and only what is missing or differs is brought anew.
 
 The files are for x86-64 Linux, and one of them for one version of Python: --python names it where the files are to be
 used elsewhere. CUDA sources are compiled where they are used, with `nvcc`.
@@ -110,7 +110,10 @@ SOURCES: tuple[Wheel | Repository, ...] = (
             *(f"flashinfer/jit/{name}.py" for name in ("_cuda_architecture", "cake_blackwell_softmax", "core")),
             *(f"flashinfer/jit/{name}.py" for name in ("cpp_ext", "env", "sampling", "spdlog", "utils")),
             *(f"flashinfer/trace/{name}.py" for name in ("template", "templates/_init_helpers", "templates/sampling")),
-            *(f"flashinfer/data/csrc/{name}" for name in ("sampling.cu", "renorm.cu", "flashinfer_sampling_binding.cu")),
+            *(
+                f"flashinfer/data/csrc/{name}"
+                for name in ("sampling.cu", "renorm.cu", "flashinfer_sampling_binding.cu")
+            ),
             *(f"flashinfer/data/csrc/{name}" for name in ("sampling_utils.h", "tvm_ffi_utils.h")),
             *(f"flashinfer/data/include/flashinfer/{pattern}" for pattern in ("*.cuh", "*.h")),
             *(f"flashinfer/data/cccl/{name}/" for name in ("cub/cub", "libcudacxx/include", "thrust/thrust")),
@@ -209,7 +212,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=EXTERNAL)
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info), help="version that will load the files")
-    parser.add_argument("--git", action="append", default=[], metavar="NAME=PATH_OR_URL", help="another place of a clone")
+    parser.add_argument(
+        "--git", action="append", default=[], metavar="NAME=PATH_OR_URL", help="another place of a clone"
+    )
     options = parser.parse_args(arguments)
     names = [source.name for source in SOURCES if isinstance(source, Repository)]
     places = dict(place.partition("=")[::2] for place in options.git)
