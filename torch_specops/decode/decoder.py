@@ -189,7 +189,7 @@ class SpeculativeDecoder:
         The arguments are checked and the prompts are read at the call, before the first step.
         """
         self._num_streams += 1
-        with torch.inference_mode():
+        with torch.inference_mode(), self._runner.on_device():
             self._start(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs)
         return self._steps(self._num_streams)
 
@@ -197,12 +197,16 @@ class SpeculativeDecoder:
     def output(self, interrupted: bool = False) -> GenerationOutput:
         """The sequences as they stand, and what the steps so far add up to."""
         state = self._runner.state
-        lengths = state.lengths.clone()
+        # What the steps told: on CUDA the state may be one step ahead.
+        lengths = torch.tensor(self._lengths, device=state.tokens.device)
         width = int(lengths.max())
         inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
         sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
-        failed = state.failed.nonzero().flatten().tolist()
-        errors = {row: f"target: no finite logit after {int(lengths[row])} tokens" for row in failed}
+        errors = {
+            row: f"target: no finite logit after {self._lengths[row]} tokens"
+            for row in state.failed.nonzero().flatten().tolist()
+            if self._finished[row]
+        }
         return GenerationOutput(sequences, self._prompt_lengths.clone(), lengths, self._stats, errors, interrupted)
 
     def _start(
@@ -251,6 +255,8 @@ class SpeculativeDecoder:
             inputs or {},
         )
         self._prompt_lengths = state.lengths.clone()
+        self._lengths = lengths.tolist()
+        self._finished = (limits <= lengths.cpu()).tolist()
         self.target.start(batch, capacity, inputs)
         if not self.compiled and self._cost_is_measured and bool((lengths == lengths[0]).all()):
             # Eagerly, prompts of one length are read together with the first drafts: a forward less.
@@ -263,6 +269,7 @@ class SpeculativeDecoder:
         if self.draft is not None:
             self.draft.compile(self._runner.draft_shape)
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
+        self._runner.keep_valid_graphs()
         self._stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
         self.schedule.reset()
         self._runner.synchronize()
@@ -309,6 +316,8 @@ class SpeculativeDecoder:
                 continue
             step = step_of(record, time.perf_counter() - before)
             self._stats.add(step)
+            self._finished = step.finished
+            self._lengths = [n + len(tokens) for n, tokens in zip(self._lengths, step.tokens, strict=True)]
             self._num_eager_steps += not self.compiled
             active = [bool(row) for row in record[:, -2]]
             num_draft_tokens = self._next(step, active)

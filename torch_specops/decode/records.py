@@ -33,7 +33,8 @@ class RecordReader:
         pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        # The stream that the copy is on, which need not be that of the current device.
+        event.record(torch.cuda.current_stream(record.device))
         self._queue.append((pinned, event))
 
     def pop(self) -> Tensor | None:

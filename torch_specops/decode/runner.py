@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compilation import CompiledPieces
 from ..drafts import Draft, DraftSource, LanguageModel
+from ..drafts.base import static_tensors_of
 from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from .ragged import as_row_reader
@@ -48,10 +49,12 @@ class StepRunner:
         self._state: DecodeState | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ready: set[int] = set()
+        # What the graphs read and write, kept alive for them: as long as a tensor lives, no other has its address.
+        self._captured: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process.
-        return vars(self) | {"_graphs": {}, "_ready": set()}
+        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": []}
 
     @property
     def state(self) -> DecodeState:
@@ -67,7 +70,11 @@ class StepRunner:
     def start(self, values: DecodeState, inputs: Mapping[str, Tensor]) -> DecodeState:
         """Begin a batch: its state on the target's device, in the tensors of the state before where the shapes are the
         same, because graphs know their addresses."""
-        self._shape = _shape_of(values, inputs)
+        shape = _shape_of(values, inputs)
+        if shape != self._shape:
+            # Before the models make room for the new batch.
+            self._forget_graphs()
+        self._shape = shape
         self.unread_length = None
         new = _tensors_of(values)
         if self._state is not None and self._state.is_sampled == values.is_sampled:
@@ -79,9 +86,25 @@ class StepRunner:
         moved: dict[str, Any] = {name: tensor.to(self._target.device, copy=True) for name, tensor in new.items()}
         sampling = SamplingTensors(**{name: moved.pop(name) for name in _tensors_of(values.sampling)})
         self._state = replace(values, sampling=sampling, **moved)
+        return self._state
+
+    def keep_valid_graphs(self) -> None:
+        """Called once the models are ready for the batch: CUDA graphs stay if all that they captured is where it was.
+        A model may have a new cache although no shape has changed, if another decoder used it in between."""
+        if self._target.device.type != "cuda":
+            return
+        parts = [self._target] if self._draft is None else [self._target, self._draft]
+        tensors = static_tensors_of(*parts)
+        static = [part for tensor in tensors or () for part in _parts_of(tensor)]
+        found = [*_tensors_of(self.state).values(), *static]
+        if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
+            self._forget_graphs()
+        self._captured = found
+
+    def _forget_graphs(self) -> None:
         self._graphs.clear()
         self._ready.clear()
-        return self._state
+        self._captured = []
 
     def run(self, num_draft_tokens: int, schedule: Schedule | None = None) -> Tensor:
         """One step; returns its record.
@@ -90,18 +113,19 @@ class StepRunner:
             schedule: what says how many of the drafts are worth reading, where that can be asked; None = all that a
                 batch has, its padding too.
         """
-        if num_draft_tokens in self._graphs:
-            graph, record = self._graphs[num_draft_tokens]
-            graph.replay()
-            return record
-        return self._step(num_draft_tokens, schedule)
+        with self.on_device():
+            if num_draft_tokens in self._graphs:
+                graph, record = self._graphs[num_draft_tokens]
+                graph.replay()
+                return record
+            return self._step(num_draft_tokens, schedule)
 
     def prepare(self, num_draft_tokens: int) -> float:
         """Compile and capture the step for this K, unless that was done; returns the seconds it took."""
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
-        with self._nothing_emitted():
+        with self.on_device(), self._nothing_emitted():
             if self._target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
@@ -120,6 +144,11 @@ class StepRunner:
                 self.synchronize()
                 times.append(time.perf_counter() - started)
         return sorted(times)[1]
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the target's device the current one, which Triton launches on and streams belong to."""
+        device = self._target.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def synchronize(self) -> None:
         if self._target.device.type == "cuda":
@@ -182,7 +211,9 @@ class StepRunner:
         torch.cuda.current_stream().wait_stream(side)
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # torch's own capture stream belongs to whichever device captured first, and its own error mode forbids other
+        # threads to use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             record = self._step(num_draft_tokens)
         self._graphs[num_draft_tokens] = (graph, record)
 
@@ -197,3 +228,13 @@ def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
     """Every tensor of a state, by name; those of its sampling too."""
     tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
     return tensors | _tensors_of(values.sampling) if isinstance(values, DecodeState) else tensors
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the data: those inside a quantised weight."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+    else:
+        for name in flatten()[0]:
+            yield from _parts_of(getattr(tensor, name))

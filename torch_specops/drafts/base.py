@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..sampling import SamplingTensors
 
-__all__ = ["Draft", "DraftSource", "LanguageModel"]
+__all__ = ["Draft", "DraftSource", "LanguageModel", "static_tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ class DraftSource(ABC):
                 graphs. None = decode as it stands.
         """
 
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        """The tensors that `propose` finds at the same addresses in every step, and that `start` or the user may
+        replace: a cache, weights. A CUDA graph of a step is kept as long as they are the same. None = not known: steps
+        are then captured anew for every batch."""
+        return None
+
     @abstractmethod
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -90,7 +96,11 @@ class DraftSource(ABC):
 @runtime_checkable
 class LanguageModel(Protocol):
     """A causal language model over ragged rows: each sequence has its own length, and the model's memory of it is a
-    static cache that is written at any position."""
+    static cache that is written at any position.
+
+    It may also have `static_tensors()`, as `DraftSource` has: its cache, and its weights. Without it, CUDA graphs are
+    captured anew for every batch.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -122,3 +132,15 @@ class LanguageModel(Protocol):
     def first_layers(self, num_layers: int) -> LanguageModel:
         """The model that stops after its first layers, with the same weights and a cache of its own."""
         ...
+
+
+def static_tensors_of(*parts: object) -> list[Tensor] | None:
+    """The static tensors of models and draft sources together; None if one of them does not say."""
+    tensors: list[Tensor] = []
+    for part in parts:
+        own = getattr(part, "static_tensors", None)
+        found = None if own is None else own()
+        if found is None:
+            return None
+        tensors += found
+    return tensors

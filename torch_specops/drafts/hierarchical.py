@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..sampling import SamplingTensors
 from ..verification import verify_exact
-from .base import Draft, DraftSource, LanguageModel
+from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 from .model import ModelDraft
 from .prompt_lookup import PromptLookup
 
@@ -87,6 +87,9 @@ class HierarchicalDraft(ModelDraft):
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
         self.inner.start(tokens, lengths, capacity, inputs)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.model, self.inner)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compilation import CompiledPieces
 from ..sampling import SamplingTensors, sample
 from ..uniforms import uniforms
-from .base import Draft, DraftSource, LanguageModel
+from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 
 __all__ = ["ModelDraft"]
 
@@ -46,6 +46,9 @@ class ModelDraft(DraftSource):
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.model)
 
     def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
         return function if self._shape is None else self._pieces.get(function, self._shape, *key)

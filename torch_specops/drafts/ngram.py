@@ -139,6 +139,10 @@ class NGram(DraftSource):
             max_candidates=kept,
         )
 
+    def static_tensors(self) -> Sequence[Tensor]:
+        # The tables stay what they are.
+        return ()
+
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:

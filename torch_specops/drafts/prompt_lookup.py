@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,9 @@ class PromptLookup(DraftSource):
             raise ValueError(f"min_ngram: expected a number >= 1, got {self.min_ngram}")
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram: expected a number >= min_ngram = {self.min_ngram}, got {self.max_ngram}")
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        return ()
 
     def propose(
         self,

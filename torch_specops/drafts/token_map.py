@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .base import LanguageModel
+from .base import LanguageModel, static_tensors_of
 
 __all__ = ["TokenMap", "twin_tokens"]
 
@@ -84,6 +84,9 @@ class TokenMap:
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         logits = self.model.forward(self._read_as[tokens], positions, num_logits)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.model)
 
     def first_layers(self, num_layers: int) -> TokenMap:
         return TokenMap(self.model.first_layers(num_layers), self._draft_of_target, self.unknown)

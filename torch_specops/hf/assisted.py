@@ -92,12 +92,13 @@ class AssistedStats:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.profiler.record_function(LABEL):
             if on_gpu:
-                start.record()
+                stream = torch.cuda.current_stream(candidate_input_ids.device)
+                start.record(stream)
             started = time.perf_counter()
             tokens, num_matches = sampler(candidate_input_ids, candidate_logits, num_drafts, *rest)
             seconds = time.perf_counter() - started
             if on_gpu:
-                end.record()
+                end.record(stream)
         n = int(num_matches)
         # A draft that ends the text is kept without a next token, and then one less is reported as matched. Nothing
         # else makes the last token equal to the draft in its place: a residual has no weight there.

@@ -86,6 +86,11 @@ class CrossCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_CrossLayer() for _ in range(num_layers)])
 
+    @property
+    def key_values(self) -> list[Tensor]:
+        """Keys and values of every layer that a forward has written."""
+        return [tensor for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
+
 
 class _CrossLayer(CacheLayerMixin):
     is_compileable = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import GenerationOutput, SpeculativeDecoder
 from ..drafts import DraftSource, LanguageModel
+from ..drafts.base import static_tensors_of
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .models import EncoderDecoderModel, TransformersModel, language_model
@@ -174,6 +175,10 @@ class _Suppressing:
         logits = self.model.forward(tokens, positions, num_logits)
         is_first = positions[:, -logits.shape[1] :] + 1 == self._first.unsqueeze(1)
         return logits.masked_fill(self._never | (is_first.unsqueeze(2) & self._never_first), -torch.inf)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        tensors = static_tensors_of(self.model)
+        return None if tensors is None else [*tensors, self._never, self._never_first, self._first]
 
     def first_layers(self, num_layers: int) -> LanguageModel:
         return self.model.first_layers(num_layers)

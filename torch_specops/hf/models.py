@@ -163,6 +163,11 @@ class TransformersModel:
         shape: by the buffers of a module that is to be exported."""
         return self._require_cache().key_values
 
+    def static_tensors(self) -> list[Tensor]:
+        """Weights and cache."""
+        cache = [tensor for layer in self.key_values for tensor in (layer.keys, layer.values)]
+        return [*self.model.parameters(), *self.model.buffers(), *cache]
+
     @property
     def reads_rows(self) -> bool:
         """Whether `forward` can read some rows alone, once it has read all of them."""
@@ -293,6 +298,12 @@ class EncoderDecoderModel(TransformersModel):
             self._cross_cache = CrossCache(self._num_layers)
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
         self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Weights, caches, and what the encoder said."""
+        encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
+        cross = [] if self._cross_cache is None else self._cross_cache.key_values
+        return [*super().static_tensors(), *encoder, *cross]
 
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
         name = self.model.main_input_name
