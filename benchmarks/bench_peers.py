@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +48,7 @@ from timing import (
     environment,
     number_of_sets,
     peak_bytes,
+    process_of,
     take_turns,
     timers,
     wide_console,
@@ -188,8 +188,8 @@ def build(peers: Iterable[Peer], device: torch.device, report: Report) -> None:
     """Each in a process of its own, and one problem of it, which compiles what there is to compile."""
 
     def compiled(peer: Peer) -> dict[str, Any]:
-        size = ["--batch", "2", "--vocab", "512", "--rounds", "2", "--no-compiled", "--device", str(device)]
-        command = [sys.executable, __file__, *size, "--only", peer.name]
+        size = ["--batch", "1", "--num-draft-tokens", "2", "--vocab", "64", "--rounds", "2", "--device", str(device)]
+        command = [*process_of(__file__), *size, "--no-compiled", "--only", peer.name]
         started = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines = done.stdout.splitlines()

@@ -15,7 +15,6 @@ import csv
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 from problems import Problem, make_inputs, op_arguments
-from timing import ROTATE, Report, cache_bytes, copy_rate, environment
+from timing import ROTATE, Report, cache_bytes, copy_rate, environment, process_of
 
 import torch_specops
 
@@ -44,7 +43,7 @@ def bytes_by_counter(problem: Problem, with_lse: bool) -> dict[str, float]:
     command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
     command += ["--metrics", ",".join(METRICS.values()), "--csv", "--print-units", "base"]
     described = json.dumps(asdict(problem) | {"with_lse": with_lse})
-    command += [sys.executable, __file__, "--watched", described]
+    command += [*process_of(__file__), "--watched", described]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:

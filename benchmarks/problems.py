@@ -167,7 +167,7 @@ def centred(inputs: Inputs) -> Inputs:
         if n < num_drafts:
             weights = (weights - inputs["draft_logits"][b, n].double().softmax(-1)).clamp(min=0)
         likely = weights.topk(min(4, int((weights > 0).sum()))).indices
-        token = likely[b % len(likely)]
+        token = int(likely[b % len(likely)])
         s[b] = ((weights[:token].sum() + weights[token] / 2) / weights.sum()).to(s.dtype)
     return inputs | {"sample_uniforms": s}
 

@@ -41,6 +41,8 @@ MAX_SINGLE = 8
 LEAD = 4
 # What the commit is where there is no clone to ask.
 COMMIT = "TORCH_SPECOPS_COMMIT"
+# Set where processes run on the stand-in for CUDA (tests/cuda_stand_in).
+STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN"
 
 
 def wide_console() -> Console:
@@ -91,12 +93,11 @@ def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> 
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls, one after the other."""
+    """A CUDA graph of the calls, one after the other. What they compile is compiled by one call before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            calls[0]()
+        calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,7 +130,7 @@ def timers(
 def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Any, list[float]]:
     """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for i in range(-warm_up, rounds):
+    for i in range(-min(warm_up, rounds), rounds):
         for key, run in runs.items():
             elapsed = run(i)
             if i >= 0:
@@ -138,8 +139,11 @@ def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: in
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of copying 256 MiB (1 GiB on CUDA)."""
-    source = torch.ones((1024 if device.type == "cuda" else 256) * 2**18, device=device)
+    """Bytes per second, read and written, of copying 256 MiB; on CUDA 1 GiB, of a small device less."""
+    size = 2**28
+    if device.type == "cuda":
+        size = min(2**30, torch.cuda.get_device_properties(device).total_memory // 64)
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(12):
@@ -189,6 +193,12 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
         held += change
         most = max(most, held)
     return most
+
+
+def process_of(script: Path | str) -> list[str]:
+    """The command that runs a script in a process of its own."""
+    stand_in = Path(__file__).resolve().parents[1] / "tests" / "cuda_stand_in"
+    return [sys.executable, *([str(stand_in)] if os.environ.get(STAND_IN) else []), str(script)]
 
 
 def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[str, Any]:

@@ -49,13 +49,13 @@ class Wheel:
     sha256: dict[str, str]
     keep: tuple[str, ...]
 
-    def wanted(self, python: str) -> dict[str, str]:
+    def wanted(self, python: str) -> dict[str, Any]:
         found = self.sha256.get("") or self.sha256.get(python)
         if found is None:
             raise ValueError(f"--python: {self.name} is known for {', '.join(self.sha256)}, got {python}")
-        return {"version": self.version, "sha256": found}
+        return {"version": self.version, "sha256": found, "keep": list(self.keep)}
 
-    def files(self, wanted: dict[str, str], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
+    def files(self, wanted: dict[str, Any], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
         # The wheels of which only Python files are kept are the same for every version.
         version = "3.12" if "" in self.sha256 else python
         with tempfile.TemporaryDirectory() as directory:
@@ -83,10 +83,10 @@ class Repository:
     folder: str
     keep: tuple[str, ...]
 
-    def wanted(self, python: str) -> dict[str, str]:
-        return {"commit": self.commit}
+    def wanted(self, python: str) -> dict[str, Any]:
+        return {"commit": self.commit, "keep": list(self.keep)}
 
-    def files(self, wanted: dict[str, str], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
+    def files(self, wanted: dict[str, Any], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
         with tempfile.TemporaryDirectory() as directory:
             clone = ["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout", place or self.url, directory]
             subprocess.run(clone, check=True)
@@ -140,7 +140,7 @@ SOURCES: tuple[Wheel | Repository, ...] = (
             "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py",
             "vllm/v1/worker/gpu/sample/gumbel.py",
             "vllm/v1/worker/gpu/sample/watermark.py",
-            "vllm/v1/watermarking/prfs/philox.py",
+            "vllm/v1/watermarking/prfs/*.py",
             "vllm/v1/spec_decode/fly.py",
         ),
     ),
