@@ -195,10 +195,12 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
     return most
 
 
-def process_of(script: Path | str) -> list[str]:
-    """The command that runs a script in a process of its own."""
+def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]:
+    """The command that runs a script in a process of its own, on the stand-in for CUDA if this process is."""
+    if on_stand_in is None:
+        on_stand_in = bool(os.environ.get(STAND_IN))
     stand_in = Path(__file__).resolve().parents[1] / "tests" / "cuda_stand_in"
-    return [sys.executable, *([str(stand_in)] if os.environ.get(STAND_IN) else []), str(script)]
+    return [sys.executable, *([str(stand_in)] if on_stand_in else []), str(script)]
 
 
 def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[str, Any]:
