@@ -185,27 +185,31 @@ def plot(records: Sequence[dict[str, Any]], device: str, path: Path) -> None:
 
 
 def build(peers: Iterable[Peer], device: torch.device, report: Report) -> None:
-    """Each in a process of its own, and one problem of it, which compiles what there is to compile."""
+    """Each in a process of its own, which compiles what there is to compile when it checks a small problem."""
 
     def compiled(peer: Peer) -> dict[str, Any]:
-        size = ["--batch", "1", "--num-draft-tokens", "2", "--vocab", "64", "--rounds", "2", "--device", str(device)]
-        command = [*process_of(__file__), *size, "--no-compiled", "--only", peer.name]
+        command = [*process_of(__file__), "--check", peer.name, "--device", str(device)]
         started = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines = done.stdout.splitlines()
-        reason = next((line for line in lines if line.startswith(f"not here: {peer.name}:")), None)
-        return {
-            "peer": peer.name,
-            "seconds": time.monotonic() - started,
-            "exit_code": done.returncode,
-            "not_here": reason,
-            "output": lines[-8:] if done.returncode or reason else [],
-        }
+        seconds = time.monotonic() - started
+        return {"peer": peer.name, "seconds": seconds, "exit_code": done.returncode, "output": lines[-8:]}
 
     with ThreadPoolExecutor() as pool:
         for record in pool.map(compiled, [peer for peer in peers if peer.is_built]):
             report.add([record])
             print(record, flush=True)
+
+
+def check(name: str, device: torch.device) -> None:
+    (peer,) = (peer for peer in all_peers() if peer.name == name)
+    if reason := peer.unavailable(device):
+        print(f"not here: {reason}")
+        return
+    problem = Problem("sampled", 1, 2, 64, "float32", 0.6)
+    with torch.inference_mode():
+        peer.check(problem, make_inputs(problem, device, seed=0))
+    print("right")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -219,6 +223,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", metavar="PEER", help="peers whose name begins so, besides ours")
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--build", action="store_true", help="compile what is compiled where it is used, time nothing")
+    parser.add_argument("--check", metavar="PEER", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=100, help="timed calls of each peer")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
@@ -232,6 +237,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
 
     console, device = wide_console(), torch.device(options.device)
+    if options.check is not None:
+        check(options.check, device)
+        return {}
     wanted = tuple(options.only or [""])
     peers = [peer for peer in all_peers() if peer.name == OURS or peer.name.startswith(wanted)]
     if options.no_compiled:

@@ -69,14 +69,14 @@ STEPS = (
     Step(
         "tiles",
         3,
-        70,
+        65,
         "bench_tiles.py --batch 1 64 --dtype bfloat16 --tile 1024 2048 4096 8192 --warps 2 4 8 --rounds 40",
         f"{TINY} --tile 1024 --warps 4",
     ),
     Step(
         "filters",
         3,
-        60,
+        65,
         f"{VERIFY} --kind top-k top-p min-p --vocab 128256 --batch 1 64 --acceptance 0.6 --rounds 20",
         # In the interpreter the other two take minutes.
         f"{TINY} --kind min-p",
@@ -84,12 +84,12 @@ STEPS = (
     Step(
         "vocabularies",
         3,
-        55,
+        60,
         f"{VERIFY} --kind sampled --vocab 256000 32000 50256 50257 51864 51865 151936 --batch 1 64 --acceptance 1.0"
         " --rounds 30",
         None,
     ),
-    Step("counters", 3, 65, "ncu.py --batch 64 1 --acceptance 1.0 0.6", f"{TINY_TOOL} --acceptance 0.6"),
+    Step("counters", 3, 60, "ncu.py --batch 64 1 --acceptance 1.0 0.6", f"{TINY_TOOL} --acceptance 0.6"),
     Step("wagner-build", 3, 100, "bench_peers.py --device cuda --build --only Wagner", None),
     Step(
         "wagner",

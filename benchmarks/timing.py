@@ -130,7 +130,7 @@ def timers(
 def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Any, list[float]]:
     """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for i in range(-min(warm_up, rounds), rounds):
+    for i in range(-min(warm_up, rounds // 4), rounds):
         for key, run in runs.items():
             elapsed = run(i)
             if i >= 0:

@@ -9,10 +9,11 @@ clone serves: its file and what that imports need Triton alone.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -48,7 +49,9 @@ def load_copies() -> ModuleType:
     from triton.language.extra import libdevice
 
     stand_in = ModuleType("vllm.triton_utils")
-    vars(stand_in).update(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True)
+    # Triton's interpreter has no library of a device.
+    tldevice = SimpleNamespace(log1p=lambda x: tl.log(1 + x)) if os.environ.get("TRITON_INTERPRET") else libdevice
+    vars(stand_in).update(triton=triton, tl=tl, tldevice=tldevice, HAS_TRITON=True)
     # What was loaded goes again with these: nothing else shall take the copies for the package.
     with (
         mock.patch.object(sys, "meta_path", [BarePackages(external_folder() / "vllm", "vllm"), *sys.meta_path]),
