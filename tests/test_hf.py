@@ -243,6 +243,35 @@ def test_models_that_cannot_be_rolled_back_are_refused(make: object, message: st
         torch_specops.SpeculativeDecoder(shared_tiny("llama"), model)
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = tiny("llama")
+    model.lm_head = nn.Linear(32, VOCAB, bias=False, device="meta")
+    with pytest.raises(ValueError, match="model: expected all weights on one device, got cpu, meta"):
+        hf.language_model(model)
+
+
+def test_a_model_whose_dtype_changed_gets_another_cache() -> None:
+    model = tiny("llama").float()
+    decoder = torch_specops.SpeculativeDecoder(model, compile=False)
+    decoder.generate(TOKENS[:, :4], max_new_tokens=4)
+    model.bfloat16()
+    decoder.generate(TOKENS[:, :4], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled(draft: bool) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    dynamic = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**tiny("llama").config.to_dict() | {"rope_parameters": rope})
+    )
+    models = (tiny("llama").float(), dynamic) if draft else (dynamic,)
+    decoder = torch_specops.SpeculativeDecoder(*models)
+    reason = "the 'dynamic' rotary embedding of LlamaForCausalLM depends on the longest text of a batch"
+    assert decoder.generate(TOKENS[:, :4], max_new_tokens=4).stats.compiled == f"eager: {reason}"
+    with pytest.raises(ValueError, match=f"compile: expected False or 'auto', got True: {reason}"):
+        torch_specops.SpeculativeDecoder(*models, compile=True)
+
+
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
         hf.language_model(nn.Linear(2, 2))

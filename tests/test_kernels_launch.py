@@ -203,3 +203,89 @@ def test_only_the_first_axis_of_a_grid_is_long(op: str, monkeypatch: pytest.Monk
         given = {} if op == "verify_sigmoid" else filters("top_k", 70_000)
         getattr(torch_specops, op)(**arguments(op, "temperature"), **given)
     assert all(grid[0] == 70_000 and max(grid) == 70_000 for _, grid, _ in launched)
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits"])
+def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device. Fake CUDA tensors that the ops are told are real, and mocks of
+    `torch.cuda.device` and of the launches, of which the last one fails."""
+    current, launches = [0], []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.name = kernel.fn.__name__
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                launches.append((self.name, current[-1], args[0].device.index))
+                if self.name in ("draw_kernel", "mask_kernel"):
+                    raise RuntimeError("the launch failed")
+
+            return launch
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr("torch_specops.ops.is_fake", lambda tensor: False)
+    for module in LAUNCHERS:
+        monkeypatch.setattr(module, "wrap_triton", Recorded)
+    with FakeTensorMode():
+        given = arguments("sample" if op == "filter_logits" else op, "none")
+        given |= {} if op == "verify_sigmoid" else filters("top_k", BATCH)
+        if op == "filter_logits":
+            del given["uniforms"]
+        given = {name: torch.empty_like(value, device="cuda:1") for name, value in given.items()}
+        with pytest.raises(RuntimeError, match="the launch failed"):
+            getattr(torch_specops, op)(**given)
+    assert len(launches) > 1
+    assert {(on, of) for _, on, of in launches} == {(1, 1)}
+    assert current == [0]
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits"])
+def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
+    """By shapes alone: fake CUDA tensors. The second and third axis of a grid take 65,535 programs."""
+    name = "logits" if op in ("sample", "filter_logits") else "target_logits"
+
+    def call(num_drafts: int, vocab_size: int) -> None:
+        def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="cuda")
+
+        logits = {"logits": cuda(1, vocab_size), "target_logits": cuda(1, num_drafts + 1, vocab_size)}[name]
+        given = {name: logits}
+        if op == "sample":
+            given["uniforms"] = cuda(1)
+        elif name == "target_logits":
+            given |= {
+                "draft_tokens": cuda(1, num_drafts, dtype=torch.int64),
+                "draft_logits": cuda(1, num_drafts, vocab_size),
+                "accept_uniforms": cuda(1, num_drafts),
+                "sample_uniforms": cuda(1),
+            }
+        getattr(torch_specops, op)(**given)
+
+    with FakeTensorMode():
+        longest = 65_535 * launch.MAX_TILE - 3
+        call(1, longest)
+        with pytest.raises(ValueError, match=rf"{name}: expected at most 65535 tiles of a row on CUDA, got 65536"):
+            call(1, longest + 1)
+        if op in ("verify_exact", "verify_block"):
+            call(32_767, 16)
+            with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 65537"):
+                call(32_768, 16)
+        elif op == "verify_sigmoid":
+            # Its rows are not an axis.
+            call(32_768, 16)
+
+
+def test_tiles_beyond_a_grid_are_refused_for_the_tile_that_was_chosen() -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match="logits: expected at most 65535 tiles of a row"):
+        sample.sample(torch.empty(1, 2**28, device="cuda"), torch.empty(1, device="cuda"), tile=1024)

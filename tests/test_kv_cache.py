@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from torch_specops.kv_cache import RaggedKeyValues, visible_slots
 
@@ -129,3 +132,15 @@ def test_attention_over_the_cache_is_that_over_each_text() -> None:
     for row, length in enumerate(lengths):
         own = (each[row : row + 1, :, :length] for each in (q, k, v))
         torch.testing.assert_close(outputs[row : row + 1, :, :length], attention(*own, None, causal=True))
+
+
+def test_a_compiled_write_copies_no_buffer(fresh_dynamo: None) -> None:
+    """`scatter_` did: every step read and wrote the whole cache twice."""
+    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH, seed=1)
+    cache = RaggedKeyValues(keys, values, 777)
+    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
+    _, sources = run_and_get_code(torch.compile(cache.write, fullgraph=True), keys, values, slots)
+    allocations = re.findall(r"empty_strided\w*\(\((.*?)\)", "".join(sources))
+    assert not [shape for shape in allocations if "777" in shape]
+    assert torch.equal(cache.keys[1, :, 5:7], keys[1])
+    assert torch.equal(cache.values[2, :, 3:5], values[2])

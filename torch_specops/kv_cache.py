@@ -32,11 +32,11 @@ class RaggedKeyValues:
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], or of all."""
+        if rows is None:
+            rows = torch.arange(slots.shape[0], device=slots.device)
+        # Inductor writes an index assignment in place; `scatter_` it turns into a copy of the whole buffer and back.
         for buffer, new in ((self.keys, keys), (self.values, values)):
-            if rows is None:
-                buffer.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
-            else:
-                buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+            buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
 
     def read(self, width: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[A, heads, width, head_dim] keys and values of the first `width` slots, or all, of `rows` [A], or all. The

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from . import checks, cpu
 
@@ -47,6 +49,12 @@ def _triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     return register
 
 
+def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whichever the tensors are on. A call that is traced launches nothing, and
+    what Inductor generates sets the device itself."""
+    return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
+
+
 @_triton_op("specops::verify_exact")
 def verify_exact(
     target_logits: Tensor,
@@ -69,7 +77,8 @@ def verify_exact(
         return cpu.verify_exact(*args)
     from .kernels import verify
 
-    return verify.verify_exact(*args)
+    with _on_device_of(target_logits):
+        return verify.verify_exact(*args)
 
 
 @_triton_op("specops::verify_block")
@@ -93,7 +102,8 @@ def verify_block(
         return cpu.verify_block(*args)
     from .kernels import verify
 
-    return verify.verify_block(*args)
+    with _on_device_of(target_logits):
+        return verify.verify_block(*args)
 
 
 @_triton_op("specops::verify_sigmoid")
@@ -114,7 +124,8 @@ def verify_sigmoid(
         return cpu.verify_sigmoid(*args)
     from .kernels import verify
 
-    return verify.verify_sigmoid(*args)
+    with _on_device_of(target_logits):
+        return verify.verify_sigmoid(*args)
 
 
 @_triton_op("specops::sample")
@@ -132,7 +143,8 @@ def sample(
         return cpu.sample(*args)
     from .kernels import sample as kernel
 
-    return kernel.sample(*args)
+    with _on_device_of(logits):
+        return kernel.sample(*args)
 
 
 @_triton_op("specops::filter_logits")
@@ -149,7 +161,8 @@ def filter_logits(
         return cpu.filter_logits(*args)
     from .kernels import filter as kernel
 
-    return kernel.filter_logits(*args)
+    with _on_device_of(logits):
+        return kernel.filter_logits(*args)
 
 
 def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:

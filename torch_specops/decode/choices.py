@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import sampling as _sampling
@@ -87,17 +86,24 @@ STEPS_THAT_PAY = 8000
 
 
 def resolve_compile(
-    compile: bool | str, device: torch.device, draft: DraftSource | None, num_steps: float
+    compile: bool | str, target: LanguageModel, draft: DraftSource | None, num_steps: float
 ) -> tuple[bool, str]:
     """Whether to compile, and why.
 
     Args:
         num_steps: eager steps done, and those that what is asked for cannot do without.
     """
+    models = (target, getattr(draft, "model", None))
+    obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
     if isinstance(compile, bool):
+        if compile and obstacle is not None:
+            raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
         return compile, f"compile={compile} was asked for"
     if compile != "auto":
         raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
+    if obstacle is not None:
+        return False, f"eager: {obstacle}"
+    device = target.device
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the slowest part of a step"
     if draft is not None and draft.deterministic:

@@ -280,9 +280,7 @@ class SpeculativeDecoder:
             return
         certain = num_new_tokens / (max(self.schedule.buckets) + 1)
         steps = self._num_eager_steps + certain
-        self._runner.compiled, self.compile_reason = resolve_compile(
-            self._compile, self.target.device, self.draft, steps
-        )
+        self._runner.compiled, self.compile_reason = resolve_compile(self._compile, self.target, self.draft, steps)
 
     def _capacity(self, longest: int) -> int:
         """Slots for the longest sequence and the drafts of a step beyond it."""

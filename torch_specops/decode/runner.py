@@ -51,10 +51,12 @@ class StepRunner:
         self._ready: set[int] = set()
         # What the graphs read and write, kept alive for them: as long as a tensor lives, no other has its address.
         self._captured: list[Tensor] = []
+        # One for all captures: cuBLAS keeps a workspace for each stream it has met.
+        self._side: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process.
-        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": []}
+        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": [], "_side": None}
 
     @property
     def state(self) -> DecodeState:
@@ -195,26 +197,28 @@ class StepRunner:
     def _nothing_emitted(self) -> Iterator[None]:
         """Rows are marked as finished: a step then changes nothing but cache slots that are not visible."""
         finished = self.state.finished.clone()
-        self.state.finished.fill_(True)
         try:
+            self.state.finished.fill_(True)
             yield
         finally:
             self.state.finished.copy_(finished)
 
     def _capture(self, num_draft_tokens: int) -> None:
         """The whole step as one CUDA graph; its pool is shared with the graphs of other K, which never run together."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step(num_draft_tokens)
-        torch.cuda.current_stream().wait_stream(side)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._target.device)
+        self._side.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        # torch's own capture stream belongs to whichever device captured first, and its own error mode forbids other
-        # threads to use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            record = self._step(num_draft_tokens)
+        # The outer context leaves the side stream also where a capture fails.
+        with torch.cuda.stream(self._side):
+            for _ in range(3):
+                self._step(num_draft_tokens)
+            # torch's default stream for captures belongs to the device that captured first; its default error mode
+            # forbids other threads to use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local"):
+                record = self._step(num_draft_tokens)
+        torch.cuda.current_stream().wait_stream(self._side)
         self._graphs[num_draft_tokens] = (graph, record)
 
 

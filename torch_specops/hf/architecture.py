@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["first_layers", "layers_of", "max_length", "relative_bias", "windows"]
+__all__ = ["first_layers", "layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
@@ -30,6 +30,17 @@ def windows(config: PreTrainedConfig) -> dict[str, int | None]:
     if not kinds:
         return {"all": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def why_not_compiled(model: PreTrainedModel) -> str | None:
+    """Some rotary embeddings change with the longest text of a batch: their forward looks at positions, which a graph
+    cannot do. None = no layer does."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind is not None and ("dynamic" in kind or kind == "longrope"):
+                return f"the {kind!r} rotary embedding of {type(model).__name__} depends on the longest text of a batch"
+    return None
 
 
 def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:

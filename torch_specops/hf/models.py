@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from ..kv_cache import RaggedKeyValues, visible_slots, within_window
-from .architecture import first_layers, layers_of, max_length, relative_bias, windows
+from .architecture import first_layers, layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import configs_to_group, grouped
 from .cache import CrossCache, RaggedCache
 
@@ -95,7 +95,10 @@ class TransformersModel:
     always possible. Logits come back as float32 or the model's 16-bit dtype.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, all of it on one device.
+
+    Attributes:
+        not_compiled: why its forward cannot be compiled; None if it can.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -103,6 +106,12 @@ class TransformersModel:
             raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
         if model.get_output_embeddings() is None:
             raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
+                "load it without a device_map that spreads it"
+            )
         self.model = model.eval()
         self._config = model.config.get_text_config(decoder=True)
         attention = self._config._attn_implementation
@@ -115,8 +124,9 @@ class TransformersModel:
         self._grouped = configs_to_group(model)
         self._windows = windows(self._config)
         self._max_length = max_length(self._config)
-        self._capacity = 0
         self._cache: RaggedCache | None = None
+        self._cache_key: Hashable = None
+        self.not_compiled = why_not_compiled(model)
 
     @property
     def vocab_size(self) -> int:
@@ -148,10 +158,11 @@ class TransformersModel:
         self._start_cache(batch, capacity)
 
     def _start_cache(self, batch: int, capacity: int) -> None:
-        if self._cache is not None and (self._cache.batch, self._cache.capacity) == (batch, capacity):
+        key = batch, capacity, self.device, self.model.dtype
+        if self._cache is not None and self._cache_key == key:
             self._cache.clear()
         else:
-            self._cache = RaggedCache(batch, capacity, self._num_layers)
+            self._cache, self._cache_key = RaggedCache(batch, capacity, self._num_layers), key
 
     @property
     def _num_layers(self) -> int:

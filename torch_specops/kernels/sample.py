@@ -8,7 +8,6 @@ With filters the search for the rows' bounds comes first (`filter/bounds.py`); b
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from .rows import (
 __all__ = ["sample"]
 
 
-@triton.jit(do_not_specialize=["stride_n", "stride_v", "stride_t", "vocab_size", "num_tiles"])
+@launch.jit
 def stats_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N]
@@ -71,7 +70,7 @@ def stats_kernel(
     tl.store(own_partial_ptr + 1, second)
 
 
-@triton.jit(do_not_specialize=["stride_n", "stride_v", "stride_u", "stride_t", "vocab_size", "num_tiles"])
+@launch.jit
 def draw_kernel(
     logits_ptr,  # [N, V]
     uniforms_ptr,  # [N]
@@ -146,10 +145,11 @@ def sample(
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if num_rows == 0:
+    if launch.hint(num_rows) == 0:
         return tokens, lse
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
+    launch.check_grid("logits", logits, 1, num_tiles)
     partial = torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device)
     filtered = top_k is not None or top_p is not None or min_p is not None
     # An absent tensor is passed as a present one that the kernel does not touch.
@@ -189,7 +189,7 @@ def sample(
         t.stride(0),
         vocab_size,
         num_tiles,
-        BLOCK_T=launch.next_power_of_2(num_tiles),
+        BLOCK_T=launch.lanes(num_tiles),
         **flags,
     )
     return tokens, lse

@@ -85,7 +85,7 @@ def _search(
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     rows = batch * (num_rows + num_drafts)
-    if rows == 0:
+    if launch.hint(rows) == 0:
         return
     tile = tile or launch.tile_size(vocab_size, rows)
     num_tiles = launch.num_tiles(logits, tile)
@@ -110,7 +110,7 @@ def _search(
         "HAS_MIN_P": min_p is not None,
         "UNIT_STRIDE": logits.stride(2) == 1,
         "TILE": tile,
-        "BLOCK_T": launch.next_power_of_2(num_tiles),
+        "BLOCK_T": launch.lanes(num_tiles),
         "num_warps": launch.num_warps(tile),
     }
     passes = search_passes(8 * logits.element_size(), top_k is not None, top_p is not None)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .. import launch
 from ..rows import INT32_MAX, exponential, inverse_temperature, load_own_logits, row_lead, scale, tile_tokens
 from .search import (
     BUCKETS,
@@ -38,27 +39,7 @@ def lowest_likely(top, z_max, min_p, inverse_t, DTYPE: tl.constexpr):
     return high.to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_b",
-        "stride_r",
-        "stride_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_t",
-        "stride_top_k",
-        "stride_top_p",
-        "stride_min_p",
-        "num_rows",
-        "num_drafts",
-        "first_row",
-        "rows_per_sequence",
-        "vocab_size",
-        "num_tiles",
-        "search",
-    ]
-)
+@launch.jit
 def finish_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V]

@@ -17,7 +17,7 @@ from .bounds import filter_bounds
 __all__ = ["filter_logits"]
 
 
-@triton.jit(do_not_specialize=["stride_n", "stride_v", "vocab_size", "num_tiles"])
+@launch.jit
 def mask_kernel(
     logits_ptr,  # [N, V]
     bounds_ptr,  # [N, 2]
@@ -77,11 +77,12 @@ def filter_logits(
     benchmarks)."""
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
-    if num_rows == 0:
+    if launch.hint(num_rows) == 0:
         return output
-    bounds = filter_bounds(logits.unsqueeze(1), temperature, top_k, top_p, min_p, tile=tile)
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
+    launch.check_grid("logits", logits, 1, num_tiles)
+    bounds = filter_bounds(logits.unsqueeze(1), temperature, top_k, top_p, min_p, tile=tile)
     wrap_triton(mask_kernel)[(num_rows, num_tiles)](
         logits,
         bounds,

@@ -1,8 +1,8 @@
 """One pass of the search for a row's bounds (`bounds.py`): choose a bucket from the last pass, divide it into 16."""
 
-import triton
 import triton.language as tl
 
+from .. import launch
 from ..rows import exponential, inverse_temperature, load_own_logits, row_lead, scale
 from .search import (
     BUCKETS,
@@ -24,29 +24,7 @@ from .search import (
 __all__ = ["narrow_kernel"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_b",
-        "stride_r",
-        "stride_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_t",
-        "stride_top_k",
-        "stride_top_p",
-        "stride_min_p",
-        "num_rows",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "index",
-        "search",
-        "shift",
-        "previous_search",
-        "previous_shift",
-    ]
-)
+@launch.jit
 def narrow_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V], of the same dtype
@@ -145,7 +123,7 @@ def narrow_kernel(
                 threshold = tl.full((), -1.0, tl.float64)
                 own = 1.0
             # A pass whose lowest bucket would hold all that is left says nothing, except the last, which counts ties.
-            left = (top - lo).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+            left = (top - lo).to(tl.uint32, bitcast=True) >> shift
             wanted = wanted & ((left > 0) | (shift == 0)) & (top > NO_KEY)
             reads = wanted & (tile_top >= lo) & (own > 0)
         if tile == 0:
@@ -182,7 +160,7 @@ def narrow_kernel(
                 amount = tl.where(inside, 1.0, 0.0)
                 if (search == MASS) & (shift > 0):
                     amount = tl.where(inside, exponential(scale(x, inverse_t) - z_max), 0.0)
-                bucket = (key - lo).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+                bucket = (key - lo).to(tl.uint32, bitcast=True) >> shift
                 here = bucket[None, :] == j.to(tl.uint32)[:, None]
                 found = tl.sum(tl.where(here, amount[None, :], 0.0), 1)
         if wanted:

@@ -28,7 +28,6 @@ The second, third and fifth are in `block_walk.py`.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -51,23 +50,7 @@ from .exact_residual import residual_weights
 __all__ = ["verify_block"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_t",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "num_bounds",
-    ]
-)
+@launch.jit
 def residual_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -173,15 +156,14 @@ def verify_block(
     device = target_logits.device
     output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if batch == 0:
+    if launch.hint(batch) == 0:
         return output_tokens, num_accepted
 
     draft_stats = draft_logits is not None and draft_lse is None
     rows_per_sequence = num_rows + (num_drafts if draft_stats else 0)
     tile = tile or launch.tile_size(vocab_size, batch * rows_per_sequence)
-    num_tiles = launch.num_tiles(target_logits, tile)
-    if draft_logits is not None:
-        num_tiles = max(num_tiles, launch.num_tiles(draft_logits, tile))
+    num_tiles = launch.num_tiles(target_logits, tile, draft_logits)
+    launch.check_grid("target_logits", target_logits, num_rows + num_drafts, num_tiles)
     partial = torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device)
     mass = torch.empty(batch, num_drafts, num_tiles, 2, dtype=torch.float32, device=device)
     state = torch.empty(batch, num_drafts, 4, dtype=torch.float32, device=device)
@@ -199,7 +181,7 @@ def verify_block(
     t = sample_uniforms if temperature is None else temperature
     lse = accept_uniforms if draft_lse is None else draft_lse
     strides = (*target_logits.stride(), *draft.stride(), *draft_tokens.stride())
-    block_k, block_t = launch.next_power_of_2(num_rows), launch.next_power_of_2(num_tiles)
+    block_k, block_t = launch.lanes(num_rows), launch.lanes(num_tiles)
     one_hot, has_temperature = draft_logits is None, temperature is not None
     drafts = {"ONE_HOT": one_hot, "HAS_TEMPERATURE": has_temperature, "FILTERED": filtered}
     tiles = {

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .. import launch
 from ..rows import (
     FLOAT32_MAX,
     bounds_of,
@@ -27,25 +28,7 @@ def compose(scale, cap, next_scale, next_cap):
     return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_t",
-        "stride_lse_b",
-        "stride_lse_k",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "num_bounds",
-    ]
-)
+@launch.jit
 def ratio_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -149,7 +132,7 @@ def ratio_kernel(
     tl.store(ratio_ptr + row, ratio)
 
 
-@triton.jit(do_not_specialize=["stride_u_b", "stride_u_k", "stride_t", "num_drafts"])
+@launch.jit
 def reach_kernel(
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B]
@@ -188,7 +171,7 @@ def reach_kernel(
     tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["stride_u_b", "stride_u_k", "stride_t", "num_drafts", "num_tiles"])
+@launch.jit
 def decide_kernel(
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B]

@@ -54,23 +54,7 @@ from .walk import count_valid, store_output
 __all__ = ["verify_exact"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_t",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "num_bounds",
-    ]
-)
+@launch.jit
 def stats_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -153,24 +137,7 @@ def stats_kernel(
             tl.store(partial_ptr + 1, second)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_s",
-        "stride_t",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "num_bounds",
-    ]
-)
+@launch.jit
 def draw_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -305,15 +272,14 @@ def verify_exact(
     device = target_logits.device
     output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if batch == 0:
+    if launch.hint(batch) == 0:
         return output_tokens, num_accepted
 
     draft_stats = draft_logits is not None and draft_lse is None and num_drafts > 0
     rows_per_sequence = num_rows + (num_drafts if draft_stats else 0)
     tile = tile or launch.tile_size(vocab_size, batch * rows_per_sequence)
-    num_tiles = launch.num_tiles(target_logits, tile)
-    if draft_logits is not None:
-        num_tiles = max(num_tiles, launch.num_tiles(draft_logits, tile))
+    num_tiles = launch.num_tiles(target_logits, tile, draft_logits)
+    launch.check_grid("target_logits", target_logits, num_rows + num_drafts, num_tiles)
     partial = torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device)
     mass = torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device)
     state = torch.empty(batch, 4, dtype=torch.float32, device=device)
@@ -333,10 +299,10 @@ def verify_exact(
         "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
         "DRAFT_UNIT_STRIDE": draft.stride(2) == 1,
         "TILE": tile,
-        "BLOCK_K": launch.next_power_of_2(num_rows),
+        "BLOCK_K": launch.lanes(num_rows),
         "num_warps": launch.num_warps(tile),
     }
-    block_t = launch.next_power_of_2(num_tiles)
+    block_t = launch.lanes(num_tiles)
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     wrap_triton(stats_kernel)[(batch, num_tiles, rows_per_sequence)](
         target_logits,

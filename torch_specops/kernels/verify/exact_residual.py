@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .. import launch
 from ..rows import (
     FLOAT32_MAX,
     bounds_of,
@@ -66,28 +67,7 @@ def residual_weights(
     return weight, differs
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_u_b",
-        "stride_u_k",
-        "stride_t",
-        "stride_lse_b",
-        "stride_lse_k",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-        "tiles_per_program",
-        "num_bounds",
-    ]
-)
+@launch.jit
 def residual_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -133,6 +113,8 @@ def residual_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    lenience, argmax_gap = tl.cast(lenience, tl.float32), tl.cast(argmax_gap, tl.float32)
     first_tile = tl.program_id(1) * tiles_per_program
     rows_per_sequence = num_drafts + 1
     if DRAFT_STATS:

@@ -82,24 +82,7 @@ def residual_score(z_p, z_q, alpha, inverse_range):
     return tl.where(has_q, difference, p)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_u_b",
-        "stride_u_k",
-        "stride_t",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-    ]
-)
+@launch.jit
 def score_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -133,6 +116,9 @@ def score_kernel(
     WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
+    lowest = tl.cast(lowest, tl.float32)
     tile = tl.program_id(1)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
@@ -205,23 +191,7 @@ def score_kernel(
             tl.store(num_accepted_ptr + b, n.to(tl.int64))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_target_b",
-        "stride_target_k",
-        "stride_target_v",
-        "stride_draft_b",
-        "stride_draft_k",
-        "stride_draft_v",
-        "stride_tokens_b",
-        "stride_tokens_k",
-        "stride_s",
-        "stride_t",
-        "num_drafts",
-        "vocab_size",
-        "num_tiles",
-    ]
-)
+@launch.jit
 def draw_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]
@@ -256,6 +226,9 @@ def draw_kernel(
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    # Inductor passes a Python float as float64, a launch as float32.
+    alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
+    lowest = tl.cast(lowest, tl.float32)
     tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
     num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
     first_row = b * (num_drafts + 1)
@@ -338,12 +311,13 @@ def verify_sigmoid(
     device = target_logits.device
     output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if batch == 0:
+    if launch.hint(batch) == 0:
         return output_tokens, num_accepted
 
     tile = tile or launch.tile_size(vocab_size, batch)
     num_tiles = launch.num_tiles(target_logits, tile)
-    block_t = launch.next_power_of_2(num_tiles)
+    launch.check_grid("target_logits", target_logits, 1, num_tiles)
+    block_t = launch.lanes(num_tiles)
     partial = torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device)
     # An absent tensor is passed as a present one that the kernels do not touch.
     t = sample_uniforms if temperature is None else temperature
@@ -352,7 +326,7 @@ def verify_sigmoid(
         "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
         "DRAFT_UNIT_STRIDE": draft_logits.stride(2) == 1,
         "TILE": tile,
-        "BLOCK_K": launch.next_power_of_2(num_rows),
+        "BLOCK_K": launch.lanes(num_rows),
         "num_warps": launch.num_warps(tile),
     }
     score_range = (alpha, 1.0 / (beta - alpha), alpha - 80.0 * (beta - alpha))

@@ -19,11 +19,10 @@ def width(block_t: int) -> int:
 @triton.jit
 def count_valid(tokens_ptr, stride_k, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
     """Drafts before the first padding token; nothing behind it can matter."""
-    # The minimum over a whole warp is one instruction, over part of it one exchange after another.
-    WIDTH: tl.constexpr = 32 if BLOCK_K < 32 else BLOCK_K
-    k = tl.arange(0, WIDTH)
+    # The minimum over a whole warp is one instruction, over part of it one exchange after another: BLOCK_K is >= 32.
+    k = tl.arange(0, BLOCK_K)
     x = tl.load(tokens_ptr + k.to(tl.int64) * stride_k, mask=k < num_drafts, other=-1)
-    return tl.min(tl.where((x >= 0) & (x < vocab_size), WIDTH, k), 0)
+    return tl.min(tl.where((x >= 0) & (x < vocab_size), BLOCK_K, k), 0)
 
 
 @triton.jit
