@@ -9,6 +9,7 @@
 PYTHON = python3
 VENV = .venv
 ARGS =
+CALL =
 
 # All empty when VENV is.
 DEMO = $(VENV:%=%/.installed-demo)
@@ -37,8 +38,8 @@ check: $(DEV) ## lint, format and types
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
-bench-gpu: $(DEV) ## test and measure on a GPU, in steps; the same command again goes on
-	@$(RUN) benchmarks/bench_gpu.py $(ARGS)
+bench-gpu: $(DEV) ## test and measure on a GPU, in calls of nine minutes: CALL=1, 2, 3
+	@$(RUN) benchmarks/bench_gpu.py $(CALL:%=--call %) $(ARGS)
 
 evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU; goes on where it was stopped)
 	@$(RUN) benchmarks/papers/run.py $(ARGS)

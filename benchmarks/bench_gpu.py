@@ -1,119 +1,240 @@
-"""Everything that is to be measured on a GPU, in steps, so that a few short calls do it.
+"""Everything that is to be measured on a GPU, in three calls of at most nine minutes.
 
-    python benchmarks/bench_gpu.py [--minutes 9] [--only NAME...] [--out-dir benchmarks/results] [--tag 2026-12-01-h200]
+    python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH] [--earlier DIR.tar.gz]
+    python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
+    python benchmarks/bench_gpu.py --rehearse      every step at a tiny size, without a GPU
 
-The tests that need a GPU come first, and nothing is timed unless they pass. Each step is a process of its own and
-writes TAG-NAME.json when it is done (the tests: TAG-tests.txt); a step whose file is there is not run again, so the
-same command with the same tag goes on where it stopped. Delete a file to measure it anew. A call ends after --minutes;
-a step that is cut off is run again by the next call.
+A step (`gpu_steps.py`) is a process with a limit of its own. Its output goes to NAME.log as it comes, its results to
+NAME.json as they are measured, and how it ended to NAME.step.json. A step that fails, hangs or is killed is recorded
+and stops no other. A step begins if its whole limit fits into the time that is left; where a call has time left in the
+end, steps that belong to no call are run. After each step all files are packed into DIR.tar.gz, at most 16 MiB.
+
+The same command goes on where it stopped: a recorded step is not run again (delete its NAME.step.json for that). On
+another machine --earlier unpacks the archive of the last call first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
+from gpu_steps import CALLS, IF_TIME_IS_LEFT, NOT_REHEARSED, STEPS, Step, plan
+from timing import COMMIT, STAND_IN, Report, commit, copy_rate, environment, process_of, write_json
 
 HERE = Path(__file__).resolve().parent
-BATCHES = "1 8 32 64 128 256"
-VERIFY = "bench_verify.py --kind sampled --dtype bfloat16 --vocab 128256 --no-compiled"
-# By name: a script and its arguments, without --out.
-STEPS = {
-    "verify-batch": f"{VERIFY} --batch {BATCHES} --acceptance 0.3 0.6 0.9 1.0",
-    "verify-vocab": "bench_verify.py --kind sampled --no-compiled --batch 1 64 --dtype bfloat16 float32"
-    " --vocab 32000 51865 128256 151936 256000 --acceptance 0.6",
-    "verify-odd": "bench_verify.py --kind sampled --no-compiled --batch 1 64 --dtype bfloat16 float32"
-    " --vocab 50256 50257 51864 51865 --acceptance 1.0",
-    "verify-k": f"{VERIFY} --batch 1 64 --num-draft-tokens 1 3 5 8 15 20 --acceptance 0.6",
-    "verify-kinds": "bench_verify.py --kind one-hot greedy top-k top-p --no-compiled --batch 1 8 64 --dtype bfloat16"
-    " --vocab 128256",
-    "verify-warm": f"{VERIFY} --batch 1 8 64 --cache cold warm",
-    "verify-compiled": "bench_verify.py --kind sampled --batch 1 64 --dtype bfloat16 --vocab 128256",
-    "verify-counters": f"{VERIFY} --batch 1 64 --acceptance 0.6 1.0 --ncu",
-    "tiles": "bench_tiles.py --batch 1 64",
-    "peers": "bench_peers.py --dtype bfloat16 --batch 1 8 64 256 --vocab 128256 --rounds 30",
-    "peers-vocab": "bench_peers.py --no-compiled --dtype bfloat16 float32 --batch 1 64 --vocab 32000 256000"
-    " --rounds 30",
-    "wagner-kernels": "paper_wagner_kernels.py",
-}
-TESTS = "tests"
+ROOT = HERE.parent
+MAX_PACKED = 16 * 2**20
+TAIL_LINES = 30
+# A log is packed without its middle if it is longer.
+MAX_LOG = 2**19
+REHEARSED_SECONDS = 200
 
 
-def device_slug() -> str:
-    """As in "NVIDIA H200" -> "h200"."""
-    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+class Runner:
+    """Runs steps one after another.
 
+    Args:
+        folder: where all files go.
+        rehearsed: at tiny sizes, on the stand-in for CUDA.
+    """
 
-def output_of(name: str, folder: Path, tag: str) -> Path:
-    return folder / f"{tag}-{name}.{'txt' if name == TESTS else 'json'}"
+    def __init__(self, folder: Path, rehearsed: bool = False) -> None:
+        self.folder = folder
+        self.rehearsed = rehearsed
+        self.packed = folder.with_name(folder.name + ".tar.gz")
+        folder.mkdir(parents=True, exist_ok=True)
 
+    def record_of(self, step: Step) -> dict[str, Any] | None:
+        path = self.folder / f"{step.name}.step.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
-def command_of(name: str, out: Path) -> list[str]:
-    if name == TESTS:
-        return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", str(HERE.parent / "tests")]
-    script, *arguments = STEPS[name].split()
-    command = [sys.executable, str(HERE / script), *arguments]
-    # Its cells are written one by one: the file under its own name would count as done after the first.
-    return [*command, "--out", str(out.with_suffix(".unfinished"))]
+    def command(self, step: Step) -> list[str]:
+        script, *arguments = shlex.split(step.command) + shlex.split(step.tiny or "") * self.rehearsed
+        if script == "pytest":
+            return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(ROOT / "tests")]
+        return [*process_of(HERE / script, self.rehearsed), *arguments, "--out", str(self.folder / f"{step.name}.json")]
 
+    def run(self, step: Step) -> dict[str, Any]:
+        command, limit = self.command(step), REHEARSED_SECONDS if self.rehearsed else step.seconds
+        log = self.folder / f"{step.name}.log"
+        started = time.monotonic()
+        with log.open("wb") as output:
+            # In a session of its own, so that whatever it started can be ended with it.
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.variables(), start_new_session=True
+            )
+            try:
+                code = process.wait(limit)
+                outcome = "done" if code == 0 else "failed" if code > 0 else f"killed by signal {-code}"
+            except subprocess.TimeoutExpired:
+                code, outcome = None, "out of time"
+            finally:
+                _end_group(process)
+        tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        described = self.folder / "device.json"
+        record = {
+            "step": step.name,
+            "outcome": outcome,
+            "exit_code": code,
+            "seconds": round(time.monotonic() - started, 1),
+            "limit_seconds": limit,
+            "command": shlex.join(command),
+            "tail": tail,
+            "environment": json.loads(described.read_text())["environment"] if described.exists() else None,
+        }
+        write_json(self.folder / f"{step.name}.step.json", record)
+        self.pack()
+        return record
 
-def run_step(name: str, out: Path, seconds: float) -> bool:
-    """True when the step is done; raises RuntimeError if it failed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_suffix(".unfinished")
-    try:
-        done = subprocess.run(
-            command_of(name, out),
-            timeout=seconds,
-            text=True,
-            stdout=subprocess.PIPE if name == TESTS else None,
-            # The package need not be installed.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])},
+    def variables(self) -> dict[str, str]:
+        """The environment of a step. The package need not be installed, and nothing may be fetched."""
+        own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        paths, programs = [str(ROOT)], [os.environ.get("PATH", "")]
+        if self.rehearsed:
+            stand_ins = ROOT / "tests" / "peer_stand_ins"
+            own |= {STAND_IN: "1", "OMP_NUM_THREADS": "1"}
+            paths.append(str(stand_ins / "installed"))
+            programs.insert(0, str(ROOT / "tests" / "gpu_tools"))
+            if not (HERE / "peers" / "external" / "manifest.json").exists():
+                own["TORCH_SPECOPS_PEERS"] = str(stand_ins / "copies")
+        own["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+        own["PATH"] = os.pathsep.join(programs)
+        return {**os.environ, **own}
+
+    def pack(self) -> None:
+        """All files in one archive; where that is too large, without the largest."""
+        files = sorted(
+            (path for path in self.folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
         )
-    except subprocess.TimeoutExpired:
-        return False
-    if name == TESTS:
-        print(done.stdout, flush=True)
-        unfinished.write_text(done.stdout)
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed with exit code {done.returncode}")
-    unfinished.replace(out)
-    return True
+        left_out: list[str] = []
+        while len(packed := _archive(self.folder, files, left_out)) > MAX_PACKED:
+            left_out.append(str(files.pop().relative_to(self.folder)))
+        partial = self.packed.with_name(self.packed.name + ".partial")
+        partial.write_bytes(packed)
+        partial.replace(self.packed)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _archive(folder: Path, files: list[Path], left_out: list[str]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            entry = tarfile.TarInfo(f"{folder.name}/{name}")
+            entry.size, entry.mtime = len(content), int(time.time())
+            archive.addfile(entry, io.BytesIO(content))
+
+        for path in files:
+            content = path.read_bytes()
+            if path.suffix == ".log" and len(content) > MAX_LOG:
+                content = content[: MAX_LOG // 2] + b"\n[...]\n" + content[-MAX_LOG // 2 :]
+            add(str(path.relative_to(folder)), content)
+        if left_out:
+            add("left_out.txt", "\n".join(left_out).encode())
+    return packed.getvalue()
+
+
+def run_calls(runner: Runner, calls: list[int], minutes: float) -> list[str]:
+    """Returns the names of the steps of these calls that are not recorded."""
+    end = time.monotonic() + 60 * minutes
+    for step in (step for call in (*calls, IF_TIME_IS_LEFT) for step in STEPS if step.call == call):
+        record = runner.record_of(step)
+        if record is not None:
+            print(f"{step.name}: {record['outcome']}, recorded", flush=True)
+            continue
+        left = end - time.monotonic()
+        if step.seconds > left:
+            print(f"{step.name}: not begun, may take {step.seconds} s of {left:.0f}", flush=True)
+            continue
+        print(f"{step.name}: begun, at most {step.seconds} s", flush=True)
+        _print_outcome(runner.run(step))
+    return [step.name for step in STEPS if step.call in calls and runner.record_of(step) is None]
+
+
+def rehearse(runner: Runner) -> int:
+    """The number of steps that failed."""
+    records = [runner.run(step) for step in STEPS if step.tiny is not None]
+    for record in records:
+        _print_outcome(record)
+    for name, reason in NOT_REHEARSED.items():
+        print(f"not executed: {name}: {reason}")
+    steps = {record["step"]: {name: record[name] for name in ("outcome", "seconds")} for record in records}
+    write_json(runner.folder / "rehearsal.json", {"steps": steps, "not_executed": NOT_REHEARSED})
+    return sum(record["outcome"] != "done" for record in records)
+
+
+def _print_outcome(record: dict[str, Any]) -> None:
+    print(f"{record['step']}: {record['outcome']}, {record['seconds']} s", flush=True)
+    if record["outcome"] != "done":
+        print("\n".join(f"    {line}" for line in record["tail"]), flush=True)
+
+
+def describe(out: Path | None) -> None:
+    """The step "device": what all others are measured on."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report(out, environment(device, copy_gb_per_s=copy_rate(device) * 1e-9))
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        names = ("total_memory", "multi_processor_count", "L2_cache_size", "major", "minor")
+        report.add([{name: getattr(properties, name) for name in names}])
+    print(json.dumps(report.written, indent=1))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The number of steps that are left."""
+    """The number of steps that are left, in a rehearsal of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9, help="how long this call may take")
-    parser.add_argument("--only", nargs="+", choices=[TESTS, *STEPS], metavar="NAME", default=[TESTS, *STEPS])
-    parser.add_argument("--out-dir", type=Path, default=HERE / "results")
-    parser.add_argument("--tag", help="begins the files' names; default: the date and the device")
+    parser.add_argument("--call", type=int, nargs="+", choices=CALLS, default=list(CALLS), help="default: all")
+    parser.add_argument("--minutes", type=float, default=9, help="how long this command may take")
+    parser.add_argument("--out-dir", type=Path, help="default: benchmarks/results/gpu; a rehearsal's is temporary")
+    parser.add_argument("--earlier", type=Path, help="an archive of earlier calls, unpacked if --out-dir is not there")
+    parser.add_argument("--commit", help="of the code, where there is no clone to ask")
+    parser.add_argument("--plan", action="store_true", help="print what would be run")
+    parser.add_argument("--rehearse", action="store_true", help="run every step at a tiny size on a CPU")
+    parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.describe:
+        describe(options.out)
+        return 0
+    if options.plan:
+        print(plan(options.minutes))
+        return 0
+    # Whoever ends this command ends the step, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.rehearse:
+        return rehearse(Runner(options.out_dir or Path(tempfile.mkdtemp()) / "rehearsal", rehearsed=True))
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-
-    end = time.monotonic() + 60 * options.minutes
-    tag = options.tag or f"{date.today()}-{device_slug()}"
-    outputs = {name: output_of(name, options.out_dir, tag) for name in options.only}
-    for name, out in outputs.items():
-        if out.exists():
-            print(f"{name}: there, {out.name}", flush=True)
-            continue
-        left = end - time.monotonic()
-        started = time.monotonic()
-        if left <= 0 or not run_step(name, out, left):
-            print(f"{name}: out of time; the same command goes on here", flush=True)
-            break
-        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
-    missing = [name for name, out in outputs.items() if not out.exists()]
-    print(f"left: {', '.join(missing) or 'nothing'}", flush=True)
-    return len(missing)
+    if known := options.commit or commit():
+        os.environ[COMMIT] = known
+    folder = options.out_dir or HERE / "results" / "gpu"
+    if options.earlier is not None and not folder.exists():
+        folder.mkdir(parents=True)
+        with tarfile.open(options.earlier) as archive:
+            for member in archive.getmembers():
+                member.name = str(Path(*Path(member.name).parts[1:]))
+                archive.extract(member, folder, filter="data")
+    left = run_calls(Runner(folder), options.call, options.minutes)
+    print(f"not recorded: {', '.join(left) or 'nothing'}", flush=True)
+    return len(left)
 
 
 if __name__ == "__main__":

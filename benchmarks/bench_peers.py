@@ -8,7 +8,8 @@ decide. What a peer needs before its kernels (a softmax, a float32 copy) is insi
 
 Columns
     call         a Python call with its launches, between two events (on a CPU: by the clock)
-    graph        replay of a CUDA graph of the calls, where a peer can be captured
+    graph        replay of a CUDA graph of as many calls as there are inputs, over their number
+    replay       one replay of a graph of one call, as a step of decoding has it
     GPU          time of the work on the device, added up, of one call, from torch's profiler (on a CPU: time inside
                  torch's functions)
     launches     kernels, copies and fills of a call, from the profiler
@@ -17,14 +18,19 @@ Columns
     x            the GPU column over that of "specops"
 
 Inputs are cold: rotated through twice the last cache. Temperature is 1, and there are no filters.
+
+With --build nothing is timed: peers that compile CUDA sources where they are used do so, side by side, and are checked
+on a small problem; what it took is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +41,18 @@ from problems import Problem, make_inputs
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from timing import copy_rate, device_work, environment, number_of_sets, peak_bytes, take_turns, timers, wide_console
+from timing import (
+    Report,
+    copy_rate,
+    device_work,
+    environment,
+    number_of_sets,
+    peak_bytes,
+    process_of,
+    take_turns,
+    timers,
+    wide_console,
+)
 
 # What the others are compared with.
 OURS = "specops"
@@ -62,11 +79,18 @@ def run_problem(
     sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
     runs: dict[tuple[str, str], Callable[[int], float]] = {}
     work, peaks = {}, {}
-    for peer in found:
-        calls = [peer.prepare(inputs) for inputs in sets]
-        work[peer.name] = device_work(calls[0], device)
-        peaks[peer.name] = peak_bytes(calls[0], device)
-        modes = timers(calls, device, graphs=peer.not_captured is None)
+    for peer in list(found):
+        try:
+            calls = [peer.prepare(inputs) for inputs in sets]
+            work[peer.name] = device_work(calls[0], device)
+            peaks[peer.name] = peak_bytes(calls[0], device)
+            modes = timers(calls, device, graphs=peer.not_captured is None)
+        except Exception as error:
+            if peer.name.startswith(OURS):
+                raise
+            skipped[peer.name] = f"not timed: {type(error).__name__}: {error}"
+            found.remove(peer)
+            continue
         runs |= {(peer.name, mode): run for mode, run in modes.items()}
     seconds = take_turns(runs, rounds)
 
@@ -74,7 +98,8 @@ def run_problem(
     for peer in found:
         launches, device_seconds = work[peer.name]
         medians = {mode: statistics.median(seconds[peer.name, mode]) for name, mode in seconds if name == peer.name}
-        graph = medians.get("graph")
+        graph, replay = medians.get("graph"), medians.get("replay")
+        ours = work[OURS][1]
         needed = problem.needed_bytes(with_lse=peer.name == "specops, lse")
         records.append(
             asdict(problem)
@@ -86,13 +111,15 @@ def run_problem(
                 "call_ms": medians["call"] * 1e3,
                 "call_quartiles_ms": [q * 1e3 for q in statistics.quantiles(seconds[peer.name, "call"], n=4)[::2]],
                 "graph_ms": None if graph is None else graph * 1e3,
+                "replay_ms": None if replay is None else replay * 1e3,
+                "calls_per_graph": None if graph is None else len(sets),
                 "not_captured": peer.not_captured if device.type == "cuda" else "no CUDA graph on a CPU",
                 "device_ms": device_seconds * 1e3,
                 "launches": launches,
                 "peak_bytes": peaks[peer.name],
                 "logits_bytes": problem.bytes(),
                 "needed_percent_of_copy": 100 * needed / (graph or medians["call"]) / roof,
-                "device_time_over_ours": device_seconds / work[OURS][1],
+                "device_time_over_ours": device_seconds / ours if ours else None,
             }
         )
     return records, skipped
@@ -103,20 +130,9 @@ def show(
 ) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
     table = Table(
-        "V",
-        "B",
-        "K",
-        "dtype",
-        "accepted",
-        "peer",
-        "call ms",
-        "graph ms",
-        "GPU ms",
-        "launches",
-        "peak MB",
-        "beside MB",
-        "x",
-    )
+        "V", "B", "K", "dtype", "accepted", "peer", "call ms", "graph ms", "replay ms", "GPU ms", "launches", "peak MB",
+        "beside MB", "x",
+    )  # fmt: skip
     last = None
     for r in records:
         problem = tuple(r[name] for name in ("vocab", "batch", "num_draft_tokens", "dtype"))
@@ -124,11 +140,13 @@ def show(
         if last not in (None, problem):
             table.add_section()
         last = problem
+        graph, replay, over = (
+            "" if r[name] is None else f"{r[name]:.4f}" for name in ("graph_ms", "replay_ms", "device_time_over_ours")
+        )
         table.add_row(
-            *map(str, problem), r["peer"], f"{r['call_ms']:.4f}",
-            "" if r["graph_ms"] is None else f"{r['graph_ms']:.4f}", f"{r['device_ms']:.4f}",
+            *map(str, problem), r["peer"], f"{r['call_ms']:.4f}", graph, replay, f"{r['device_ms']:.4f}",
             "" if r["launches"] is None else str(r["launches"]), f"{r['peak_bytes'] * 1e-6:.3f}",
-            f"{r['needs_bytes'] * 1e-6:.2f}", f"{r['device_time_over_ours']:.2f}",
+            f"{r['needs_bytes'] * 1e-6:.2f}", over,
         )  # fmt: skip
     console.print(table)
     for title, reasons in (
@@ -166,6 +184,34 @@ def plot(records: Sequence[dict[str, Any]], device: str, path: Path) -> None:
     pyplot.close(figure)
 
 
+def build(peers: Iterable[Peer], device: torch.device, report: Report) -> None:
+    """Each in a process of its own, which compiles what there is to compile when it checks a small problem."""
+
+    def compiled(peer: Peer) -> dict[str, Any]:
+        command = [*process_of(__file__), "--check", peer.name, "--device", str(device)]
+        started = time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines = done.stdout.splitlines()
+        seconds = time.monotonic() - started
+        return {"peer": peer.name, "seconds": seconds, "exit_code": done.returncode, "output": lines[-8:]}
+
+    with ThreadPoolExecutor() as pool:
+        for record in pool.map(compiled, [peer for peer in peers if peer.is_built]):
+            report.add([record])
+            print(record, flush=True)
+
+
+def check(name: str, device: torch.device) -> None:
+    (peer,) = (peer for peer in all_peers() if peer.name == name)
+    if reason := peer.unavailable(device):
+        print(f"not here: {reason}")
+        return
+    problem = Problem("sampled", 1, 2, 64, "float32", 0.6)
+    with torch.inference_mode():
+        peer.check(problem, make_inputs(problem, device, seed=0))
+    print("right")
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -176,6 +222,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6], help="as bench_verify.py has it")
     parser.add_argument("--only", nargs="+", metavar="PEER", help="peers whose name begins so, besides ours")
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
+    parser.add_argument("--build", action="store_true", help="compile what is compiled where it is used, time nothing")
+    parser.add_argument("--check", metavar="PEER", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=100, help="timed calls of each peer")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
@@ -189,6 +237,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
 
     console, device = wide_console(), torch.device(options.device)
+    if options.check is not None:
+        check(options.check, device)
+        return {}
     wanted = tuple(options.only or [""])
     peers = [peer for peer in all_peers() if peer.name == OURS or peer.name.startswith(wanted)]
     if options.no_compiled:
@@ -201,27 +252,27 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for acceptance in options.acceptance
         for batch in options.batch
     ]
-    records: list[dict[str, Any]] = []
+    roof = copy_rate(device)
+    described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
     skipped: dict[str, str] = {}
+    report = Report(options.out, described, skipped=skipped)
+    if options.build:
+        build(peers, device, report)
+        return report.written
     with Progress(console=console, transient=True) as progress, torch.inference_mode():
-        task = progress.add_task("copy rate", total=len(problems))
-        roof = copy_rate(device)
+        task = progress.add_task("", total=len(problems))
         for problem in problems:
             progress.update(task, description=f"B={problem.batch} V={problem.vocab} {problem.dtype}")
             found, reasons = run_problem(problem, peers, device, options.rounds, roof)
-            records += found
             skipped |= reasons
+            report.add(found)
             progress.advance(task)
 
-    described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
+    records = report.records
     show(console, described, records, skipped)
-    written = {"environment": described, "skipped": skipped, "records": records}
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
     if options.plot is not None:
         plot(records, described["device"], options.plot)
-    return written
+    return report.written
 
 
 if __name__ == "__main__":

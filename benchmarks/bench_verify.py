@@ -9,11 +9,11 @@ Providers
                       test, clamp(p - q, 0), normalise, torch.multinomial; eager and under torch.compile. On CUDA the
                       token is drawn as multinomial draws it, without its checks, which wait for the device
 Kinds
-    sampled           drafts with logits
+    sampled           drafts with logits, and a temperature of 1, which is an argument, as in the decoding loop
     one-hot           drafts without logits (prompt lookup). `softmax` samples every position and keeps the matches
     greedy            temperature 0. `softmax` is an argmax
-    top-k, top-p      sampled, with top_k = 50 or top_p = 0.9 on both sides; the softmax provider runs transformers'
-                      processor over every row first
+    top-k, top-p, min-p   sampled, with top_k = 50, top_p = 0.9 or min_p = 0.05 on both sides; the softmax provider runs
+                      transformers' processor over every row first
 
 GB/s is the number of bytes that must be read over the median time, whatever the provider really moves; the roof is the
 rate of `copy_` on the same device in the same run. `problems.py` has the bytes model: all rows, and "needed", the rows
@@ -24,15 +24,14 @@ the same uniforms, against the float64 reference; softmax as it is timed, on inp
 chance. For one-hot drafts that is its only check, and for top-p of 16-bit logits: many of those tie, and which of the
 tied tokens transformers' processor keeps is left to an unstable sort.
 
-On CUDA, modes "call" (a Python call and its launches) and "graph" (the replay of a CUDA graph, with --cache cold of as
-many calls as there are sets of inputs). Cold inputs are rotated through twice the last cache; with --cache warm each
-call reads the same ones.
+On CUDA, modes "call" (a Python call and its launches), "graph" (the replay of a CUDA graph of as many calls as there
+are sets of inputs, over their number) and "replay" (one replay of a graph of one call: what a step of decoding pays).
+Cold inputs are rotated through twice the last cache; with --cache warm each call reads the same ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -41,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ncu import bytes_by_counter, ncu_missing
 from problems import (
     FILTERS,
     KINDS,
@@ -57,13 +55,25 @@ from problems import (
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from timing import copy_rate, device_work, environment, number_of_sets, peak_bytes, take_turns, timers, wide_console
+from timing import (
+    Report,
+    copy_rate,
+    device_work,
+    environment,
+    number_of_sets,
+    peak_bytes,
+    take_turns,
+    timers,
+    wide_console,
+)
 from torch import Tensor
 
 import torch_specops
 
 # What the timings are measured against.
 BASELINE = "softmax eager"
+# Calls of a graph whose inputs stay in the cache.
+WARM_CALLS = 16
 
 
 def multinomial(weights: Tensor, inputs: Inputs) -> Tensor:
@@ -125,9 +135,10 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
         return sampled(inputs | both)
 
     if kind in FILTERS:
-        from transformers import TopKLogitsWarper, TopPLogitsWarper
+        from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        processor = {"top-k": TopKLogitsWarper, "top-p": TopPLogitsWarper}[kind](FILTERS[kind][1])
+        processors = {"top-k": TopKLogitsWarper, "top-p": TopPLogitsWarper, "min-p": MinPLogitsWarper}
+        processor = processors[kind](FILTERS[kind][1])
         return filtered
     return {"sampled": sampled, "one-hot": one_hot, "greedy": greedy}[kind]
 
@@ -175,7 +186,6 @@ def run_problem(
     rounds: int,
     roof: float,
     cache: str = "cold",
-    ncu: bool = False,
     compiled: bool = True,
 ) -> list[dict[str, Any]]:
     torch._dynamo.reset()
@@ -183,13 +193,16 @@ def run_problem(
     first = make_inputs(problem, device, seed=0)
     check(problem, found, first)
 
-    count = 1 if cache == "warm" else number_of_sets(sum(value.nbytes for value in first.values()), device)
-    # Copies of one set: their contents do not matter for the time, their addresses do.
-    sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
+    if cache == "warm":
+        sets = [first] * WARM_CALLS
+    else:
+        count = number_of_sets(sum(value.nbytes for value in first.values()), device)
+        # Copies of one set: their contents do not matter for the time, their addresses do.
+        sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
     runs = {}
     for name, provider in found.items():
         calls = [partial(provider, inputs) for inputs in sets]
-        runs |= {(name, mode): run for mode, run in timers(calls, device).items()}
+        runs |= {(name, mode): run for mode, run in timers(calls, device, cold=cache == "cold").items()}
     seconds = take_turns(runs, rounds)
     work = {name: device_work(partial(provider, first), device) for name, provider in found.items()}
     peaks = {name: peak_bytes(partial(provider, first), device) for name, provider in found.items()}
@@ -207,6 +220,7 @@ def run_problem(
                 "cache": cache,
                 "provider": name,
                 "mode": mode,
+                "calls_per_replay": {"graph": len(sets), "replay": 1}.get(mode),
                 "median_ms": median * 1e3,
                 "quartiles_ms": [q * 1e3 for q in statistics.quantiles(values, n=4)[::2]],
                 "bytes": moved,
@@ -217,7 +231,6 @@ def run_problem(
                 "launches": launches,
                 "device_ms": device_seconds * 1e3,
                 "peak_bytes": peaks[name],
-                "ncu_bytes": bytes_by_counter(problem, with_lse) if ncu and name.startswith("specops") else None,
                 "speedup": statistics.median(seconds[BASELINE, mode]) / median,
             }
         )
@@ -244,8 +257,10 @@ def show(console: Console, described: dict[str, Any], records: list[dict[str, An
         low, high = r["quartiles_ms"]
         more = [str(r["launches"])] * on_gpu
         more += [f"{r['needed_bytes'] * 1e-6:.2f}", f"{r['needed_percent_of_copy']:.0f}"] * ragged
+        calls = r["calls_per_replay"]
+        mode = f"{r['mode']}{'' if calls is None else f' of {calls}'}, {r['cache']}"
         table.add_row(
-            kind, *(str(value) for value in problem[1:-1]), r["provider"], f"{r['mode']}, {r['cache']}",
+            kind, *(str(value) for value in problem[1:-1]), r["provider"], mode,
             f"{r['median_ms']:.3f}", f"{low:.3f}-{high:.3f}", f"{r['bytes'] * 1e-6:.2f}",
             f"{r['gb_per_s']:.1f}", f"{r['percent_of_copy']:.0f}", *more,
             f"{r['peak_bytes'] * 1e-6:.3f}", f"{r['speedup']:.2f}",
@@ -295,7 +310,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
-    parser.add_argument("--ncu", action="store_true", help="bytes of specops by hardware counters (CUDA, needs ncu)")
     parser.add_argument("--rounds", type=int, default=100, help="timed calls of each provider")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
     parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
@@ -321,23 +335,18 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for acceptance in options.acceptance or [None]
         for cache in options.cache
     ]
-    ncu = options.ncu and ncu_missing(device) is None
-    if options.ncu and not ncu:
-        console.print(f"not counted: {ncu_missing(device)}")
-    records = []
     with Progress(console=console, transient=True) as progress, torch.inference_mode():
         task = progress.add_task("copy rate", total=len(problems))
         roof = copy_rate(device)
+        described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
+        report = Report(options.out, described)
         for problem, cache in problems:
             progress.update(task, description=f"{problem.kind} B={problem.batch} {problem.dtype} {cache}")
-            records += run_problem(problem, device, options.rounds, roof, cache, ncu, not options.no_compiled)
+            report.add(run_problem(problem, device, options.rounds, roof, cache, not options.no_compiled))
             progress.advance(task)
 
-    described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
+    records = report.records
     show(console, described, records)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
     if options.plot is not None:
         plot(records, described["device"], options.plot)
     return records

@@ -4,7 +4,7 @@ Bytes model: what must be read of [V] rows, of s_p and s_q bytes an entry, for B
     sampled           B V ((K+1) s_p + K s_q)
     sampled, lse      B V ((K+1) s_p + s_q)
     one-hot, greedy   B V (K+1) s_p
-    top-k, top-p      as sampled; finding what is kept needs more than one pass over a row, which is not counted
+    top-k, top-p, min-p   as sampled; finding what is kept needs more than one pass over a row, which is not counted
 The pair of rows that the residual needs is read again, from cache, and is not counted. `Problem.bytes` counts all rows;
 `Problem.needed_bytes` leaves out those behind a sequence's first rejection, which decide nothing.
 
@@ -29,10 +29,12 @@ Inputs = dict[str, Tensor]
 Result = tuple[Tensor, Tensor]
 Provider = Callable[[Inputs], Result]
 
-KINDS = ("sampled", "one-hot", "greedy", "top-k", "top-p")
-FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9)}
+KINDS = ("sampled", "one-hot", "greedy", "top-k", "top-p", "min-p")
+FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9), "min-p": ("min_p", 0.05)}
 # The float64 reference walks over a row in Python: large batches are compared on so many rows, spread over the batch.
+# A filtered row takes it seconds.
 CHECKED_ROWS = 4
+CHECKED_FILTERED_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,11 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
 
     wanted, refused = target_logits[:, :-1].argmax(-1), target_logits[:, :-1].argmin(-1)
     if problem.has_draft_logits:
+        if problem.kind in FILTERS:
+            # The token of the highest p, made that of the highest q as well, is one that every filter keeps.
+            draft_logits.scatter_(2, wanted.unsqueeze(-1), draft_logits.amax(-1, keepdim=True))
         above = target_logits[:, :-1].float().softmax(-1) - draft_logits.float().softmax(-1)
         refused = above.argmin(-1)
-        # The token of the highest p is one that every filter keeps.
         wanted = wanted if problem.kind in FILTERS else above.argmax(-1)
     rejected = torch.arange(num_drafts, device=device) == num_accepted.unsqueeze(-1)
     b, i = rejected.nonzero(as_tuple=True)
@@ -117,10 +121,12 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         "draft_logits": draft_logits,
         "accept_uniforms": torch.where(rejected, 1 - 2**-24, 0.0),
         "sample_uniforms": torch.rand(batch, generator=g, device=device),
-        "temperature": torch.zeros(batch, device=device),
+        # Which is an argument, as in the decoding loop: the kernels have another build without one.
+        "temperature": torch.full((batch,), 0.0 if problem.kind == "greedy" else 1.0, device=device),
         "draft_lse": draft_logits.float().logsumexp(-1),
         "top_k": torch.full((batch,), FILTERS["top-k"][1], device=device),
         "top_p": torch.full((batch,), FILTERS["top-p"][1], device=device),
+        "min_p": torch.full((batch,), FILTERS["min-p"][1], device=device),
         "num_accepted": num_accepted,
     }
 
@@ -161,36 +167,35 @@ def centred(inputs: Inputs) -> Inputs:
         if n < num_drafts:
             weights = (weights - inputs["draft_logits"][b, n].double().softmax(-1)).clamp(min=0)
         likely = weights.topk(min(4, int((weights > 0).sum()))).indices
-        token = likely[b % len(likely)]
+        token = int(likely[b % len(likely)])
         s[b] = ((weights[:token].sum() + weights[token] / 2) / weights.sum()).to(s.dtype)
     return inputs | {"sample_uniforms": s}
 
 
 def op_arguments(kind: str, inputs: Inputs, with_lse: bool = False) -> dict[str, Any]:
-    names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms")
+    names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
     arguments: dict[str, Any] = {name: inputs[name] for name in names}
     if kind in ("one-hot", "greedy"):
         arguments["draft_logits"] = None
     if kind in FILTERS:
         name, _ = FILTERS[kind]
         arguments[name] = inputs[name]
-    if kind == "greedy":
-        arguments["temperature"] = inputs["temperature"]
     if with_lse:
         arguments["draft_lse"] = inputs["draft_lse"]
     return arguments
 
 
-def checked_rows(batch: int) -> list[int]:
-    """At most CHECKED_ROWS sequences, the first and the last among them."""
-    if batch <= CHECKED_ROWS:
+def checked_rows(batch: int, kind: str = "sampled") -> list[int]:
+    """Some of the sequences, the first and the last among them; all of few."""
+    most = CHECKED_FILTERED_ROWS if kind in FILTERS else CHECKED_ROWS
+    if batch <= most:
         return list(range(batch))
-    return [b * (batch - 1) // (CHECKED_ROWS - 1) for b in range(CHECKED_ROWS)]
+    return [b * (batch - 1) // (most - 1) for b in range(most)]
 
 
 def check_answer(name: str, problem: Problem, inputs: Inputs, answer: Result, with_lse: bool = False) -> None:
     """Raise RuntimeError unless the checked sequences are those of the float64 reference."""
-    rows = checked_rows(problem.batch)
+    rows = checked_rows(problem.batch, problem.kind)
     arguments = {
         key: value[rows] if isinstance(value, Tensor) else value
         for key, value in op_arguments(problem.kind, inputs, with_lse).items()

@@ -1,7 +1,9 @@
-"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory."""
+"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory; and
+the file that they write."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +35,14 @@ Call = Callable[[], object]
 CPU_CACHE_BYTES = 64 * 2**20
 ROTATE = 2
 MAX_SETS = {"cpu": 64, "cuda": 512}
+# Graphs of a single call: each has its own set of inputs.
+MAX_SINGLE = 8
+# How much is read before a replay, in caches: on an H200 it takes 50 us, and queueing what is timed takes about 15.
+LEAD = 4
+# What the commit is where there is no clone to ask.
+COMMIT = "TORCH_SPECOPS_COMMIT"
+# Set where processes run on the stand-in for CUDA (tests/cuda_stand_in).
+STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN"
 
 
 def wide_console() -> Console:
@@ -54,14 +64,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def call_seconds(call: Call, device: torch.device) -> float:
+class Lead:
+    """Work that the device does while the host queues what is timed, so that no launch is waited for between the two
+    events. It reads memory that nothing else uses, so the last cache is cold behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(LEAD * cache_bytes(device) // 4, device=device)
+
+    def __call__(self) -> None:
+        self._memory.sum()
+
+
+def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> float:
     """One call: by the clock on a CPU; on CUDA between two events of its stream, so launches that the device waits for
-    count."""
+    count, unless `lead` keeps it busy before."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if lead is not None:
+        lead()
     begin.record()
     call()
     end.record()
@@ -70,12 +93,11 @@ def call_seconds(call: Call, device: torch.device) -> float:
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls, one after the other."""
+    """A CUDA graph of the calls, one after the other. What they compile is compiled by one call before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            calls[0]()
+        calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -85,20 +107,30 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def timers(calls: Sequence[Call], device: torch.device, graphs: bool = True) -> dict[str, Callable[[int], float]]:
-    """mode -> round -> seconds per call; one call per set of inputs. "call" is a Python call; "graph", on CUDA alone,
-    replays a CUDA graph of all of them, and divides by their number."""
+def timers(
+    calls: Sequence[Call], device: torch.device, graphs: bool = True, cold: bool = True
+) -> dict[str, Callable[[int], float]]:
+    """mode -> round -> seconds per call; one call per set of inputs.
+
+    "call" is a Python call with its launches. On CUDA also "graph", the replay of one CUDA graph of all calls over
+    their number, so that the end of one call overlaps the start of the next; and "replay", one replay of a graph of one
+    call, which is what a step of decoding pays. Inputs that are to stay in the cache (`cold` false) have no "replay".
+    """
     found: dict[str, Callable[[int], float]] = {"call": lambda i: call_seconds(calls[i % len(calls)], device)}
     if device.type == "cuda" and graphs:
+        lead = Lead(device) if cold else None
         graph = capture(calls)
-        found["graph"] = lambda i: call_seconds(graph.replay, device) / len(calls)
+        found["graph"] = lambda i: call_seconds(graph.replay, device, lead) / len(calls)
+        if cold:
+            single = [capture([call]) for call in calls[:MAX_SINGLE]]
+            found["replay"] = lambda i: call_seconds(single[i % len(single)].replay, device, lead)
     return found
 
 
 def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Any, list[float]]:
     """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for i in range(-warm_up, rounds):
+    for i in range(-min(warm_up, rounds // 4), rounds):
         for key, run in runs.items():
             elapsed = run(i)
             if i >= 0:
@@ -107,8 +139,11 @@ def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: in
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of copying 256 MiB (1 GiB on CUDA)."""
-    source = torch.ones((1024 if device.type == "cuda" else 256) * 2**18, device=device)
+    """Bytes per second, read and written, of copying 256 MiB; on CUDA 1 GiB, of a small device less."""
+    size = 2**28
+    if device.type == "cuda":
+        size = min(2**30, torch.cuda.get_device_properties(device).total_memory // 64)
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(12):
@@ -160,6 +195,14 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
     return most
 
 
+def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]:
+    """The command that runs a script in a process of its own, on the stand-in for CUDA if this process is."""
+    if on_stand_in is None:
+        on_stand_in = bool(os.environ.get(STAND_IN))
+    stand_in = Path(__file__).resolve().parents[1] / "tests" / "cuda_stand_in"
+    return [sys.executable, *([str(stand_in)] if on_stand_in else []), str(script)]
+
+
 def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[str, Any]:
     """What "module.function" of this directory returns in a new process with this compile cache."""
     call = f"{function}({', '.join(map(repr, arguments))})"
@@ -175,18 +218,57 @@ def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[st
     return json.loads(result.stdout.splitlines()[-1])
 
 
+class Report:
+    """A JSON file of an environment and records, written anew with every record: a run that is killed leaves what it
+    measured.
+
+    Args:
+        path: None = nothing is written.
+        described: where and with what it was measured (`environment`).
+        more: further entries.
+    """
+
+    def __init__(self, path: Path | None, described: dict[str, Any], **more: Any) -> None:
+        self.path = path
+        self.written: dict[str, Any] = {"environment": described, **more, "records": []}
+        self.write()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return self.written["records"]
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        self.records.extend(records)
+        self.write()
+
+    def write(self) -> None:
+        if self.path is not None:
+            write_json(self.path, self.written)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Renamed when whole: whoever is stopped here leaves the file before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
 def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "driver": driver_version() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
         "cuda": torch.version.cuda,
         "torch_specops": torch_specops.__version__,
         "commit": commit(),
+        "sources": digest_of_sources(),
         **more,
     }
 
@@ -199,17 +281,36 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def triton_version() -> str | None:
+def version_of(package: str) -> str | None:
     try:
-        return metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
+def driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
 def commit() -> str | None:
-    """ "-dirty" behind it: with changes that were not committed."""
+    """ "-dirty" behind it: with changes that were not committed. None: neither a clone nor said in the environment."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def digest_of_sources() -> str:
+    """Of the package's Python files: which code ran, also where no commit is known."""
+    folder = Path(torch_specops.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]

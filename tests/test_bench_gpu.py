@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
-import subprocess
+import os
 import sys
+import tarfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +23,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="an installed package has no benchmarks")
 
+TOOLS = Path(__file__).parent / "gpu_tools"
 CPU = torch.device("cpu")
 
 
@@ -38,51 +42,141 @@ def driver() -> ModuleType:
     return importlib.import_module("bench_gpu")
 
 
-class Runs:
-    """Stands in for `subprocess.run`: writes what a step would, and takes its time by a clock of its own."""
-
-    def __init__(self, driver: ModuleType, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.names: list[str] = []
-        self.now, self.seconds, self.returncode = 0.0, seconds, 0
-        monkeypatch.setattr(driver.subprocess, "run", self)
-        monkeypatch.setattr(driver.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-
-    def __call__(self, command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        if timeout < self.seconds:
-            self.now += timeout
-            raise subprocess.TimeoutExpired(command, timeout)
-        self.now += self.seconds
-        self.names.append(Path(command[1]).name if "--out" in command else "tests")
-        if "--out" in command:
-            Path(command[command.index("--out") + 1]).write_text("{}")
-        return subprocess.CompletedProcess(command, self.returncode, stdout="3 passed")
+SCRIPTS = {
+    "good.py": "import sys, json; json.dump({'records': [1]}, open(sys.argv[-1], 'w')); print('fine')",
+    "bad.py": "print('first'); raise SystemExit('the reason')",
+    "hanging.py": """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+json.dump({'records': [1], 'child': child.pid}, open(sys.argv[-1], 'w'))
+print('begun', flush=True)
+time.sleep(60)
+""",
+    "killed.py": "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+    "environment.py": "import os; print(os.environ['HF_HUB_OFFLINE'], os.environ['PYTHONPATH'])",
+}
 
 
-def test_steps_go_on_where_they_stopped(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runs = Runs(driver, monkeypatch, seconds=200)
-    call = ["--out-dir", str(tmp_path), "--tag", "today-h200", "--only", "tests", "verify-k", "tiles", "peers"]
-    # Two steps and a half fit into 500 seconds; the third is cut off.
-    assert driver.main([*call, "--minutes", str(500 / 60)]) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["today-h200-tests.txt", "today-h200-verify-k.json"]
-    assert (tmp_path / "today-h200-tests.txt").read_text() == "3 passed"
-    assert driver.main(call) == 0
-    assert runs.names == ["tests", "bench_verify.py", "bench_tiles.py", "bench_peers.py"]
-    assert driver.main(call) == 0
-    assert len(runs.names) == 4
+@pytest.fixture
+def steps(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """A plan of scripts that end in every way."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name, text in SCRIPTS.items():
+        (folder / name).write_text(text)
+
+    def step(name: str, call: int, seconds: int = 20) -> Any:
+        return driver.Step(name, call, seconds, f"{name}.py", "")
+
+    plan = [step("hanging", 1, 1), step("bad", 1), step("killed", 1), step("good", 1), step("environment", 2)]
+    monkeypatch.setattr(driver, "STEPS", plan)
+    monkeypatch.setattr(driver, "HERE", folder)
+    return plan
 
 
-def test_nothing_is_timed_where_the_tests_fail(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def packed(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}
+
+
+def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
+    driver: ModuleType, steps: list[Any], tmp_path: Path
 ) -> None:
-    runs = Runs(driver, monkeypatch, seconds=1)
-    runs.returncode = 1
-    with pytest.raises(RuntimeError, match="tests failed with exit code 1"):
-        driver.main(["--out-dir", str(tmp_path)])
-    assert runs.names == ["tests"]
-    (written,) = tmp_path.iterdir()
-    assert written.name.endswith("-h200-tests.unfinished")
+    runner = driver.Runner(tmp_path / "out")
+    (tmp_path / "out" / "device.json").write_text('{"environment": {"device": "a GPU"}}')
+    assert driver.run_calls(runner, [1], minutes=5) == []
+    records = {step.name: runner.record_of(step) for step in steps if step.call == 1}
+    assert {name: (record["outcome"], record["exit_code"]) for name, record in records.items()} == {
+        "hanging": ("out of time", None),
+        "bad": ("failed", 1),
+        "killed": ("killed by signal 9", -9),
+        "good": ("done", 0),
+    }
+    assert records["bad"]["tail"] == ["first", "the reason"] and records["killed"]["tail"] == ["last words"]
+    assert 1 <= records["hanging"]["seconds"] < 10 and records["hanging"]["limit_seconds"] == 1
+    assert all(record["environment"] == {"device": "a GPU"} for record in records.values())
+    # What was measured before the end is kept, and nothing that a step started outlives it.
+    measured = json.loads((tmp_path / "out" / "hanging.json").read_text())
+    assert measured["records"] == [1]
+    assert not is_running(measured["child"])
+    # Everything is in one archive.
+    names = {f"{name}.{end}" for name in records for end in ("log", "step.json")}
+    assert set(packed(tmp_path / "out.tar.gz")) == {
+        f"out/{name}" for name in names | {"device.json", "good.json", "hanging.json"}
+    }
+    assert packed(tmp_path / "out.tar.gz")["out/hanging.log"] == b"begun\n"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_same_command_goes_on_where_it_stopped(
+    driver: ModuleType, steps: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    begun: list[str] = []
+    run = driver.Runner.run
+    monkeypatch.setattr(driver.Runner, "run", lambda runner, step: begun.append(step.name) or run(runner, step))
+    del steps[0]
+    call = ["--out-dir", str(tmp_path / "out"), "--commit", "f00"]
+    assert driver.main([*call, "--call", "1"]) == 0
+    assert begun == ["bad", "killed", "good"]
+    # On another machine, with the archive of this one.
+    elsewhere = ["--out-dir", str(tmp_path / "elsewhere"), "--earlier", str(tmp_path / "out.tar.gz")]
+    assert driver.main(elsewhere) == 0
+    assert begun == ["bad", "killed", "good", "environment"]
+    offline, paths = (tmp_path / "elsewhere" / "environment.log").read_text().split()
+    assert offline == "1" and str(FOLDER.parent) in paths.split(":")
+    (tmp_path / "elsewhere" / "good.step.json").unlink()
+    assert driver.main(elsewhere) == 0
+    assert begun[4:] == ["good"]
+
+
+def test_a_step_begins_if_its_limit_fits_into_the_time_left(
+    driver: ModuleType, steps: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good, other = steps[3], driver.Step("other", driver.IF_TIME_IS_LEFT, 5, "good.py", "")
+    steps[:] = [driver.Step("long", 1, 700, "good.py", ""), good, other]
+    assert driver.run_calls(driver.Runner(tmp_path / "out"), [1], minutes=1) == ["long"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "long: not begun, may take 700 s of 60"
+    # What belongs to no call comes last.
+    assert [line.split(":")[0] for line in said if ": done" in line] == ["good", "other"]
+
+
+def test_the_archive_keeps_to_its_limit(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runner = driver.Runner(tmp_path / "out")
+    monkeypatch.setattr(driver, "MAX_PACKED", 100_000)
+    (runner.folder / "small.json").write_text("{}")
+    (runner.folder / "large.json").write_bytes(os.urandom(90_000))
+    (runner.folder / "larger.json").write_bytes(os.urandom(95_000))
+    (runner.folder / "long.log").write_text("first\n" + "line\n" * 200_000 + "last\n")
+    runner.pack()
+    assert runner.packed.stat().st_size <= 100_000
+    found = packed(runner.packed)
+    assert set(found) == {"out/small.json", "out/large.json", "out/left_out.txt"}
+    assert set(found["out/left_out.txt"].decode().split()) == {"larger.json", "long.log"}
+    (runner.folder / "larger.json").unlink()
+    runner.pack()
+    log = packed(runner.packed)["out/long.log"]
+    assert log.startswith(b"first") and log.endswith(b"last\n") and len(log) < driver.MAX_LOG + 100
+
+
+def test_the_plan_fits_into_its_calls(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert driver.main(["--plan"]) == 0
+    said = capsys.readouterr().out
+    for call in driver.CALLS:
+        limits = [step.seconds for step in driver.STEPS if step.call == call]
+        assert 400 < sum(limits) <= 9 * 60
+        assert f"call {call}: {sum(limits)} of 540 s" in said
+    names = [step.name for step in driver.STEPS]
+    assert len(set(names)) == len(names) and all(f"  {name} " in said for name in names)
+    # What is compiled first is not compiled within the time of the peers.
+    assert names.index("peers-build") < names.index("peers") and names[0] == "device"
 
 
 def test_without_a_gpu_nothing_starts(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,31 +187,94 @@ def test_without_a_gpu_nothing_starts(driver: ModuleType, capsys: pytest.Capture
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
-def test_every_step_is_a_script_with_options_that_it_knows(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Parsed by the script's own parser, which stops at the first option that it does not know."""
-    for name, step in driver.STEPS.items():
-        script, *arguments = step.split()
-        assert driver.command_of(name, tmp_path / "out.json")[1] == str(FOLDER / script)
-        module = importlib.import_module(Path(script).stem)
-        for stop in ("make_inputs", "Cells"):
-            if hasattr(module, stop):
-                monkeypatch.setattr(module, stop, parsed)
-        needs_gpu = script == "bench_tiles.py"
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=needs_gpu: has_gpu)
-        monkeypatch.setattr(module, "copy_rate", lambda device: 1.0)
-        device = [] if needs_gpu else ["--device", "cpu"]
-        with pytest.raises(Parsed):
-            module.main([*arguments, *device])
-
-
 class Parsed(Exception):
     pass
 
 
-def parsed(*arguments: Any, **options: Any) -> None:
-    raise Parsed
+def test_every_step_is_a_script_with_options_that_it_knows(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Parsed by the script's own parser, at its size and at that of a rehearsal."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(*arguments: Any) -> None:
+        parse(*arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    for rehearsed in (False, True):
+        runner = driver.Runner(tmp_path / "out", rehearsed)
+        for step in driver.STEPS:
+            command = runner.command(step)
+            if "pytest" in command:
+                continue
+            at = command.index(str(FOLDER / step.command.split()[0]))
+            with pytest.raises(Parsed):
+                importlib.import_module(Path(command[at]).stem).main(command[at + 1 :])
+
+
+def test_what_is_rehearsed_is_every_script(driver: ModuleType) -> None:
+    """Steps that are not run in a rehearsal run the lines of another step."""
+    rehearsed = {step.command.split()[0] for step in driver.STEPS if step.tiny is not None}
+    assert {step.command.split()[0] for step in driver.STEPS} == rehearsed
+
+
+def tool(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_counters_and_their_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ncu, problems = importlib.import_module("ncu"), importlib.import_module("problems")
+    problem = problems.Problem("sampled", 1, 2, 40, "bfloat16", 0.6)
+    monkeypatch.setattr(ncu, "process_of", lambda script: [sys.executable, "-c", "pass"])
+    monkeypatch.setenv("PATH", f"{TOOLS}:{os.environ['PATH']}")
+    assert ncu.bytes_by_counter(problem, True) == {"dram_read": 1_537_000, "dram_write": 64, "l2": 1_600_000}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool(tmp_path, "ncu", "echo '==ERROR== no permission'; exit 1")
+    with pytest.raises(RuntimeError, match="ncu failed with 1: ==ERROR== no permission"):
+        ncu.bytes_by_counter(problem, True)
+    tool(tmp_path, "ncu", "sleep 9")
+    monkeypatch.setattr(ncu, "LIMIT_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match=r"took more than 0\.1 seconds"):
+        ncu.bytes_by_counter(problem, True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="not on PATH"):
+        ncu.bytes_by_counter(problem, True)
+
+
+def test_findings_of_the_sanitizer_and_its_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sanitize = importlib.import_module("sanitize")
+    monkeypatch.setattr(sanitize, "process_of", lambda script: [sys.executable, "-c", "pass"])
+    monkeypatch.setenv("PATH", f"{TOOLS}:{os.environ['PATH']}")
+    for name in ("memcheck", "racecheck"):
+        assert sanitize.sanitized(name, 10, [])["errors"] == 0
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool(tmp_path, "compute-sanitizer", "echo '========= ERROR SUMMARY: 3 errors'")
+    assert sanitize.sanitized("memcheck", 10, [])["errors"] == 3
+    refused = {
+        "echo 'Device not supported'; exit 1": "no summary",
+        "echo '========= ERROR SUMMARY: 0 errors'; exit 1": "no summary",
+        "echo begun; exec sleep 9": "more than 0.5 seconds",
+    }
+    for text, reason in refused.items():
+        tool(tmp_path, "compute-sanitizer", text)
+        found = sanitize.sanitized("memcheck", 0.5, [])
+        assert reason in found["refused"] and "errors" not in found
+    assert found["output"] == ["begun"]
+    monkeypatch.setenv("PATH", "")
+    assert "not on PATH" in sanitize.sanitized("memcheck", 10, [])["refused"]
+
+
+def test_attention_on_a_cpu(tmp_path: Path) -> None:
+    """Every way gives the attention of float32, FlexAttention, which the stand-in for CUDA cannot run, too."""
+    size = ["--batch", "2", "--slots", "128", "--queries", "3", "--layers", "1", "--rounds", "2"]
+    with warnings.catch_warnings():
+        # FlexAttention says that it is not compiled.
+        warnings.simplefilter("ignore")
+        records = importlib.import_module("bench_attention").main([*size, "--device", "cpu"])
+    assert [record["provider"] for record in records] == ["grouped sdpa", "sdpa", "flex", "flex, block mask"]
+    assert all(record["max_error"] < 2e-2 for record in records[:3])
 
 
 def test_tiles_and_warps_that_a_thread_can_hold() -> None:
@@ -272,7 +429,7 @@ def test_paths_through_machine_code() -> None:
 
 def test_nothing_on_the_page_is_called_measured(page: str) -> None:
     """Every goal has a step that decides it, and no figure in the column of measurements without a result file."""
-    steps = importlib.import_module("bench_gpu").STEPS
+    steps = [step.name for step in importlib.import_module("bench_gpu").STEPS]
     goals = page.split("## Goals")[1].split("## Bytes")[0]
     rows = [line.strip("|").split(" | ") for line in goals.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 8

@@ -43,6 +43,14 @@ def test_a_tensor_is_where_it_says() -> None:
     assert isinstance(torch.nn.Linear(2, 2).to("cuda").weight, torch.nn.Parameter)
 
 
+def test_a_tensor_bounds_a_slice(syncs_raise: None) -> None:
+    x, two = torch.arange(4, device="cuda"), torch.full((), 2, device="cuda")
+    with pytest.raises(RuntimeError, match="synchron"):
+        x[:two]
+    torch.cuda.set_sync_debug_mode("default")
+    assert x[:two].tolist() == [0, 1]
+
+
 def test_devices_do_not_mix() -> None:
     for other in ("cuda:1", "cpu"):
         with pytest.raises(RuntimeError, match="same device"):

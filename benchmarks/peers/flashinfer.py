@@ -1,37 +1,56 @@
 """FlashInfer's `chain_speculative_sampling`: one launch, on probabilities.
 
 It wants float32 probabilities of all rows of both sides, so their softmax belongs to a step. It draws its own numbers,
-from a seed and an offset that are passed as integers here: a graph then repeats them, which costs the same. Written
-for the signature in FlashInfer's documentation.
+from a seed and an offset that are passed as integers here: a graph then repeats them, which costs the same. Where
+FlashInfer is not installed, copies of its sampling functions serve (`gather.py`), without the rest of the package. Its
+kernels are compiled when they are first called.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from problems import Inputs, Problem, Result
 
-from .protocol import Peer, missing_arguments, no_cuda, padded, row_count, softmax_bytes
+from .protocol import BarePackages, FunctionPeer, external_folder, padded, prepare_nvcc, row_count, softmax_bytes
 
+MODULE = "flashinfer.sampling"
 NAMES = ("draft_probs", "draft_token_ids", "target_probs", "seed", "offset")
 
 
-class FlashInfer(Peer):
+class FlashInfer(FunctionPeer):
     name = "FlashInfer"
+    arguments = NAMES
     needs = "softmax of both sides to float32"
+    is_built = True
+
+    def find(self) -> Callable[..., Any] | None:
+        try:
+            module = importlib.import_module(MODULE)
+        except ModuleNotFoundError as error:
+            folder = external_folder() / "flashinfer"
+            if error.name not in ("flashinfer", MODULE) or not folder.is_dir():
+                return None
+            sys.path.append(str(external_folder() / "apache-tvm-ffi"))
+            sys.meta_path.append(BarePackages(folder, "flashinfer"))
+            module = importlib.import_module(MODULE)
+        return module.chain_speculative_sampling
+
+    def place_of_copy(self) -> str:
+        return str(external_folder() / "flashinfer")
 
     def unavailable(self, device: torch.device) -> str | None:
-        try:
-            sampling = importlib.import_module("flashinfer.sampling")
-        except ImportError as error:
-            return f"not installed: {error.name or error}"
-        return missing_arguments(sampling.chain_speculative_sampling, NAMES) or no_cuda(device)
+        # FlashInfer says itself if it cannot build.
+        prepare_nvcc()
+        return super().unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Callable[[], Any]:
-        chain = importlib.import_module("flashinfer.sampling").chain_speculative_sampling
+        assert self._function is not None
+        chain = self._function
         target, draft = inputs["target_logits"], inputs["draft_logits"]
         tokens = inputs["draft_tokens"].int()
         # The kernel adds to these counters, and makes new ones where it gets none: an engine keeps them.

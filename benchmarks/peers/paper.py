@@ -14,26 +14,34 @@ the target rows with their scores, so a copy of them belongs to a step.
 from __future__ import annotations
 
 import functools
-import shutil
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from problems import Inputs, Problem, Result, determined
 
-from .protocol import Peer, external_folder, no_cuda, row_count, softmax_bytes
+from .protocol import Peer, external_folder, no_cuda, prepare_nvcc, row_count, softmax_bytes
 
 REPOSITORY = "optimized-speculative-sampling"
 
 
 @functools.cache
 def build(source: str) -> Callable[..., Any]:
+    """The function of a source, compiled unless a module of its name is there.
+
+    Raises:
+        RuntimeError: it cannot be built here.
+    """
+    name = f"paper_{source}"
+    if importlib.util.find_spec(name) is not None:
+        return importlib.import_module(name).sampling_cuda
+    if reason := prepare_nvcc():
+        raise RuntimeError(reason)
     from torch.utils import cpp_extension
 
     folder = external_folder() / REPOSITORY
-    module = cpp_extension.load(
-        name=f"paper_{source}", sources=[str(folder / "main.cpp"), str(folder / f"{source}.cu")], verbose=False
-    )
+    module = cpp_extension.load(name=name, sources=[str(folder / "main.cpp"), str(folder / f"{source}.cu")])
     return module.sampling_cuda
 
 
@@ -42,18 +50,17 @@ class PaperExact(Peer):
     source = "speculative_sampling_fp32"
     needs = "a float32 copy of both sides; a loop over sequences"
     not_captured = "it synchronises the device and counts accepted drafts on the host"
+    is_built = True
 
     def __init__(self) -> None:
         self._function: Callable[..., Any] | None = None
 
     def unavailable(self, device: torch.device) -> str | None:
         path = external_folder() / REPOSITORY / f"{self.source}.cu"
-        if not path.exists():
+        if not path.exists() and importlib.util.find_spec(f"paper_{self.source}") is None:
             return f"no {path.name} in {path.parent}"
         if device.type != "cuda":
             return no_cuda(device)
-        if shutil.which("nvcc") is None:
-            return "needs nvcc to build it"
         try:
             self._function = build(self.source)
         except Exception as error:

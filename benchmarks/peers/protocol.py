@@ -11,9 +11,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +27,7 @@ from problems import Inputs, Problem, Result, centred, check_answer, determined
 from torch import Tensor
 
 __all__ = [
+    "BarePackages",
     "FunctionPeer",
     "Peer",
     "external_folder",
@@ -30,6 +35,7 @@ __all__ = [
     "missing_arguments",
     "no_cuda",
     "padded",
+    "prepare_nvcc",
     "row_count",
     "softmax_bytes",
 ]
@@ -45,12 +51,14 @@ class Peer(ABC):
         needs: what its time includes beside its own kernels; empty if nothing.
         takes_uniforms: it draws from the uniforms of the inputs, so its tokens can be compared where chance decides.
         not_captured: why a CUDA graph of its call cannot be made; None if it can.
+        is_built: it compiles CUDA sources where it is used, with `nvcc`.
     """
 
     name: str
     needs: str = ""
     takes_uniforms: bool = False
     not_captured: str | None = None
+    is_built: bool = False
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str | None:
@@ -120,6 +128,52 @@ def no_cuda(device: torch.device) -> str | None:
 def external_folder() -> Path:
     """Where copies of peers that are not installed lie: the environment variable, else a folder that git ignores."""
     return Path(os.environ.get(FOLDER) or Path(__file__).parent / "external")
+
+
+class BarePackages:
+    """Finds the packages of a copy without running their `__init__`, which would load all there is of them.
+
+    Args:
+        folder: holds the package.
+        package: its name.
+    """
+
+    def __init__(self, folder: Path, package: str) -> None:
+        self.folder = folder
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        folder = self.folder / Path(*name.split("."))
+        if name.split(".")[0] != self.package or not folder.is_dir():
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
+
+
+def prepare_nvcc() -> str | None:
+    """Name in the environment what a build needs and a bare toolkit may lack; returns why nothing can be built."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return "needs nvcc to build it"
+    # What is on PATH may be a script beside other programs, not the toolkit.
+    places = [Path("/usr/local/cuda"), Path(nvcc).resolve().parents[1]]
+    home = next((path for path in places if (path / "include" / "cuda_runtime.h").exists()), places[-1])
+    os.environ.setdefault("CUDA_HOME", str(home))
+    if not (home / "include" / "curand.h").exists():
+        # torch's own copy.
+        headers = [path.parent for place in sys.path for path in Path(place).glob("nvidia/*/include/curand.h")]
+        os.environ["CPATH"] = os.pathsep.join([*filter(None, [os.environ.get("CPATH")]), *map(str, headers[:1])])
+    if not (home / "lib64" / "stubs" / "libcuda.so").exists() and "driver-stub" not in os.environ.get(
+        "LIBRARY_PATH", ""
+    ):
+        # The linker wants a library of the driver's name; which one is loaded is decided where the program runs.
+        stub = Path(tempfile.mkdtemp(prefix="driver-stub-")) / "libcuda.so"
+        command = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", str(stub)]
+        subprocess.run(command, check=True)
+        known = filter(None, [os.environ.get("LIBRARY_PATH")])
+        os.environ["LIBRARY_PATH"] = os.pathsep.join([*known, str(stub.parent)])
+    return None
 
 
 def load_file(path: Path, name: str) -> ModuleType:

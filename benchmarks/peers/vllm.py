@@ -9,18 +9,18 @@ clone serves: its file and what that imports need Triton alone.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from problems import Inputs, Problem, Result
 
-from .protocol import FunctionPeer, external_folder, padded, softmax_bytes
+from .protocol import BarePackages, FunctionPeer, external_folder, padded, softmax_bytes
 
 MODULE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 NAME = "rejection_sample"
@@ -43,28 +43,18 @@ def find() -> Callable[..., Any] | None:
         return getattr(load_copies(), NAME, None) if path_of_copy().exists() else None
 
 
-class Bare:
-    """Finds the packages of the copies without running their `__init__`, which would load the engine."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        folder = external_folder() / "vllm" / Path(*name.split("."))
-        if not name.startswith("vllm") or not folder.is_dir():
-            return None
-        spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(folder)]
-        return spec
-
-
 def load_copies() -> ModuleType:
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
 
     stand_in = ModuleType("vllm.triton_utils")
-    vars(stand_in).update(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True)
+    # Triton's interpreter has no library of a device.
+    tldevice = SimpleNamespace(log1p=lambda x: tl.log(1 + x)) if os.environ.get("TRITON_INTERPRET") else libdevice
+    vars(stand_in).update(triton=triton, tl=tl, tldevice=tldevice, HAS_TRITON=True)
     # What was loaded goes again with these: nothing else shall take the copies for the package.
     with (
-        mock.patch.object(sys, "meta_path", [Bare(), *sys.meta_path]),
+        mock.patch.object(sys, "meta_path", [BarePackages(external_folder() / "vllm", "vllm"), *sys.meta_path]),
         mock.patch.dict(sys.modules, {"vllm.triton_utils": stand_in}),
     ):
         return importlib.import_module(MODULE)

@@ -230,7 +230,10 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         masks = any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-        return (masks and name == "__getitem__") or any(isinstance(part, list) for part in index)
+        # The host looks at a bound of a slice.
+        bounds = [bound for part in index if isinstance(part, slice) for bound in (part.start, part.stop)]
+        looks = any(isinstance(bound, Tensor) for bound in bounds)
+        return looks or (masks and name == "__getitem__") or any(isinstance(part, list) for part in index)
     return False
 
 
@@ -251,6 +254,8 @@ def _data(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
         items = [_data(item) for item in value]
         return type(value)(*items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, slice):
+        return slice(_data(value.start), _data(value.stop), _data(value.step))
     return {key: _data(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 

@@ -1,0 +1,152 @@
+"""Time attention over the loop's static cache: masked SDPA as the loop calls it, against FlexAttention.
+
+    python benchmarks/bench_attention.py [--batch 1 8] [--slots 2048 8192] [--queries 1 6] [--out FILE.json]
+
+Grouped queries (32 heads over 8), 128 wide, bfloat16; every row of the batch has text in up to three quarters of the
+slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`, "sdpa" transformers', which
+repeats keys for every head; both get a mask of booleans. "flex" is FlexAttention, compiled, whose decoding kernel
+splits the slots; its block mask is made once a step, for all layers, and is timed beside it ("flex, block mask", a
+call). Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
+`--layers` calls, on as many caches, over their number; on a CPU, where FlexAttention is not compiled, a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import Report, copy_rate, environment, take_turns, timers
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from torch_specops.hf.attention import grouped_attention
+
+HEADS, KEY_HEADS, WIDTH = 32, 8, 128
+# Of bfloat16 outputs of order one, against float32.
+TOLERANCE = 2e-2
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def sdpa_providers(mask: Tensor) -> dict[str, Attend]:
+    """By name, [B, heads, n, D] queries and [B, key heads, W, D] keys and values -> [B, n, heads, D]."""
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = HEADS // KEY_HEADS, True
+    return {
+        "grouped sdpa": lambda q, k, v: grouped_attention(module, q, k, v, mask)[0],
+        "sdpa": lambda q, k, v: sdpa_attention_forward(module, q, k, v, mask)[0],
+    }
+
+
+def flex_provider(starts: Tensor, num_queries: int, slots: int) -> tuple[Attend, Callable[[], Any]]:
+    """FlexAttention, and what makes its block mask."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= starts[b] + q
+
+    def block_mask() -> Any:
+        return create_block_mask(visible, len(starts), None, num_queries, slots, device=str(starts.device))
+
+    block = block_mask()
+    on_gpu = starts.device.type == "cuda"
+    flex = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
+    return (
+        lambda q, k, v: flex(q, k, v, block_mask=block, enable_gqa=True).transpose(1, 2),
+        torch.compile(block_mask, dynamic=False) if on_gpu else block_mask,
+    )
+
+
+def in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys, values = (x.float().repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    scores = q.float() @ keys.transpose(-1, -2) / math.sqrt(WIDTH)
+    return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ values).transpose(1, 2)
+
+
+def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, roof: float) -> list[dict[str, Any]]:
+    device = torch.device(options.device)
+    g = torch.Generator(device=device).manual_seed(0)
+
+    def random(heads: int, count: int) -> Tensor:
+        return torch.randn(batch, heads, count, WIDTH, generator=g, device=device).bfloat16()
+
+    layers = [
+        (random(HEADS, num_queries), random(KEY_HEADS, slots), random(KEY_HEADS, slots)) for _ in range(options.layers)
+    ]
+    # Rows differ in length, as in a batch of prompts.
+    starts = 3 * slots // 4 - num_queries - torch.arange(batch, device=device)
+    positions = starts.unsqueeze(1) + torch.arange(num_queries, device=device)
+    mask = (torch.arange(slots, device=device) <= positions.unsqueeze(-1)).unsqueeze(1)
+    expected = in_float32(*layers[0], mask)
+
+    runs: dict[str, Callable[[int], float]] = {}
+    errors: dict[str, float] = {}
+    refused: dict[str, str] = {}
+
+    def add(name: str, attend: Attend) -> None:
+        error = float((attend(*layers[0]).float() - expected).abs().max())
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"expected outputs within {TOLERANCE} of float32, got {error}")
+        errors[name] = error
+        calls = [partial(attend, *layer) for layer in layers]
+        mode = "graph" if device.type == "cuda" else "call"
+        runs[name] = timers(calls, device)[mode]
+
+    for name, attend in sdpa_providers(mask).items():
+        add(name, attend)
+    try:
+        attend, block_mask = flex_provider(starts, num_queries, slots)
+        add("flex", attend)
+        runs["flex, block mask"] = timers([block_mask], device, graphs=False)["call"]
+    except Exception as error:
+        refused["flex"] = f"{type(error).__name__}: {str(error)[-500:]}"
+    seconds = take_turns(runs, options.rounds)
+    size = {"batch": batch, "slots": slots, "queries": num_queries}
+    read = 2 * batch * slots * KEY_HEADS * WIDTH * 2
+    return [
+        size
+        | {
+            "provider": name,
+            "median_us": statistics.median(own) * 1e6,
+            "quartiles_us": [q * 1e6 for q in statistics.quantiles(own, n=4)[::2]],
+            "cache_bytes": read,
+            "percent_of_copy": 100 * read / statistics.median(own) / roof,
+            "max_error": errors.get(name),
+        }
+        for name, own in seconds.items()
+    ] + [size | {"provider": name, "refused": reason} for name, reason in refused.items()]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--layers", type=int, default=8, help="calls of a graph, each on a cache of its own")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    roof = copy_rate(device)
+    report = Report(options.out, environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds))
+    with torch.inference_mode():
+        for slots in options.slots:
+            for batch in options.batch:
+                for num_queries in options.queries:
+                    torch._dynamo.reset()
+                    report.add(run(batch, slots, num_queries, options, roof))
+                    for record in report.records[-4:]:
+                        print(record, flush=True)
+    return report.records
+
+
+if __name__ == "__main__":
+    main()

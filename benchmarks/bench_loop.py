@@ -1,0 +1,192 @@
+"""Time a step of the decoding loop on CUDA against the forwards of its two models alone.
+
+    python benchmarks/bench_loop.py [--target 7B --draft 1.3B] [--batch 1 8] [--no-inductor] [--out FILE.json]
+
+The models have the shapes of Llama-2 7B and Sheared-LLaMA 1.3B and random weights, made on the device. A step is one
+CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification, bookkeeping. "forwards" is a graph of
+the K + 1 forwards alone, over caches of the same size, compiled and captured in the same way. Both are timed by one
+replay at a time. With --no-inductor torch.compile is left out on both sides: only the capture is compared.
+
+A record has the two times, the host's time to queue a step, what a host synchronisation inside a step raised (null =
+there is none), tokens per second of a whole `generate`, and memory. What is accepted follows from random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import Lead, Report, call_seconds, capture, copy_rate, environment, take_turns
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.compilation import compile_piece
+from torch_specops.drafts import ModelDraft
+from torch_specops.hf import language_model
+
+SHAPES = {
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "1.3B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+MODES = ("step", "forwards")
+
+
+def random_model(shape: str, vocab: int, max_length: int, device: torch.device) -> LlamaForCausalLM:
+    config = LlamaConfig(**SHAPES[shape], vocab_size=vocab, max_position_embeddings=max_length, eos_token_id=None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def forwards_alone(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: int, num_draft_tokens: int, length: int, capacity: int
+) -> Callable[[], Tensor]:
+    """What a step reads: the two newest tokens and K - 1 drafts with the draft, K + 1 tokens with the target."""
+    device = target.device
+
+    def reader(model: LlamaForCausalLM, width: int, num_logits: int) -> Callable[[], Tensor]:
+        adapter = adapters[id(model)]
+        tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        positions = torch.arange(length - 1, length - 1 + width, device=device).expand(batch, -1).contiguous()
+        read = compile_piece(adapter.forward)
+        return lambda: read(tokens, positions, num_logits)
+
+    adapters = {id(model): language_model(model) for model in (target, draft)}
+    for adapter in adapters.values():
+        adapter.start(batch, capacity)
+        # Allocates the cache.
+        adapter.forward(*(torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2)))
+    first, following = reader(draft, 2, 1), reader(draft, 1, 1)
+    verified = reader(target, num_draft_tokens + 1, num_draft_tokens + 1)
+
+    def call() -> Tensor:
+        first()
+        for _ in range(num_draft_tokens - 1):
+            following()
+        return verified()
+
+    return call
+
+
+def host_synchronisation(run: Callable[[], object]) -> str | None:
+    """What was raised where the host waited for the device; None = it did not."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # torch warns that the mode is a prototype.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                run()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+def measure(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    device, num_drafts = target.device, options.num_draft_tokens
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.randint(target.config.vocab_size, (batch, options.prompt), generator=g).to(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    decoder = SpeculativeDecoder(
+        language_model(target),
+        ModelDraft(language_model(draft)),
+        num_draft_tokens=num_drafts,
+        sampling=SamplingParams(temperature=1.0),
+        compile=True,
+        max_length=options.max_length,
+    )
+    settings = {"max_new_tokens": options.new_tokens, "seed": 0, "eos_token_id": ()}
+    compile_seconds = decoder.generate(prompts, **settings).stats.compile_seconds
+    stats = decoder.generate(prompts, **settings).stats
+    peak = torch.cuda.max_memory_allocated(device)
+
+    decoder.stream(prompts, **settings)
+
+    def step() -> Tensor:
+        return decoder._runner.run(num_drafts)
+
+    waited = host_synchronisation(step)
+    queued = []
+    for _ in range(options.rounds):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        step()
+        queued.append(time.perf_counter() - started)
+    # Named: a graph does not keep what it reads.
+    forwards = forwards_alone(target, draft, batch, num_drafts, options.prompt, options.max_length)
+    alone = capture([forwards])
+    lead = Lead(device)
+    runs = {
+        mode: lambda _, call=call: call_seconds(call, device, lead)
+        for mode, call in zip(MODES, (step, alone.replay), strict=True)
+    }
+    seconds = take_turns(runs, options.rounds)
+    medians = {mode: statistics.median(own) for mode, own in seconds.items()}
+    return {
+        "batch": batch,
+        **{f"{mode}_ms": medians[mode] * 1e3 for mode in MODES},
+        **{f"{mode}_quartiles_ms": [q * 1e3 for q in statistics.quantiles(seconds[mode], n=4)[::2]] for mode in MODES},
+        "step_over_forwards": medians["step"] / medians["forwards"],
+        "host_queue_ms": statistics.median(queued) * 1e3,
+        "host_synchronisation": waited,
+        "tokens_per_s": stats.num_tokens / stats.seconds,
+        "tokens_per_step": stats.num_tokens / stats.num_row_steps,
+        "accepted": stats.num_accepted / max(stats.num_proposed, 1),
+        "compile_s": compile_seconds,
+        "peak_gb": peak * 1e-9,
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=SHAPES, default="7B")
+    parser.add_argument("--draft", choices=SHAPES, default="1.3B")
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--max-length", type=int, default=2048, help="slots of a cache")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-inductor", action="store_true", help="capture without compiling")
+    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+
+    device = torch.device("cuda")
+    if options.no_inductor:
+        torch.compiler.set_stance("force_eager")
+    described = environment(device, copy_gb_per_s=copy_rate(device) * 1e-9, rounds=options.rounds)
+    target, draft = (
+        random_model(shape, options.vocab, options.max_length, device) for shape in (options.target, options.draft)
+    )
+    weights = [sum(p.nbytes for p in model.parameters()) * 1e-9 for model in (target, draft)]
+    chosen = {name: value for name, value in vars(options).items() if name not in ("out", "batch")}
+    report = Report(options.out, described, settings=chosen, weights_gb=weights)
+    with torch.inference_mode():
+        for batch in options.batch:
+            report.add([measure(target, draft, batch, options)])
+            print(report.records[-1], flush=True)
+    return report.records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+from torch import rand as rand
