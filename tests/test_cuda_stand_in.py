@@ -14,7 +14,10 @@ from torch import Tensor
 
 import torch_specops
 
-pytestmark = pytest.mark.skipif(not cuda_stand_in.installed(), reason="TORCH_SPECOPS_CUDA_STAND_IN is not set")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_stand_in.installed(), reason="TORCH_SPECOPS_CUDA_STAND_IN is not set"),
+]
 
 
 @pytest.fixture
