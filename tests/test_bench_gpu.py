@@ -43,12 +43,12 @@ def driver() -> ModuleType:
 
 
 SCRIPTS = {
-    "good.py": "import sys, json; json.dump({'records': [1]}, open(sys.argv[-1], 'w')); print('fine')",
+    "good.py": "import sys, json; json.dump({'records': [{}]}, open(sys.argv[-1], 'w')); print('fine')",
     "bad.py": "print('first'); raise SystemExit('the reason')",
     "hanging.py": """
 import json, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
-json.dump({'records': [1], 'child': child.pid}, open(sys.argv[-1], 'w'))
+json.dump({'records': [{}], 'child': child.pid}, open(sys.argv[-1], 'w'))
 print('begun', flush=True)
 time.sleep(60)
 """,
@@ -97,7 +97,7 @@ def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
     assert all(record["environment"] == {"device": "a GPU"} for record in records.values())
     # What was measured before the end is kept, and nothing that a step started outlives it.
     measured = json.loads((tmp_path / "out" / "hanging.json").read_text())
-    assert measured["records"] == [1]
+    assert measured["records"] == [{}]
     assert not is_running(measured["child"])
     # Everything is in one archive.
     names = {f"{name}.{end}" for name in records for end in ("log", "step.json")}
@@ -217,6 +217,33 @@ def test_what_is_rehearsed_is_every_script(driver: ModuleType) -> None:
     """Steps that are not run in a rehearsal run the lines of another step."""
     rehearsed = {step.command.split()[0] for step in driver.STEPS if step.tiny is not None}
     assert {step.command.split()[0] for step in driver.STEPS} == rehearsed
+
+
+def test_a_rehearsal_says_what_was_left_out(
+    driver: ModuleType, steps: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good, bad = steps[3], steps[1]
+    (driver.HERE / "refused.py").write_text(
+        "import sys, json; records = [{'refused': 'no counters'}, {'refused': 'a reason', 'provider': 'flex'}];"
+        "json.dump({'records': records, 'skipped': {'a peer': 'not there'}}, open(sys.argv[-1], 'w'))"
+    )
+    steps[:] = [good, bad, driver.Step("refused", 1, 9, "refused.py", ""), driver.Step("same", 1, 9, "good.py", None)]
+    runner = driver.Runner(tmp_path / "out", rehearsed=True)
+    runner.command = lambda step: [
+        *(sys.executable, str(driver.HERE / step.command)),
+        *("--out", str(runner.folder / f"{step.name}.json")),
+    ]
+    assert driver.rehearse(runner) == 2
+    written = json.loads((runner.folder / "rehearsal.json").read_text())
+    assert {name: step["outcome"] for name, step in written["steps"].items()} == {
+        "good": "done",
+        "bad": "failed",
+        "refused": "done",
+    }
+    assert written["steps"]["refused"]["left_out"] == ["a peer: not there", "no counters"]
+    said = capsys.readouterr().out
+    assert "left out: no counters" in said and set(written["not_executed"]) == set(driver.NOT_REHEARSED)
+    assert all(f"not executed: {name}" in said for name in driver.NOT_REHEARSED)
 
 
 def tool(folder: Path, name: str, text: str) -> None:
