@@ -1,20 +1,22 @@
 """Compile every kernel ahead of time, with no GPU, and report registers, spills and the width of its loads.
 
-    python benchmarks/kernel_resources.py [--out FILE.json] [--target sm_90 ...]
+    python benchmarks/kernel_resources.py [--out FILE.json] [--target sm_90 ...] [--every 1]
 
-What a launch would state is stated here: pointers are multiples of 16 bytes, sizes and strides are 32-bit and of no
-known divisibility (the kernels do not need it for wide loads), warps are the launchers'.
+A build knows what its caller would state. An eager call: nothing of sizes, strides and addresses. A graph of Inductor:
+addresses are multiples of 16 bytes; a size is a constant where it is 1, and marked where it is a multiple of 16; a
+symbolic size is 64 bits wide.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +58,17 @@ KERNELS = {
 }
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
+# With the partials of a row of 256,000 entries, as the default has them.
+SMALL_TILES = ({"TILE": TILES[1], "BLOCK_T": 128}, {"TILE": TILES[2], "BLOCK_T": 256})
+# Sizes that are 1 in a graph of contiguous tensors, and those that are multiples of 16 if the vocabulary is one.
+ONES = {
+    *("stride_target_v", "stride_draft_v", "stride_v", "stride_tokens_k", "stride_u_k", "stride_lse_k"),
+    *("stride_t", "stride_s", "stride_u", "stride_top_k", "stride_top_p", "stride_min_p", "index", "search"),
+}
+VOCABULARIES = {
+    *("vocab_size", "stride_target_b", "stride_target_k", "stride_draft_b", "stride_draft_k"),
+    *("stride_b", "stride_r", "stride_n"),
+}
 TYPES = {
     "draft_tokens_ptr": "*i64",
     "num_accepted_ptr": "*i64",
@@ -72,17 +85,21 @@ TYPES = {
     "alpha": "fp32",
     "inverse_range": "fp32",
     "lowest": "fp32",
+    # Numbers of the launcher's own, never symbolic.
+    **dict.fromkeys(("tiles_per_program", "index", "search", "shift", "previous_search", "previous_shift"), "i32"),
 }
 
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel in one configuration: types of its arguments by name, and its constants."""
+    """One kernel in one configuration: types of its arguments by name, its constants, and the arguments that are known
+    to be multiples of 16."""
 
     kernel: str
     config: str
     types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
+    multiples: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -102,25 +119,42 @@ class Resources:
 
 
 def builds() -> Iterator[Build]:
-    """Every kernel with every pair of dtypes and kind of draft, and every other option one at a time."""
-    for target_dtype, draft_dtype in DTYPES:
-        yield from _op_builds(target_dtype, draft_dtype)
-    for option in (
+    """Every kernel with every pair of dtypes and kind of draft, and every other option: temperatures, and sizes of 64
+    bits, with every tile; the rest one at a time."""
+    options: list[dict[str, Any]] = [
         {"HAS_TEMPERATURE": False},
         {"TARGET_UNIT_STRIDE": False, "DRAFT_UNIT_STRIDE": False},
-        {"TILE": TILES[1], "BLOCK_T": 128},
-        {"TILE": TILES[2], "BLOCK_T": 256},
-        {"BLOCK_K": 32},
+        {"BLOCK_K": 64},
         {"FILTERED": True, "ARGMAX_LENIENT": True},
-        {"FILTERED": True, "TILE": TILES[1], "BLOCK_T": 128},
-        {"FILTERED": True, "TILE": TILES[2], "BLOCK_T": 256},
         {"tokens": "i32", "uniforms": "fp64"},
-    ):
-        for build in _op_builds("bf16", "bf16", **option):
-            # A kernel that does not know the option would be built twice alike.
-            is_new = "FILTERED" not in option or "FILTERED" in KERNELS[build.kernel].arg_names
-            if is_new and "draft_lse" not in build.config:
-                yield build
+        {"sizes": "static"},
+        {"sizes": "i64"},
+        {"sizes": "i64", "HAS_TEMPERATURE": False},
+        {"sizes": "i64", "FILTERED": True},
+    ]
+    for tile in SMALL_TILES:
+        options += [
+            tile,
+            {**tile, "HAS_TEMPERATURE": False},
+            {**tile, "FILTERED": True},
+            {**tile, "sizes": "i64"},
+            {**tile, "sizes": "i64", "HAS_TEMPERATURE": False},
+        ]
+    every = [_op_builds(target_dtype, draft_dtype) for target_dtype, draft_dtype in DTYPES]
+    few = [build for option in options for build in _op_builds("bf16", "bf16", **option)]
+    seen = set()
+    for build in (*itertools.chain(*every), *(build for build in few if "draft_lse" not in build.config)):
+        # A kernel that does not know an option is not built twice alike.
+        known = (build.kernel, build.types, build.constants, build.multiples)
+        if known not in seen:
+            seen.add(known)
+            yield build
+
+
+def share(first: int, step: int) -> list[Build]:
+    """Of each kernel the first-th build and every step-th from there."""
+    every = list(builds())
+    return [build for kernel in KERNELS for build in [b for b in every if b.kernel == kernel][first::step]]
 
 
 def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[Build]:
@@ -131,6 +165,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         "output_ptr": f"*{target_dtype}",
         "draft_ptr": f"*{draft_dtype}",
         "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
+        "sizes": option.get("sizes", ""),
     }
     for name in ("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"):
         types[name] = f"*{option.get('uniforms', 'fp32')}"
@@ -145,7 +180,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         "TARGET_UNIT_STRIDE": True,
         "DRAFT_UNIT_STRIDE": True,
         "TILE": TILES[0],
-        "BLOCK_K": 8,
+        "BLOCK_K": launch.MIN_LANES,
         "BLOCK_T": 64,
         **{key: value for key, value in option.items() if key.isupper()},
     }
@@ -172,18 +207,24 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
 
 def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
     names = KERNELS[kernel].arg_names
-    defaults = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
+    sizes = types["sizes"]
+    if sizes == "static":
+        constants = constants | dict.fromkeys(ONES, 1)
+    defaults = {name: "*fp32" if name.endswith("_ptr") else "i64" if sizes == "i64" else "i32" for name in names}
+    given = {name: types.get(name, defaults[name]) for name in names if name not in constants}
+    multiples = [name for name in given if name.endswith("_ptr") or (sizes == "static" and name in VOCABULARIES)]
     return Build(
         kernel,
         config,
-        tuple((name, types.get(name, defaults[name])) for name in names if name not in constants),
+        tuple(given.items()),
         tuple((name, constants[name]) for name in names if name in constants),
+        tuple(multiples) if sizes else (),
     )
 
 
 def compile_build(build: Build, target: str) -> Resources:
     kernel = KERNELS[build.kernel]
-    compiled = compile_kernel(kernel, dict(build.types), dict(build.constants), target)
+    compiled = compile_kernel(kernel, dict(build.types), dict(build.constants), target, build.multiples)
     if TARGETS[target].backend == "hip":
         counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
         return Resources(
@@ -196,14 +237,16 @@ def compile_build(build: Build, target: str) -> Resources:
     return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow)
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str) -> Any:
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, multiples: Sequence[str] = ()
+) -> Any:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
     )
     # A kernel without tiles holds partials.
     num_warps = warps(kernel, constants.get("TILE", walk.MAX_PARTIALS))
@@ -231,21 +274,22 @@ def count_loads(sass: str) -> tuple[int, int]:
     return wide, len(loads) - wide
 
 
-def compile_all(target: str, processes: int = 2) -> Iterator[Resources]:
+def compile_all(chosen: list[Build], target: str, processes: int = 2) -> Iterator[Resources]:
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(partial(compile_build, target=target), list(builds()), chunksize=4)
+        yield from pool.map(partial(compile_build, target=target), chosen, chunksize=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--out", type=Path, help="write every build's resources as JSON")
+    parser.add_argument("--every", type=int, default=1, help="compile every so many-th build of a kernel")
     arguments = parser.parse_args()
-    count = len(list(builds()))
+    chosen = share(0, arguments.every)
     results = [
         result
         for target in arguments.target
-        for result in track(compile_all(target), f"compiling for {target}", total=count)
+        for result in track(compile_all(chosen, target), f"compiling for {target}", total=len(chosen))
     ]
 
     table = Table("kernel", "target", "builds", "registers", "spill bytes", "128-bit loads", title="Kernel resources")

@@ -45,9 +45,9 @@ def generate(
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
 
-    A `SpeculativeDecoder` for one batch; use that class where prompts come again and again, because what a call compiles
-    (on CUDA, every call, unless `compile=False`) is gone with it. The arguments are those of `SpeculativeDecoder` and
-    of its `generate`, and so are the result and the errors.
+    A `SpeculativeDecoder` for one batch. Use that class where prompts come again and again: what a call compiles (on
+    CUDA every call does, unless `compile=False`) is gone with it. The arguments are those of the class and of its
+    `generate`, and so are the result and the errors.
 
     With `num_beams` it is beam search instead, and the result a `BeamOutput`; the arguments from there on are those of
     `beam_search`. What beam search has no use for is refused: a temperature above 0; a `schedule`, a `verify` or a
