@@ -49,12 +49,13 @@ class Runner:
     Args:
         folder: where all files go.
         rehearsed: at tiny sizes, on the stand-in for CUDA.
+        archive: of all files; default: beside the folder.
     """
 
-    def __init__(self, folder: Path, rehearsed: bool = False) -> None:
+    def __init__(self, folder: Path, rehearsed: bool = False, archive: Path | None = None) -> None:
         self.folder = folder
         self.rehearsed = rehearsed
-        self.packed = folder.with_name(folder.name + ".tar.gz")
+        self.packed = archive or folder.with_name(folder.name + ".tar.gz")
         folder.mkdir(parents=True, exist_ok=True)
 
     def record_of(self, step: Step) -> dict[str, Any] | None:
@@ -218,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--call", type=int, nargs="+", choices=CALLS, default=list(CALLS), help="default: all")
     parser.add_argument("--minutes", type=float, default=9, help="how long this command may take")
     parser.add_argument("--out-dir", type=Path, help="default: benchmarks/results/gpu; a rehearsal's is temporary")
+    parser.add_argument("--archive", type=Path, help="default: DIR.tar.gz")
     parser.add_argument("--earlier", type=Path, help="an archive of earlier calls, unpacked if --out-dir is not there")
     parser.add_argument("--commit", help="of the code, where there is no clone to ask")
     parser.add_argument("--plan", action="store_true", help="print what would be run")
@@ -246,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
             for member in archive.getmembers():
                 member.name = str(Path(*Path(member.name).parts[1:]))
                 archive.extract(member, folder, filter="data")
-    left = run_calls(Runner(folder), options.call, options.minutes)
+    left = run_calls(Runner(folder, archive=options.archive), options.call, options.minutes)
     print(f"not recorded: {', '.join(left) or 'nothing'}", flush=True)
     return len(left)
 
