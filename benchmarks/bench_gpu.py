@@ -49,12 +49,13 @@ class Runner:
     Args:
         folder: where all files go.
         rehearsed: at tiny sizes, on the stand-in for CUDA.
+        archive: of all files; default: beside the folder.
     """
 
-    def __init__(self, folder: Path, rehearsed: bool = False) -> None:
+    def __init__(self, folder: Path, rehearsed: bool = False, archive: Path | None = None) -> None:
         self.folder = folder
         self.rehearsed = rehearsed
-        self.packed = folder.with_name(folder.name + ".tar.gz")
+        self.packed = archive or folder.with_name(folder.name + ".tar.gz")
         folder.mkdir(parents=True, exist_ok=True)
 
     def record_of(self, step: Step) -> dict[str, Any] | None:
@@ -170,15 +171,29 @@ def run_calls(runner: Runner, calls: list[int], minutes: float) -> list[str]:
 
 
 def rehearse(runner: Runner) -> int:
-    """The number of steps that failed."""
-    records = [runner.run(step) for step in STEPS if step.tiny is not None]
-    for record in records:
+    """The number of steps that failed, or left out something that can be rehearsed."""
+    steps: dict[str, Any] = {}
+    for step in (step for step in STEPS if step.tiny is not None):
+        record = runner.run(step)
         _print_outcome(record)
+        steps[step.name] = {name: record[name] for name in ("outcome", "seconds")}
+        steps[step.name]["left_out"] = left_out = _left_out(runner.folder / f"{step.name}.json")
+        for reason in left_out:
+            print(f"    left out: {reason}", flush=True)
     for name, reason in NOT_REHEARSED.items():
         print(f"not executed: {name}: {reason}")
-    steps = {record["step"]: {name: record[name] for name in ("outcome", "seconds")} for record in records}
     write_json(runner.folder / "rehearsal.json", {"steps": steps, "not_executed": NOT_REHEARSED})
-    return sum(record["outcome"] != "done" for record in records)
+    return sum(step["outcome"] != "done" or bool(step["left_out"]) for step in steps.values())
+
+
+def _left_out(results: Path) -> list[str]:
+    """What a script went on without, but for what the stand-in cannot run."""
+    if not results.exists():
+        return []
+    written = json.loads(results.read_text())
+    skipped = [f"{name}: {reason}" for name, reason in written.get("skipped", {}).items()]
+    refused = [record for record in written.get("records", []) if "refused" in record]
+    return skipped + [record["refused"] for record in refused if record.get("provider") != "flex"]
 
 
 def _print_outcome(record: dict[str, Any]) -> None:
@@ -204,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--call", type=int, nargs="+", choices=CALLS, default=list(CALLS), help="default: all")
     parser.add_argument("--minutes", type=float, default=9, help="how long this command may take")
     parser.add_argument("--out-dir", type=Path, help="default: benchmarks/results/gpu; a rehearsal's is temporary")
+    parser.add_argument("--archive", type=Path, help="default: DIR.tar.gz")
     parser.add_argument("--earlier", type=Path, help="an archive of earlier calls, unpacked if --out-dir is not there")
     parser.add_argument("--commit", help="of the code, where there is no clone to ask")
     parser.add_argument("--plan", action="store_true", help="print what would be run")
@@ -232,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
             for member in archive.getmembers():
                 member.name = str(Path(*Path(member.name).parts[1:]))
                 archive.extract(member, folder, filter="data")
-    left = run_calls(Runner(folder), options.call, options.minutes)
+    left = run_calls(Runner(folder, archive=options.archive), options.call, options.minutes)
     print(f"not recorded: {', '.join(left) or 'nothing'}", flush=True)
     return len(left)
 

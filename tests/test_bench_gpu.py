@@ -43,12 +43,12 @@ def driver() -> ModuleType:
 
 
 SCRIPTS = {
-    "good.py": "import sys, json; json.dump({'records': [1]}, open(sys.argv[-1], 'w')); print('fine')",
+    "good.py": "import sys, json; json.dump({'records': [{}]}, open(sys.argv[-1], 'w')); print('fine')",
     "bad.py": "print('first'); raise SystemExit('the reason')",
     "hanging.py": """
 import json, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
-json.dump({'records': [1], 'child': child.pid}, open(sys.argv[-1], 'w'))
+json.dump({'records': [{}], 'child': child.pid}, open(sys.argv[-1], 'w'))
 print('begun', flush=True)
 time.sleep(60)
 """,
@@ -97,7 +97,7 @@ def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
     assert all(record["environment"] == {"device": "a GPU"} for record in records.values())
     # What was measured before the end is kept, and nothing that a step started outlives it.
     measured = json.loads((tmp_path / "out" / "hanging.json").read_text())
-    assert measured["records"] == [1]
+    assert measured["records"] == [{}]
     assert not is_running(measured["child"])
     # Everything is in one archive.
     names = {f"{name}.{end}" for name in records for end in ("log", "step.json")}
@@ -127,10 +127,12 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert begun == ["bad", "killed", "good"]
     # On another machine, with the archive of this one.
     elsewhere = ["--out-dir", str(tmp_path / "elsewhere"), "--earlier", str(tmp_path / "out.tar.gz")]
+    elsewhere += ["--archive", str(tmp_path / "all.tar.gz")]
     assert driver.main(elsewhere) == 0
     assert begun == ["bad", "killed", "good", "environment"]
     offline, paths = (tmp_path / "elsewhere" / "environment.log").read_text().split()
     assert offline == "1" and str(FOLDER.parent) in paths.split(":")
+    assert "elsewhere/good.step.json" in packed(tmp_path / "all.tar.gz")
     (tmp_path / "elsewhere" / "good.step.json").unlink()
     assert driver.main(elsewhere) == 0
     assert begun[4:] == ["good"]
@@ -217,6 +219,33 @@ def test_what_is_rehearsed_is_every_script(driver: ModuleType) -> None:
     """Steps that are not run in a rehearsal run the lines of another step."""
     rehearsed = {step.command.split()[0] for step in driver.STEPS if step.tiny is not None}
     assert {step.command.split()[0] for step in driver.STEPS} == rehearsed
+
+
+def test_a_rehearsal_says_what_was_left_out(
+    driver: ModuleType, steps: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good, bad = steps[3], steps[1]
+    (driver.HERE / "refused.py").write_text(
+        "import sys, json; records = [{'refused': 'no counters'}, {'refused': 'a reason', 'provider': 'flex'}];"
+        "json.dump({'records': records, 'skipped': {'a peer': 'not there'}}, open(sys.argv[-1], 'w'))"
+    )
+    steps[:] = [good, bad, driver.Step("refused", 1, 9, "refused.py", ""), driver.Step("same", 1, 9, "good.py", None)]
+    runner = driver.Runner(tmp_path / "out", rehearsed=True)
+    runner.command = lambda step: [
+        *(sys.executable, str(driver.HERE / step.command)),
+        *("--out", str(runner.folder / f"{step.name}.json")),
+    ]
+    assert driver.rehearse(runner) == 2
+    written = json.loads((runner.folder / "rehearsal.json").read_text())
+    assert {name: step["outcome"] for name, step in written["steps"].items()} == {
+        "good": "done",
+        "bad": "failed",
+        "refused": "done",
+    }
+    assert written["steps"]["refused"]["left_out"] == ["a peer: not there", "no counters"]
+    said = capsys.readouterr().out
+    assert "left out: no counters" in said and set(written["not_executed"]) == set(driver.NOT_REHEARSED)
+    assert all(f"not executed: {name}" in said for name in driver.NOT_REHEARSED)
 
 
 def tool(folder: Path, name: str, text: str) -> None:
@@ -333,107 +362,3 @@ def test_the_papers_metric_on_a_cpu(tmp_path: Path) -> None:
     kernels.main([*size, "--out", str(out)])
     assert out.read_text() == before
     assert {"device", "versions", "commit"} <= set(json.loads(before)["environments"][0])
-
-
-@pytest.fixture(scope="module")
-def page() -> str:
-    path = FOLDER.parent / "docs" / "performance.md"
-    return path.read_text()
-
-
-def table_row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |\n"
-
-
-def test_the_page_has_the_registers_of_the_results(page: str) -> None:
-    builds: dict[str, list[dict[str, Any]]] = {}
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        result = json.loads((FOLDER / "results" / f"2026-11-21-kernel-resources-{target}.json").read_text())
-        assert f"with Triton {result['triton']} " in page
-        assert f"Of all {len(result['builds'])} builds" in page
-        builds[target] = result["builds"]
-
-    def span(values: list[int]) -> str:
-        return f"{min(values)} to {max(values)}"
-
-    kernels = dict.fromkeys(build["kernel"] for build in builds["sm_90"])
-    for kernel in kernels:
-        own = {target: [b for b in every if b["kernel"] == kernel] for target, every in builds.items()}
-        nvidia = own["sm_90"]
-        cells = [kernel, str(len(nvidia)), *(span([b["registers"] for b in group]) for group in own.values())]
-        cells.append(str(max(b["spill_bytes"] for group in own.values() for b in group)))
-        cells += [span([b[name] for b in nvidia]) for name in ("wide_loads", "narrow_loads")]
-        assert table_row(cells) in page
-    assert len(kernels) == 14
-
-
-def test_the_page_has_the_bytes_of_the_model(page: str) -> None:
-    problem = importlib.import_module("problems").Problem
-    for batch in (1, 8, 64, 256):
-        cells = [problem("sampled", batch, 5, 128_256, "bfloat16", rate) for rate in (0.3, 0.6, 0.9, 1.0)]
-        needed = [f"{cell.needed_bytes() / 1e6:.1f}" for cell in cells]
-        every = [f"{cells[0].bytes(with_lse) / 1e6:.1f}" for with_lse in (False, True)]
-        assert table_row([str(batch), *needed, *every]) in page
-
-
-def test_the_page_has_the_memory_of_the_launcher(page: str) -> None:
-    """What `verify_exact` allocates: partials, masses, state, output tokens and counts."""
-    launch = pytest.importorskip("torch_specops.kernels.launch")
-    for batch, share in ((64, "0.11 %"), (1, "0.49 %")):
-        logits = torch.empty(batch, 6, 128_256, dtype=torch.bfloat16, device="meta")
-        tiles = launch.num_tiles(logits, launch.tile_size(128_256, batch * 11))
-        sizes = [batch * 11 * tiles * 8, batch * tiles * 8, batch * 16, batch * 6 * 8, batch * 8]
-        rounded = sum(-(-size // 512) * 512 for size in sizes)
-        assert f"{sum(sizes):,}" in page
-        assert share == f"{100 * rounded / (batch * 11 * 128_256 * 2):.2f} %" and share in page
-    assert f"{rounded:,}" in page
-
-
-def test_the_page_has_the_instructions_of_the_kernel(page: str) -> None:
-    triton = pytest.importorskip("triton")
-    script = importlib.import_module("instructions")
-    # Two of the four rows, as each takes seconds to compile.
-    for build, schedulers in ((script.chosen_builds()[i], 132 * 4 * 32 * 1.98e-3) for i in (0, 2)):
-        found = script.measure(build, "sm_90")
-        low, high, size = found["shortest"], found["longest"], found["bytes"]
-        rates = [f"{schedulers * size / n:.1f}" for n in (high, low)]
-        cells = [build.config, f"{low} to {high}", str(size), f"{low / size:.1f} to {high / size:.1f}"]
-        row = table_row([*cells, " to ".join(dict.fromkeys(rates))])
-        # Another Triton makes other code; the page says of which it speaks.
-        assert row in page or not triton.__version__.startswith("3.7.1")
-
-
-def test_paths_through_machine_code() -> None:
-    script = importlib.import_module("instructions")
-    sass = """
-        /*0000*/                   S2R R0, SR_TID.X ;      /* 0x0 */
-        /*0010*/              @P0  BRA 0x50 ;              /* 0x0 */
-        /*0020*/              @P1  LDG.E.128 R4, desc[UR6][R2.64] ;
-        /*0030*/                   MUFU.EX2 R1, R4 ;
-        /*0040*/                   EXIT ;
-        /*0050*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
-        /*0060*/              @!P2 BRA 0x80 ;
-        /*0070*/              @P3  LDG.E.U16 R4, desc[UR6][R2.64] ;
-        /*0080*/                   MUFU.EX2 R1, R4 ;
-        /*0090*/              @P4  BRA 0xb0 ;
-        /*00a0*/                   CALL.REL.NOINC 0x200 ;
-        /*00b0*/              @P5  EXIT ;
-        /*00c0*/                   STG.E desc[UR6][R2.64], R1 ;
-        /*00d0*/                   EXIT ;
-        /*00e0*/                   BRA 0xe0;
-    """
-    # One row's load without the narrow ones behind it: the first 5, or 7 and 9 behind the jump.
-    assert script.common_paths(script.instructions(sass), wide_loads=1, entries=1) == [5, 7, 9]
-    assert script.common_paths(script.instructions(sass), wide_loads=2, entries=1) == []
-
-
-def test_nothing_on_the_page_is_called_measured(page: str) -> None:
-    """Every goal has a step that decides it, and no figure in the column of measurements without a result file."""
-    steps = [step.name for step in importlib.import_module("bench_gpu").STEPS]
-    goals = page.split("## Goals")[1].split("## Bytes")[0]
-    rows = [line.strip("|").split(" | ") for line in goals.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 8
-    measured = list((FOLDER / "results").glob("*-h200-*.json"))
-    for _, _, result, step in rows:
-        assert step.strip().strip("`") in steps
-        assert measured or result == "not measured"
