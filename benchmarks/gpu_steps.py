@@ -90,7 +90,6 @@ STEPS = (
         None,
     ),
     Step("counters", 3, 60, "ncu.py --batch 64 1 --acceptance 1.0 0.6", f"{TINY_TOOL} --acceptance 0.6"),
-    Step("wagner-build", 3, 100, "bench_peers.py --device cuda --build --only Wagner", None),
     Step(
         "wagner",
         3,

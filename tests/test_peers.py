@@ -76,12 +76,7 @@ def test_what_is_not_there_is_skipped_with_a_reason(
     ]
     for name in ("FlashInfer", "vLLM", "SGLang"):
         assert reasons[name].startswith(f"neither installed nor at {tmp_path}") or str(tmp_path) in reasons[name]
-    assert "speculative_sampling_fp32.cu" in reasons["Wagner et al., exact"]
-    # With its source there it is the device that is missing.
-    folder = tmp_path / "optimized-speculative-sampling"
-    folder.mkdir()
-    (folder / "speculative_sampling_fp32.cu").touch()
-    assert found(peers, "Wagner et al., exact").unavailable(CPU) == "needs a CUDA device, this is cpu"
+    assert reasons["Wagner et al., exact"].startswith("no module paper_speculative_sampling_fp32")
 
 
 def test_copies_are_found_without_loading_the_engine(
@@ -135,7 +130,7 @@ def test_the_papers_kernels_are_called_row_by_row(
     for name in ("Wagner et al., exact", "Wagner et al., sigmoid"):
         peer = found(peers, name)
         assert peer.unavailable(CPU) == "needs a CUDA device, this is cpu"
-        right = importlib.import_module(f"paper_{peer.source}").sampling_cuda
+        right = importlib.import_module(peer.module).sampling_cuda
         peer._function = right
         peer.check(problem, inputs)
         peer._function = lambda *arguments, right=right: (right(*arguments)[0], 0)
@@ -250,8 +245,6 @@ class Pip:
         self.requirements: list[str] = []
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-        if command[0] == "git":
-            return REAL_RUN(command, **options)
         assert "--require-hashes" in command and "--no-deps" in command
         self.requirements.append(Path(command[command.index("--requirement") + 1]).read_text())
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a-1-py3-none-any.whl", "w") as wheel:
@@ -260,37 +253,22 @@ class Pip:
         return subprocess.CompletedProcess(command, 0)
 
 
-REAL_RUN = subprocess.run
-
-
 def test_what_peers_need_is_gathered_once_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gather = importlib.import_module("peers.gather")
-    clone = tmp_path / "clone"
-    for command in (["init", "--quiet"], ["config", "user.name", "n"], ["config", "user.email", "e"]):
-        clone.mkdir(exist_ok=True)
-        REAL_RUN(["git", "-C", str(clone), *command], check=True)
-    for name in ("main.cpp", "other.txt"):
-        (clone / name).write_text(name)
-    for command in (["add", "."], ["commit", "--quiet", "-m", "m"]):
-        REAL_RUN(["git", "-C", str(clone), *command], check=True)
-    commit = REAL_RUN(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     pip = Pip({"a/kept.py": b"1", "a/left.py": b"2", "a/all/x/y.h": b"3", "b/kept.py": b"4"})
     monkeypatch.setattr(subprocess, "run", pip)
-    sources = (
-        gather.Wheel("a", "1", "wheels", {"": "f00"}, ("a/kept.py", "a/all/")),
-        gather.Repository("r", "https://nowhere.invalid", commit, "kernels", ("main.cpp",)),
-    )
+    sources = (gather.Wheel("a", "1", "wheels", {"": "f00"}, ("a/kept.py", "a/all/")),)
     folder = tmp_path / "external"
 
     def run(python: str = "3.12") -> int:
-        return gather.gather(folder, python, {"r": str(clone)}, sources)
+        return gather.gather(folder, python, sources)
 
-    assert run() == 1 + 1 + len("main.cpp")
+    assert run() == 1 + 1
     assert pip.requirements == ["a==1 --hash=sha256:f00\n"]
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert written == {"manifest.json", "wheels/a/kept.py", "wheels/a/all/x/y.h", "kernels/main.cpp"}
+    assert written == {"manifest.json", "wheels/a/kept.py", "wheels/a/all/x/y.h"}
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["r"]["commit"] == commit and manifest["a"]["version"] == "1"
+    assert manifest["a"]["version"] == "1"
     assert manifest["a"]["files"]["wheels/a/kept.py"] == gather.digest(b"1")
     # Again: nothing is brought but what was changed.
     run()
@@ -298,8 +276,8 @@ def test_what_peers_need_is_gathered_once_and_checked(monkeypatch: pytest.Monkey
     (folder / "wheels/a/kept.py").write_text("tampered")
     run()
     assert len(pip.requirements) == 2 and (folder / "wheels/a/kept.py").read_text() == "1"
-    monkeypatch.setattr(gather, "MAX_BYTES", 5)
-    with pytest.raises(RuntimeError, match="expected at most 5 bytes of files, got 10"):
+    monkeypatch.setattr(gather, "MAX_BYTES", 1)
+    with pytest.raises(RuntimeError, match="expected at most 1 bytes of files, got 2"):
         run()
     sources = (gather.Wheel("a", "2", "wheels", {"3.12": "f00"}, ("a/nothing.py",)),)
     with pytest.raises(RuntimeError, match="none of its files"):
@@ -312,9 +290,7 @@ def test_the_adapters_find_what_is_gathered(peers: ModuleType) -> None:
     """The places of the files, and those where adapters look, are the same."""
     gather = importlib.import_module("peers.gather")
     places = {f"{source.folder}/{name}" for source in gather.SOURCES for name in source.keep}
-    vllm, sglang, paper = (importlib.import_module(f"peers.{name}") for name in ("vllm", "sglang", "paper"))
+    vllm, sglang = (importlib.import_module(f"peers.{name}") for name in ("vllm", "sglang"))
     assert str(vllm.path_of_copy().relative_to(peers.protocol.external_folder())) in places
     assert sglang.PATH in places
-    for peer in (paper.PaperExact, paper.PaperSigmoid):
-        assert f"{paper.REPOSITORY}/{peer.source}.cu" in places
     assert "flashinfer/flashinfer/sampling.py" in places and "apache-tvm-ffi/tvm_ffi/" in places

@@ -1,11 +1,11 @@
 """Bring what the adapters need of packages that are not installed into external/, which git ignores.
 
-    python benchmarks/peers/gather.py [--python 3.12] [--git optimized-speculative-sampling=PATH_OR_URL]
+    python benchmarks/peers/gather.py [--python 3.12]
 
 FlashInfer, vLLM and SGLang come from their wheels, by pip, and of each only the files that its adapter loads:
-FlashInfer's sampling functions with the CUDA sources that they compile, and the others' Triton files. Wagner et al.'s
-kernels come from the authors' repository, by git. Versions, hashes and the commit are fixed here. `manifest.json` holds
-the hash of every file; run again, files are compared with it, and only what is missing or differs is brought anew.
+FlashInfer's sampling functions with the CUDA sources that it compiles when they are called, and the others' Triton
+files. Versions and hashes are fixed here. `manifest.json` holds the hash of every file; run again, files are compared
+with it, and only what is missing or differs is brought anew.
 
 The files are for x86-64 Linux, and one of them for one version of Python: --python names it where the files are to be
 used elsewhere. CUDA sources are compiled where they are used, with `nvcc`.
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -55,7 +53,7 @@ class Wheel:
             raise ValueError(f"--python: {self.name} is known for {', '.join(self.sha256)}, got {python}")
         return {"version": self.version, "sha256": found, "keep": list(self.keep)}
 
-    def files(self, wanted: dict[str, Any], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
+    def files(self, wanted: dict[str, Any], python: str) -> Iterator[tuple[str, bytes]]:
         # The wheels of which only Python files are kept are the same for every version.
         version = "3.12" if "" in self.sha256 else python
         with tempfile.TemporaryDirectory() as directory:
@@ -73,32 +71,7 @@ class Wheel:
                         yield name, wheel.read(name)
 
 
-@dataclass(frozen=True)
-class Repository:
-    """Files of a git repository at a commit."""
-
-    name: str
-    url: str
-    commit: str
-    folder: str
-    keep: tuple[str, ...]
-
-    def wanted(self, python: str) -> dict[str, Any]:
-        return {"commit": self.commit, "keep": list(self.keep)}
-
-    def files(self, wanted: dict[str, Any], python: str, place: str | None) -> Iterator[tuple[str, bytes]]:
-        with tempfile.TemporaryDirectory() as directory:
-            clone = ["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout", place or self.url, directory]
-            subprocess.run(clone, check=True)
-            archive = ["git", "-C", directory, "archive", self.commit, *self.keep]
-            packed = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
-            with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-                for member in files:
-                    if member.isfile():
-                        yield member.name, files.extractfile(member).read()  # type: ignore[union-attr]
-
-
-SOURCES: tuple[Wheel | Repository, ...] = (
+SOURCES = (
     Wheel(
         "flashinfer-python",
         "0.7.2.post1",
@@ -152,13 +125,6 @@ SOURCES: tuple[Wheel | Repository, ...] = (
         {"": "8d257a319395b322bb1be327d05e5528859358153c8563b04c0a4a3c8af164b6"},
         ("sglang/kernels/ops/speculative/reject_sampling.py",),
     ),
-    Repository(
-        "optimized-speculative-sampling",
-        "https://github.com/dwgnr/optimized-speculative-sampling",
-        "823428fefc2ac256975ab023d327a92dcd811ebf",
-        "optimized-speculative-sampling",
-        ("main.cpp", "speculative_sampling_fp32.cu", "speculative_sampling_fp32_sigmoid.cu"),
-    ),
 )
 
 
@@ -166,7 +132,7 @@ def _matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern) if pattern.endswith("/") else PurePosixPath(name).match(pattern)
 
 
-def gather(folder: Path, python: str, places: dict[str, str], sources: tuple[Wheel | Repository, ...] = SOURCES) -> int:
+def gather(folder: Path, python: str, sources: Sequence[Wheel] = SOURCES) -> int:
     """Bring what is missing; returns the bytes of all files."""
     path = folder / MANIFEST
     manifest: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
@@ -179,7 +145,7 @@ def gather(folder: Path, python: str, places: dict[str, str], sources: tuple[Whe
         for name in recorded.get("files", ()):
             (folder / name).unlink(missing_ok=True)
         files = {}
-        for name, content in source.files(wanted, python, places.get(source.name)):
+        for name, content in source.files(wanted, python):
             target = folder / source.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
@@ -212,15 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=EXTERNAL)
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info), help="version that will load the files")
-    parser.add_argument(
-        "--git", action="append", default=[], metavar="NAME=PATH_OR_URL", help="another place of a clone"
-    )
     options = parser.parse_args(arguments)
-    names = [source.name for source in SOURCES if isinstance(source, Repository)]
-    places = dict(place.partition("=")[::2] for place in options.git)
-    if unknown := sorted(set(places) - set(names)):
-        parser.error(f"--git: expected {', '.join(names)}, got {', '.join(unknown)}")
-    size = gather(options.folder, options.python, places)
+    size = gather(options.folder, options.python)
     print(f"{options.folder}: {size / 2**20:.1f} MiB")
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of Wagner et al. 2024 (arXiv 2406.11016), built from a clone of the authors' repository.
+"""The CUDA kernels of Wagner et al. 2024 (arXiv 2406.11016), where the authors' extension modules are installed.
 
 One function, for one sequence and float32 logits, with the arguments of transformers' `_speculative_sampling` and the
 largest number of drafts to accept. It synchronises the device after its kernel, counts on the host and draws by
@@ -13,59 +13,31 @@ the target rows with their scores, so a copy of them belongs to a step.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from problems import Inputs, Problem, Result, determined
 
-from .protocol import Peer, external_folder, no_cuda, prepare_nvcc, row_count, softmax_bytes
-
-REPOSITORY = "optimized-speculative-sampling"
-
-
-@functools.cache
-def build(source: str) -> Callable[..., Any]:
-    """The function of a source, compiled unless a module of its name is there.
-
-    Raises:
-        RuntimeError: it cannot be built here.
-    """
-    name = f"paper_{source}"
-    if importlib.util.find_spec(name) is not None:
-        return importlib.import_module(name).sampling_cuda
-    if reason := prepare_nvcc():
-        raise RuntimeError(reason)
-    from torch.utils import cpp_extension
-
-    folder = external_folder() / REPOSITORY
-    module = cpp_extension.load(name=name, sources=[str(folder / "main.cpp"), str(folder / f"{source}.cu")])
-    return module.sampling_cuda
+from .protocol import Peer, no_cuda, row_count, softmax_bytes
 
 
 class PaperExact(Peer):
     name = "Wagner et al., exact"
-    source = "speculative_sampling_fp32"
+    module = "paper_speculative_sampling_fp32"
     needs = "a float32 copy of both sides; a loop over sequences"
     not_captured = "it synchronises the device and counts accepted drafts on the host"
-    is_built = True
 
     def __init__(self) -> None:
         self._function: Callable[..., Any] | None = None
 
     def unavailable(self, device: torch.device) -> str | None:
-        path = external_folder() / REPOSITORY / f"{self.source}.cu"
-        if not path.exists() and importlib.util.find_spec(f"paper_{self.source}") is None:
-            return f"no {path.name} in {path.parent}"
-        if device.type != "cuda":
-            return no_cuda(device)
         try:
-            self._function = build(self.source)
-        except Exception as error:
-            return f"does not build: {type(error).__name__}: {str(error)[-500:]}"
-        return None
+            self._function = importlib.import_module(self.module).sampling_cuda
+        except ImportError as error:
+            return f"no module {self.module}: {error}"
+        return no_cuda(device)
 
     def sampling_function(
         self, candidate_ids: torch.Tensor, draft: torch.Tensor, num_drafts: int, target: torch.Tensor, is_done: bool
@@ -104,7 +76,7 @@ class PaperExact(Peer):
 
 class PaperSigmoid(PaperExact):
     name = "Wagner et al., sigmoid"
-    source = "speculative_sampling_fp32_sigmoid"
+    module = "paper_speculative_sampling_fp32_sigmoid"
     needs = "a float32 copy of both sides, of the target's in any case; a loop over sequences"
 
     def copied(self, target: torch.Tensor) -> torch.Tensor:
