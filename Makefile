@@ -27,8 +27,9 @@ demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in co
 test: $(DEV) ## run every test, a process per core; those that need a GPU are skipped where there is none
 	@$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
 
-test-gpu: $(DEV) ## run the tests that need a GPU
-	@$(RUN) -m pytest -m gpu $(ARGS)
+test-gpu: $(DEV) ## run the tests that need a GPU, those of the smoke part first
+	@$(RUN) -m pytest -m "gpu and smoke" $(ARGS)
+	@$(RUN) -m pytest -m "gpu and not smoke" -n auto --maxprocesses 12 --dist worksteal $(ARGS)
 
 rehearse-gpu: $(DEV) ## run the tests and measurements for a GPU on the CPU, line by line at tiny sizes
 	@export TORCH_SPECOPS_CUDA_STAND_IN=1; $(RUN) -m pytest -n auto --dist worksteal -m gpu $(ARGS)

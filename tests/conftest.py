@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ from torch_specops.testing import Case, Comparison
 # The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker would start a process per core for Inductor's kernels.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
 
 
 @dataclass
@@ -47,18 +52,53 @@ class Report:
 
 
 REPORT = pytest.StashKey[Report]()
+NOT_REHEARSED = "not rehearsed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = Report()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` leaves files alone that have no such test: every worker would import them all, which takes longer than
+    most of the tests."""
+    if not config.option.markexpr.startswith("gpu") or collection_path.suffix != ".py":
+        return None
+    return True if "mark.gpu" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    stand_in = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        # No CPU test can meet the warnings of CUDA's side of torch and Triton: they are reported. An empty graph is a
+        # mistake of ours.
+        item.add_marker(pytest.mark.filterwarnings("default", "error:The CUDA Graph is empty"))
+        unseen = item.get_closest_marker("not_rehearsed")
+        if stand_in and unseen is not None:
+            test = item.nodeid.split("[")[0]
+            item.user_properties.append((NOT_REHEARSED, f"{test}: {unseen.args[0]}"))
+            if not unseen.kwargs.get("runs", True):
+                item.add_marker(pytest.mark.skip(reason=f"not rehearsed: {unseen.args[0]}"))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before counts, and nothing compiled here is left."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """What is to be compiled runs as it stands, and on CUDA is captured all the same."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture
@@ -83,6 +123,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = [each for kind in terminalreporter.stats.values() for each in kind if isinstance(each, pytest.TestReport)]
+    unseen = {value for each in reports for name, value in each.user_properties if name == NOT_REHEARSED}
+    if unseen:
+        terminalreporter.section("not rehearsed: only a device shows it")
+        for line in sorted(unseen):
+            terminalreporter.write_line(line)
     report = config.stash[REPORT]
     if report.rows:
         terminalreporter.section("rows compared with the float64 oracle")

@@ -155,11 +155,20 @@ def test_without_python(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda(tmp_path: Path) -> None:
+@pytest.mark.not_rehearsed("AOTInductor on CUDA", runs=False)
+def test_a_verification_on_cuda(tmp_path: Path) -> None:
     inputs = [value.cuda() for value in package.verify_inputs(4)]
     package.package(package.Verify(), inputs, tmp_path / "verify.pt2", dynamic_batch=True)
-    outputs = load_package(tmp_path / "verify.pt2")(*inputs)
-    assert all(torch.equal(a, b) for a, b in zip(outputs, package.Verify()(*inputs), strict=True))
-    package.package(tiny_step("cuda"), step_state("cuda"), tmp_path / "step.pt2", dynamic_batch=False)
+    verify = load_package(tmp_path / "verify.pt2")
+    for batch in BATCHES:
+        inputs = [value.cuda() for value in package.verify_inputs(batch, seed=batch)]
+        assert all(torch.equal(a, b) for a, b in zip(verify(*inputs), package.Verify()(*inputs), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.not_rehearsed("AOTInductor on CUDA", runs=False)
+def test_a_whole_step_on_cuda(tmp_path: Path) -> None:
+    step = tiny_step("cuda", num_drafts=NUM_DRAFTS)
+    package.package(step, step_state("cuda"), tmp_path / "step.pt2", dynamic_batch=False)
     texts = decode(load_package(tmp_path / "step.pt2"), step_state("cuda"))
-    assert texts == decode(tiny_step("cuda"), step_state("cuda"))
+    assert texts == decode(tiny_step("cuda", num_drafts=NUM_DRAFTS), step_state("cuda"))

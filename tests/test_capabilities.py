@@ -118,15 +118,6 @@ def test_the_loop_in_deterministic_mode(request: pytest.FixtureRequest) -> None:
     assert torch.equal(texts(), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("op", OPS)
-def test_deterministic_mode_on_cuda(op: str) -> None:
-    arguments = {name: value.cuda() for name, value in inputs(op).items()}
-    expected = call(op, arguments)
-    assert all(same(call(op, arguments), expected) for _ in range(3))
-
-
 class Plain(Tensor):
     """A subclass that only has another name."""
 

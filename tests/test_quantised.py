@@ -155,6 +155,7 @@ def test_a_quantised_target_and_draft_in_one_compiled_step(
 
 
 @pytest.mark.gpu
+@pytest.mark.not_rehearsed("torchao on CUDA", runs=False)
 @pytest.mark.parametrize("target_weights", ["int8", "int4", "float8"])
 def test_a_quantised_target_and_draft_on_cuda(target_weights: str) -> None:
     if target_weights == "float8" and torch.cuda.get_device_capability() < (8, 9):

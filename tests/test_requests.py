@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_suite import size
 from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
 
@@ -23,12 +24,12 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [3, 8, 3, 8, 3], "seed": 2**62, "temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
     {"prompt": [6, 6], "seed": 11, "temperature": 0.0, "top_k": 3},
 ]
-NEW_TOKENS = 18
+NEW_TOKENS = size("new tokens of a request")
 
 
-def source(kind: str) -> DraftSource | None:
+def source(kind: str, device: str = "cpu") -> DraftSource | None:
     if kind == "model":
-        return ModelDraft(language_model(perturbed(tiny("llama"), 0.05)))
+        return ModelDraft(language_model(perturbed(tiny("llama"), 0.05).to(device)))
     if kind == "n-gram":
         text = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
         return NGram.from_tokens(text, vocab_size=VOCAB, probabilities=True)
@@ -36,7 +37,7 @@ def source(kind: str) -> DraftSource | None:
 
 
 def decoder(kind: str, device: str = "cpu", **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder(tiny("llama").to(device), source(kind), num_draft_tokens=3, **options)
+    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3, **options)
 
 
 def arguments(chosen: list[int]) -> tuple[Tensor, dict[str, Any], SamplingParams]:
@@ -96,11 +97,12 @@ def test_a_compiled_loop_gives_the_same_tokens() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["lookup", "model"])
 def test_a_captured_graph_gives_the_same_tokens(kind: str) -> None:
     alone = texts_alone(kind)
     loop = decoder(kind, "cuda")
-    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 1, 3]):
+    for chosen in size("requests in turn"):
         assert texts(loop, chosen) == [alone[index] for index in chosen]
     assert loop._runner._graphs
 

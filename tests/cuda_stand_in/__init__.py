@@ -228,10 +228,25 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_fma = fuse_products
     run_kernel = interpreter.GridExecutor.__call__
 
+    patch_language = interpreter._patch_lang
+
     def run_quietly(*args: Any, **kwargs: Any) -> None:
-        # numpy warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
-        with np.errstate(all="ignore"):
-            run_kernel(*args, **kwargs)
+        patched: dict[int, Any] = {}
+
+        def patch_once(function: Any) -> Any:
+            module = id(function.__globals__)
+            if module not in patched:
+                patched[module] = patch_language(function)
+            return patched[module]
+
+        # The interpreter would look through all of Triton's language in every call of a device function.
+        interpreter._patch_lang = patch_once
+        try:
+            # numpy warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
+            with np.errstate(all="ignore"):
+                run_kernel(*args, **kwargs)
+        finally:
+            interpreter._patch_lang = patch_language
 
     interpreter.GridExecutor.__call__ = lambda *args, **kwargs: launch(run_quietly, *args, **kwargs)
 

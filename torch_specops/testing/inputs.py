@@ -15,11 +15,13 @@ from torch import Tensor
 from .. import reference
 from . import edits
 
-__all__ = ["Case", "sample_inputs"]
+__all__ = ["Case", "case_names", "sample_inputs"]
 
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
 INF, NAN = math.inf, math.nan
+# Of a case that says nothing else.
+BATCH, NUM_DRAFTS = 6, 3
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,19 @@ def sample_inputs(
     vocab_sizes: Sequence[int] = (1, 2, 17, 600),
     seed: int = 0,
     names: Collection[str] | None = None,
+    max_rows: int | None = None,
+    max_drafts: int | None = None,
 ) -> Iterator[Case]:
-    """The cases every backend is tested on; the same numbers on every device, whatever the other arguments.
+    """The cases every backend is tested on; the same numbers on every device.
 
     Args:
         op: "verify_exact", "verify_block", "verify_sigmoid", "sample" or "filter_logits".
         device: where the tensors go, with their strides.
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
-        names: only these cases (names without the vocabulary's size); all by default.
+        names: only these cases (of `case_names`); all by default.
+        max_rows, max_drafts: smaller batches and fewer drafts, where a large vocabulary would make the float64 oracle
+            slow; other numbers than without.
 
     Yields:
         Cases of 0 to 8 rows; drafts are sampled from the draft's distribution where the case does not say otherwise.
@@ -64,6 +70,35 @@ def sample_inputs(
         >>> [case.name for case in sample_inputs("verify_exact", vocab_sizes=[5])][:2]
         ['k1-V5', 'k3-V5']
     """
+    build, table = _builder(op)
+    for vocab_size in vocab_sizes:
+        for name, options in table.items():
+            if names is not None and name not in names:
+                continue
+            smaller = dict(options)
+            if max_rows is not None:
+                smaller["batch"] = min(options.get("batch", BATCH), max_rows)
+            if max_drafts is not None and op.startswith("verify"):
+                smaller["num_drafts"] = min(options.get("num_drafts", NUM_DRAFTS), max_drafts)
+            # A generator per case: adding a case changes no other.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
+            args = build(generator, vocab_size, name, **smaller)
+            yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
+
+
+def case_names(op: str) -> list[str]:
+    """The cases of an op, without the vocabulary's size.
+
+    Example:
+        >>> from torch_specops.testing.inputs import case_names
+        >>> case_names("verify_exact")[:3]
+        ['k1', 'k3', 'k8']
+    """
+    return list(_builder(op)[1])
+
+
+def _builder(op: str) -> tuple[Callable[..., dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What builds the arguments of an op, and the options of its cases."""
     builders: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, dict[str, Any]]]] = {
         "verify_exact": (_verify_args, VERIFY_OPTIONS | EXACT_OPTIONS | ARGMAX_OPTIONS),
         "verify_block": (_verify_args, VERIFY_OPTIONS | BLOCK_OPTIONS),
@@ -73,15 +108,7 @@ def sample_inputs(
     }
     if op not in builders:
         raise ValueError(f"op: expected one of {', '.join(builders)}, got {op!r}")
-    build, table = builders[op]
-    for vocab_size in vocab_sizes:
-        for name, options in table.items():
-            if names is not None and name not in names:
-                continue
-            # A generator per case: adding a case changes no other.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
-            args = build(generator, vocab_size, name, **options)
-            yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
+    return builders[op]
 
 
 def _verify_args(
@@ -89,8 +116,8 @@ def _verify_args(
     vocab_size: int,
     name: str,
     *,
-    batch: int = 6,
-    num_drafts: int = 3,
+    batch: int = BATCH,
+    num_drafts: int = NUM_DRAFTS,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
     noise: Sequence[float] = (0.3, 1.0, 2.0),
     edit: Callable[[Tensor, Tensor], None] | None = None,
