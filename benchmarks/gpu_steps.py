@@ -54,7 +54,7 @@ STEPS = (
         f"{PEERS} --batch 1 64 256 --vocab 128256 --rounds 20",
         TINY_PEERS,
     ),
-    Step("tests", 2, 300, "pytest -m gpu -q -n 12", "--collect-only -n 0"),
+    Step("tests", 2, 300, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
     Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
     Step(
         "attention",
