@@ -1,5 +1,7 @@
 """Stands in for SGLang's file: our op behind its function, on probabilities and in its layout."""
 
+import torch
+
 import torch_specops
 
 
@@ -22,6 +24,6 @@ def chain_speculative_sampling_triton(
     tokens, n = torch_specops.verify_exact(
         target_probs.log(), candidates[:, 1:], draft_probs.log(), uniform_samples, uniform_samples_for_final_sampling
     )
-    slots = retrive_index.new_tensor(range(tokens.shape[1]))
+    slots = torch.arange(tokens.shape[1], device=tokens.device)
     predicts[retrive_index] = tokens.where(slots <= n.unsqueeze(-1), predicts[retrive_index]).to(predicts.dtype)
     accept_token_num.copy_(n)
