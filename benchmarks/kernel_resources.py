@@ -90,6 +90,11 @@ TYPES = {
 }
 
 
+# `ptxas` keeps up to two registers in 8 bytes of stack to make room for another program on a multiprocessor, and
+# accesses them up to six times (docs/performance.md); what is more is a fault of the kernel.
+SPILL_LIMIT = 14
+
+
 @dataclass(frozen=True)
 class Build:
     """One kernel in one configuration: types of its arguments by name, its constants, and the arguments that are known

@@ -38,15 +38,21 @@ def table_row(cells: list[str]) -> str:
 def test_the_page_has_the_registers_of_the_results(page: str) -> None:
     builds: dict[str, list[dict[str, Any]]] = {}
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        result = json.loads((FOLDER / "results" / f"2026-11-21-kernel-resources-{target}.json").read_text())
-        assert f"with Triton {result['triton']} " in page
-        assert f"Of all {len(result['builds'])} builds" in page
+        result = json.loads((FOLDER / "results" / f"2026-11-22-kernel-resources-{target}.json").read_text())
+        assert f"with Triton\n{result['triton']} " in page
+        count = len(result["builds"])
+        assert (
+            f"Of all {count} builds for sm_90" if target == "sm_90" else f"a kernel, {count}, for each other"
+        ) in page
         builds[target] = result["builds"]
 
     def span(values: list[int]) -> str:
         return f"{min(values)} to {max(values)}"
 
     kernels = dict.fromkeys(build["kernel"] for build in builds["sm_90"])
+    every = [build for target in builds for build in builds[target]]
+    spilled = sum(build["spill_bytes"] > 0 for build in every)
+    assert f"In {spilled} of these {len(every)} builds" in page
     for kernel in kernels:
         own = {target: [b for b in every if b["kernel"] == kernel] for target, every in builds.items()}
         nvidia = own["sm_90"]

@@ -105,8 +105,10 @@ def choose_bucket(amount, above, threshold):
 def load_amounts(amounts_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
     """[BLOCK_T, BUCKETS] what every tile of a row has in each bucket."""
     t = tl.arange(0, BLOCK_T)
-    offset = (row * num_tiles + t[:, None]) * BUCKETS + tl.arange(0, BUCKETS)[None, :]
-    return tl.load(tl.multiple_of(amounts_ptr, 16) + offset, mask=(t < num_tiles)[:, None], other=0.0)
+    # Of 64 bytes a tile, in memory of the launcher's own.
+    row_ptr = tl.multiple_of(amounts_ptr + row * num_tiles * BUCKETS, 16)
+    offset = t[:, None] * BUCKETS + tl.arange(0, BUCKETS)[None, :]
+    return tl.load(row_ptr + offset, mask=(t < num_tiles)[:, None], other=0.0)
 
 
 @triton.jit
