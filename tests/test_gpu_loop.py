@@ -141,6 +141,18 @@ def test_an_encoder_reads_inputs_of_other_lengths() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
+def test_weights_that_were_replaced_are_read() -> None:
+    """As after a model was moved away and back: a graph knows the addresses of the weights before."""
+    model, other = tiny("llama").cuda(), perturbed(tiny("llama"), 0.5)
+    loop = SpeculativeDecoder(model, sampling=GREEDY)
+    before = texts(run(loop))
+    for own, new in zip(model.parameters(), other.parameters(), strict=True):
+        own.data = new.data.cuda()
+    expected = texts(run(SpeculativeDecoder(other, sampling=GREEDY, compile=False)))
+    assert texts(run(loop)) == expected != before
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_capture_beside_another_thread(of_the_cpu: list[list[int]]) -> None:
     """A thread that serves something else allocates memory and reads results: no capture of ours may break its calls,
     nor they a capture."""
