@@ -20,10 +20,6 @@ the arithmetic of a GPU, autograd.
 from __future__ import annotations
 
 import os
-
-# Before a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -216,6 +212,8 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise RuntimeError("there is a CUDA device here: it needs no stand-in")
+    # Read when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
     # Dynamo looks every function of torch.cuda up by its name when it is first imported, and wants torch's own.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     for name, value in API.items():
