@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-# Before a kernel is defined, which happens on the first import of the package's kernels.
 if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
+    # Triton reads it when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
     import cuda_stand_in
 
     cuda_stand_in.install()

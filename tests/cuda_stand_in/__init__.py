@@ -19,7 +19,6 @@ the arithmetic of a GPU, autograd.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch.autograd import DeviceType
 from triton.runtime import interpreter
 
@@ -212,8 +212,8 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise RuntimeError("there is a CUDA device here: it needs no stand-in")
-    # Read when a kernel is defined.
-    os.environ["TRITON_INTERPRET"] = "1"
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET: expected 1 before triton is imported")
     # Dynamo looks every function of torch.cuda up by its name when it is first imported, and wants torch's own.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     for name, value in API.items():
