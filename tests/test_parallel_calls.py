@@ -17,6 +17,7 @@ from functorch.compile import make_boxed_func
 from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -78,6 +79,8 @@ def compiled_step(options: dict[str, Any]) -> Callable[..., Result]:
     return step
 
 
+# A graph that is found in the cache of a run before is not recorded.
+@functorch_config.patch(enable_autograd_cache=False)
 def run_compiled(backend: str, dtensor: bool, split: Split) -> tuple[list[list[str]], list[tuple[Tensor, ...]]] | None:
     """The collectives of every graph, and the results of two calls compiled and in eager."""
     group = split.group()
