@@ -1,0 +1,60 @@
+"""The arguments of the ops as one object each: what checks, `dense/` and the launchers of `kernels/` are handed.
+
+Names, order and meaning are those of the public functions in `ops.py`, whose docstrings state shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Filters", "SigmoidArguments", "VerifyArguments"]
+
+
+class Filters(NamedTuple):
+    """What turns a row of logits into a distribution; one entry per row [N] each, None = left out."""
+
+    temperature: Tensor | None = None  # [N] float32
+    top_k: Tensor | None = None  # [N] int64 or int32
+    top_p: Tensor | None = None  # [N] float32
+    min_p: Tensor | None = None  # [N] float32
+
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether there is more than a temperature."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+
+class VerifyArguments(NamedTuple):
+    """Of `verify_exact`; `verify_block` has all but the last."""
+
+    target_logits: Tensor  # [B, K+1, V]
+    draft_tokens: Tensor  # [B, K]
+    draft_logits: Tensor | None  # [B, K, V]
+    accept_uniforms: Tensor  # [B, K]
+    sample_uniforms: Tensor  # [B]
+    temperature: Tensor | None = None  # [B]
+    draft_lse: Tensor | None = None  # [B, K]
+    lenience: float = 1.0
+    top_k: Tensor | None = None  # [B]
+    top_p: Tensor | None = None  # [B]
+    min_p: Tensor | None = None  # [B]
+    argmax_lenience: float = 1.0
+
+    @property
+    def filters(self) -> Filters:
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+class SigmoidArguments(NamedTuple):
+    """Of `verify_sigmoid`."""
+
+    target_logits: Tensor  # [B, K+1, V]
+    draft_tokens: Tensor  # [B, K]
+    draft_logits: Tensor  # [B, K, V]
+    accept_uniforms: Tensor  # [B, K]
+    sample_uniforms: Tensor  # [B]
+    alpha: float = -1e3
+    beta: float = 1e3
+    temperature: Tensor | None = None  # [B]
