@@ -152,7 +152,7 @@ def count_apart() -> tuple[Result, list[int]]:
         lengths.append(n if dist.get_rank() % 2 == 0 else 3 - n)
         return lengths[0]
 
-    with mock.patch.object(exact, "leading", walk):
+    with mock.patch.object(exact, "num_leading", walk):
         return parallel.verify_exact(**args), lengths[0].tolist()
 
 

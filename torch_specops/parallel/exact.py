@@ -114,8 +114,9 @@ def _local_part(
     """The split, and the arguments as plain tensors: this rank's columns of the logits, everything else whole."""
     names = ["target_logits"] if given.draft_logits is None else ["target_logits", "draft_logits"]
     shards, logits = place(group, sizes, [columns(name, getattr(given, name), 3) for name in names])
-    local: dict[str, Any] = {name: replicated(name, value) for name, value in given._asdict().items()}
-    return shards, VerifyArguments(**local | dict(zip(names, logits, strict=True)))
+    given = given._replace(**dict(zip(names, logits, strict=True)))
+    whole: dict[str, Any] = {name: replicated(name, value) for name, value in given._asdict().items()}
+    return shards, VerifyArguments(**whole)
 
 
 def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
