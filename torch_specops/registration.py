@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch._library.triton import set_wrap_triton_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-__all__ = ["register_op"]
+__all__ = ["compiled_sources", "digest", "register_op"]
 
 
 def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -82,13 +82,17 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
     raise RuntimeError("the specops ops have no gradient")
 
 
-def _digest_of_compiled_sources() -> str:
+def compiled_sources() -> list[Path]:
+    """The files whose code ends in a compiled graph, or in its guards."""
     folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in ("arguments", "checks", "ops", "uniforms")]
-    files += sorted([*folder.glob("dense/**/*.py"), *folder.glob("kernels/**/*.py")])
+    files = [folder / f"{name}.py" for name in ("arguments", "checks", "ops", "registration", "uniforms")]
+    return files + sorted([*folder.glob("dense/*.py"), *folder.glob("kernels/**/*.py")])
+
+
+def digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 # torch's caches on disk know a graph by the names of its ops, not by their bodies: without this tag, a new version of
 # the package would go on running what was compiled from the old one.
-torch.compiler.config.cache_key_tag += f":torch_specops-{_digest_of_compiled_sources()}"
+torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"
