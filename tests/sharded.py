@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import io
 import multiprocessing
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -59,6 +62,18 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+@functools.cache
+def _started() -> Ranks:
+    processes = Ranks(Path(tempfile.mkdtemp()))
+    atexit.register(processes.close)
+    return processes
+
+
+def in_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function of a test module returns in each of four processes, which are started once."""
+    return _started()(function, *args)
 
 
 def serve(rank: int, store: str, connection: Connection) -> None:

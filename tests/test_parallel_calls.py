@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import Report
 from functorch.compile import make_boxed_func
 from oracle import Case
-from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check
+from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -25,13 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from torch_specops import parallel
 from torch_specops.parallel import exact, shard_sizes, wire_bytes
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def run_dtensors(vocab_size: int) -> list[tuple[Tensor, ...]]:
@@ -62,14 +55,14 @@ def run_dtensors(vocab_size: int) -> list[tuple[Tensor, ...]]:
     return results
 
 
-@pytest.mark.parametrize("vocab_size", [17, 5])
-def test_dtensors(vocab_size: int, ranks: Ranks, report: Report) -> None:
+def test_dtensors(report: Report) -> None:
     """5 tokens over 4 ranks leave the last without a column."""
+    vocab_size = 5
     args = base_case(vocab_size, draft_lse=None)
     cases = [Case(f"DTensor {i}", "verify_exact", args) for i in range(8)]
     sampled = {"logits": args["target_logits"][:, 0], "uniforms": args["sample_uniforms"]}
     cases.append(Case("DTensor", "sample", sampled | {"temperature": args["temperature"]}))
-    check(cases, ranks(run_dtensors, vocab_size), report)
+    check(cases, in_ranks(run_dtensors, vocab_size), report)
 
 
 def compiled_step(options: dict[str, Any]) -> Callable[..., Result]:
@@ -130,9 +123,9 @@ FOUR, TWO = Split((5, 5, 5, 2)), Split((9, 8))
     ],
     ids=["shards", "DTensors", "two", "inductor"],
 )
-def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split, ranks: Ranks) -> None:
+def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split) -> None:
     expected = ["_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"] * 3
-    every = [result for result in ranks(run_compiled, backend, dtensor, split) if result is not None]
+    every = [result for result in in_ranks(run_compiled, backend, dtensor, split) if result is not None]
     assert len(every) == len(split.sizes)
     for graphs, (first, first_eager, second, second_eager) in every:
         assert graphs == [expected]
@@ -156,8 +149,8 @@ def count_apart() -> tuple[Result, list[int]]:
         return parallel.verify_exact(**args), lengths[0].tolist()
 
 
-def test_ranks_return_the_same_whatever_they_count(ranks: Ranks) -> None:
-    results, lengths = zip(*ranks(count_apart), strict=True)
+def test_ranks_return_the_same_whatever_they_count() -> None:
+    results, lengths = zip(*in_ranks(count_apart), strict=True)
     assert lengths[0] == lengths[2] != lengths[1]
     assert agreed([[result] for result in results])[0][1].tolist() == lengths[0]
 
@@ -247,8 +240,8 @@ MESSAGES = {
 }
 
 
-def test_bad_arguments(ranks: Ranks) -> None:
-    for got in ranks(bad_calls):
+def test_bad_arguments() -> None:
+    for got in in_ranks(bad_calls):
         assert got.keys() == MESSAGES.keys()
         for name, message in MESSAGES.items():
             assert re.match(message, got[name]), f"{name}: {got[name]}"
@@ -292,29 +285,24 @@ def disagreeing_calls() -> dict[str, str]:
     return got
 
 
-def test_check_ranks(ranks: Ranks) -> None:
-    for got in ranks(disagreeing_calls):
+def test_check_ranks() -> None:
+    for got in in_ranks(disagreeing_calls):
         assert got.pop("nothing") == "nothing"
         assert "check_ranks: expected False in a compiled call" in got.pop("compiled")
         for name, message in got.items():
             assert message == f"ValueError: {name}: expected the same on every rank, got another value on ranks [2]"
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
+def test_sizes() -> None:
+    for vocab_size, num_ranks in itertools.product([1, 5, 16, 50257], [1, 2, 4, 8]):
+        chunks = [len(chunk) for chunk in torch.zeros(vocab_size).chunk(num_ranks)]
+        assert shard_sizes(vocab_size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
+    assert wire_bytes(64, 5, 8) == 64 * 7 * wire_bytes(1, 5, 2)
+    for call, message in (
         (lambda: shard_sizes(0, 4), "vocab_size, num_ranks: expected numbers above 0, got 0, 4"),
         (lambda: shard_sizes(4, 0), "vocab_size, num_ranks: expected numbers above 0, got 4, 0"),
         (lambda: wire_bytes(1, 1, 2, "soft"), "draft: expected one of logits, lse, one_hot, got 'soft'"),
         (lambda: wire_bytes(1, -1, 2), "expected at least 0, 0 and 1, got 1, -1, 2"),
-    ],
-)
-def test_bad_sizes(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-@pytest.mark.parametrize("vocab_size, num_ranks", list(itertools.product([1, 5, 16, 50257], [1, 2, 4, 8])))
-def test_shard_sizes_are_those_of_chunk(vocab_size: int, num_ranks: int) -> None:
-    chunks = [len(chunk) for chunk in torch.zeros(vocab_size).chunk(num_ranks)]
-    assert shard_sizes(vocab_size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dense.rows import FLOAT32_MAX, draw
 from .shards import Shards
 
-__all__ = ["all_gather", "check_agreement", "merge_argmax", "merge_stats", "shard_of"]
+__all__ = ["all_gather", "check_agreement", "exchange", "merge_argmax", "merge_stats", "shard_of"]
 
 
 def all_gather(x: Tensor, shards: Shards) -> Tensor:
@@ -23,6 +23,13 @@ def all_gather(x: Tensor, shards: Shards) -> Tensor:
     collectives = torch.ops._c10d_functional
     gathered = collectives.all_gather_into_tensor(x.contiguous(), num_ranks, shards.group.group_name)
     return collectives.wait_tensor(gathered).view(num_ranks, *x.shape)
+
+
+def exchange(own: dict[str, Tensor], shards: Shards) -> dict[str, Tensor]:
+    """What every rank sends under each name: [B, k] -> [R, B, k] in float64, by one all-gather."""
+    widths = [numbers.shape[1] for numbers in own.values()]
+    every = all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
+    return dict(zip(own, every.split(widths, 2), strict=True))
 
 
 def merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
