@@ -34,7 +34,7 @@ ALLOWED = {
     "analysis": set(),
     "checks": set(),
     "cpu": set(),
-    "kernels": set(),
+    "kernels": {"arguments"},
     "reference": set(),
     "schedules": set(),
     "uniforms": set(),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from . import checks, cpu
+from .arguments import Filters, SigmoidArguments, VerifyArguments
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
@@ -78,7 +79,7 @@ def verify_exact(
     from .kernels import verify
 
     with _on_device_of(target_logits):
-        return verify.verify_exact(*args)
+        return verify.verify_exact(VerifyArguments(*args))
 
 
 @_triton_op("specops::verify_block")
@@ -103,7 +104,7 @@ def verify_block(
     from .kernels import verify
 
     with _on_device_of(target_logits):
-        return verify.verify_block(*args)
+        return verify.verify_block(VerifyArguments(*args))
 
 
 @_triton_op("specops::verify_sigmoid")
@@ -125,7 +126,7 @@ def verify_sigmoid(
     from .kernels import verify
 
     with _on_device_of(target_logits):
-        return verify.verify_sigmoid(*args)
+        return verify.verify_sigmoid(SigmoidArguments(*args))
 
 
 @_triton_op("specops::sample")
@@ -144,7 +145,7 @@ def sample(
     from .kernels import sample as kernel
 
     with _on_device_of(logits):
-        return kernel.sample(*args)
+        return kernel.sample(logits, uniforms, Filters(*args[2:]))
 
 
 @_triton_op("specops::filter_logits")
@@ -162,7 +163,7 @@ def filter_logits(
     from .kernels import filter as kernel
 
     with _on_device_of(logits):
-        return kernel.filter_logits(*args)
+        return kernel.filter_logits(logits, Filters(*args[1:]))
 
 
 def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
