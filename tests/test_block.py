@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.cpu.block import _reach
+from torch_specops.dense.block import _reach
 from torch_specops.testing import Case, compare, rounding_rows, sample_inputs
 
 INF, NAN = math.inf, math.nan

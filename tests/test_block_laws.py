@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.cpu import rows
+from torch_specops.dense import rows
 from torch_specops.testing import chi_square, compare, sample_inputs
 
 NUM_LAWS = 70

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.cpu.rows import ARGMAX_TILE, argmax, argmax_by_tiles
+from torch_specops.dense.rows import ARGMAX_TILE, argmax, argmax_by_tiles
 
 SIZES = [1, 2, ARGMAX_TILE - 1, ARGMAX_TILE, ARGMAX_TILE + 1, 2 * ARGMAX_TILE, 5 * ARGMAX_TILE + 7]
 

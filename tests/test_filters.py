@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.cpu import filters as cpu_filters
+from torch_specops.dense import filters as cpu_filters
 from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
 
 INF, NAN = math.inf, math.nan

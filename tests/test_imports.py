@@ -17,23 +17,24 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "ops", "sampling", "uniforms", "verification"},
+    "__init__": {"decode", "drafts", "ops", "sampling", "uniforms"},
     "cli": {"__init__", "benchmark", "decode", "drafts", "hf", "sampling"},
     "benchmark": {"decode", "drafts", "hf", "sampling"},
-    "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "schedules", "verification"},
-    "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "uniforms", "verification"},
-    "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms", "verification"},
+    "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "ops", "schedules"},
+    "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "ops", "uniforms"},
+    "drafts": {"checks", "compilation", "kv_cache", "sampling", "ops", "uniforms"},
     "compilation": set(),
     "kv_cache": set(),
-    "sampling": {"checks", "ops"},
-    "verification": {"checks", "ops"},
+    "arguments": set(),
+    "registration": set(),
+    "sampling": set(),
     "inductor": {"ops"},
-    "ops": {"checks", "cpu", "kernels"},
-    "parallel": {"checks", "cpu"},
+    "ops": {"arguments", "checks", "dense", "kernels", "registration"},
+    "parallel": {"arguments", "checks", "dense"},
     "testing": {"reference"},
     "analysis": set(),
-    "checks": set(),
-    "cpu": set(),
+    "checks": {"arguments"},
+    "dense": {"arguments"},
     "kernels": {"arguments"},
     "reference": set(),
     "schedules": set(),
@@ -101,12 +102,12 @@ def test_imports_follow_the_layers(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "broken"),
     [
-        ("cpu/exact.py", "from .. import ops", "torch_specops.ops"),
-        ("reference.py", "from .cpu import sample", "torch_specops.cpu"),
+        ("dense/exact.py", "from .. import ops", "torch_specops.ops"),
+        ("reference.py", "from .dense import sample", "torch_specops.dense"),
         ("testing.py", "import torch_specops.ops", "torch_specops.ops"),
         ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
-        ("ops.py", "def f():\n    from .kernels import verify\n    from .verification import x", None),
-        ("kernels/verify.py", "from .. import cpu", "torch_specops.cpu"),
+        ("ops.py", "def f():\n    from .kernels import verify\n    from .decode import x", None),
+        ("kernels/verify.py", "from .. import dense", "torch_specops.dense"),
         ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
         ("decode/decoder.py", "import rich", "rich"),
@@ -115,14 +116,14 @@ def test_imports_follow_the_layers(path: str) -> None:
     ],
 )
 def test_a_forbidden_import_is_caught(path: str, source: str, broken: str | None) -> None:
-    assert forbidden(path, source) == {broken or "torch_specops.verification"}
+    assert forbidden(path, source) == {broken or "torch_specops.decode"}
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("kernels/verify/launch.py", "import triton\nfrom .. import rows\nfrom . import kernel"),
-        ("ops.py", "import math\nfrom torch.library import triton_op\nfrom . import checks, cpu"),
+        ("ops.py", "import math\nfrom torch.library import custom_op\nfrom . import checks, dense"),
         ("cli.py", "from . import __version__, hf\nimport typer"),
     ],
 )

@@ -19,7 +19,7 @@ from conftest import Report
 from torch import Tensor
 
 import torch_specops
-from torch_specops.cpu import rows
+from torch_specops.dense import rows
 from torch_specops.testing import chi_square
 
 V = 16

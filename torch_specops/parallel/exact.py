@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
-from ..cpu.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
-from ..cpu.walk import apply_greedy, gather, leading, near_argmax, output, probability, stats_from_lse
+from ..arguments import VerifyArguments
+from ..dense.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+from ..dense.walk import (
+    accepts,
+    apply_greedy,
+    is_near_argmax,
+    logits_of,
+    num_leading,
+    output_rows,
+    probability,
+    stats_from_lse,
+)
 from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
 
@@ -78,75 +89,58 @@ def verify_exact(
         (tensor([[ 2,  3, -1]]), tensor([1]))
         >>> torch.distributed.destroy_process_group()
     """
-    checks.check_tensors(
-        target_logits=target_logits,
-        draft_tokens=draft_tokens,
-        accept_uniforms=accept_uniforms,
-        sample_uniforms=sample_uniforms,
+    given = VerifyArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        lenience,
+        argmax_lenience=argmax_lenience,
     )
-    checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
-    checks.check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
-    lenience, argmax_lenience = float(lenience), float(argmax_lenience)
-    logits = [columns("target_logits", target_logits, 3)]
-    if draft_logits is not None:
-        logits.append(columns("draft_logits", draft_logits, 3))
-    shards, parts = place(group, shard_sizes, logits)
-    target, draft = parts[0], parts[1] if len(parts) > 1 else None
-    draft_tokens = replicated("draft_tokens", draft_tokens)
-    accept_uniforms = replicated("accept_uniforms", accept_uniforms)
-    sample_uniforms = replicated("sample_uniforms", sample_uniforms)
-    temperature = None if temperature is None else replicated("temperature", temperature)
-    draft_lse = None if draft_lse is None else replicated("draft_lse", draft_lse)
-    data = (target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, lenience)
-    checks.check_verify_exact(*data, top_k=None, top_p=None, min_p=None, argmax_lenience=argmax_lenience)
+    checks.check_kinds(given, plain=False)
+    shards, given = _local_part(given, group, shard_sizes)
+    checks.check_verify_exact(given)
     if check_ranks:
-        check_agreement(
-            shards,
-            ("target_logits", tuple(target.shape[:-1])),
-            ("draft_logits", None if draft is None else tuple(draft.shape[:-1])),
-            ("draft_tokens", draft_tokens),
-            ("accept_uniforms", accept_uniforms),
-            ("sample_uniforms", sample_uniforms),
-            ("temperature", temperature),
-            ("draft_lse", draft_lse),
-            ("lenience", (lenience,)),
-            ("argmax_lenience", (argmax_lenience,)),
-        )
-    return _verify(*data, argmax_lenience, shards)
+        check_agreement(shards, given._asdict())
+    return _verify(given, shards)
 
 
-def _verify(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    temperature: Tensor | None,
-    draft_lse: Tensor | None,
-    lenience: float,
-    argmax_lenience: float,
-    shards: Shards,
-) -> tuple[Tensor, Tensor]:
+def _local_part(
+    given: VerifyArguments, group: ProcessGroup | DeviceMesh | None, sizes: Sequence[int] | None
+) -> tuple[Shards, VerifyArguments]:
+    """The split, and the arguments as plain tensors: this rank's columns of the logits, everything else whole."""
+    names = ["target_logits"] if given.draft_logits is None else ["target_logits", "draft_logits"]
+    shards, logits = place(group, sizes, [columns(name, getattr(given, name), 3) for name in names])
+    local: dict[str, Any] = {name: replicated(name, value) for name, value in given._asdict().items()}
+    return shards, VerifyArguments(**local | dict(zip(names, logits, strict=True)))
+
+
+def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature = given.temperature
     batch, num_drafts = draft_tokens.shape
     if batch == 0:
         return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
-    inverse = inverse_temperature(temperature)
+    inverse_t = inverse_temperature(temperature)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
     x = draft_tokens.long() - shards.offset
     in_shard = (x >= 0) & (x < shards.size)
     x = torch.where(in_shard, x, 0)
 
     # 1. The softmax statistics of every row, and the logits of the drafts, each from the rank that holds it.
-    scaled_target = scale(target_logits, inverse)
+    scaled_target = scale(target_logits, inverse_t)
     z_max, z_sum = softmax_stats(scaled_target)
-    z_px = torch.where(in_shard, scale(gather(target_logits[:, :num_drafts], x), inverse), -torch.inf)
+    z_px = torch.where(in_shard, scale(logits_of(target_logits[:, :num_drafts], x), inverse_t), -torch.inf)
     own = [z_max, z_sum, z_px]
     if temperature is not None:
         own.append(lowest_argmax(scaled_target, z_max) + shards.offset)
     if draft_logits is not None:
-        own.append(torch.where(in_shard, scale(gather(draft_logits, x), inverse), -torch.inf))
-        if draft_lse is None:
-            own.extend(softmax_stats(scale(draft_logits, inverse)))
+        own.append(torch.where(in_shard, scale(logits_of(draft_logits, x), inverse_t), -torch.inf))
+        if given.draft_lse is None:
+            own.extend(softmax_stats(scale(draft_logits, inverse_t)))
     widths = [number.shape[1] for number in own]
     every = list(all_gather(torch.cat([number.double() for number in own], 1), shards).split(widths, 2))
 
@@ -158,14 +152,16 @@ def _verify(
         q_x = torch.ones_like(p_x)
     else:
         of_draft = every[3 if temperature is None else 4 :]
-        if draft_lse is None:
+        if given.draft_lse is None:
             q_top, q_total, _ = merge_stats(of_draft[1], of_draft[2])
         else:
-            q_top, q_total = stats_from_lse(draft_lse)
+            q_top, q_total = stats_from_lse(given.draft_lse)
         q_x = probability(of_draft[0].amax(0), q_top, q_total)
-    accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * lenience * q_x < p_x)
-    near = in_vocab & near_argmax(z_px, p_top[:, :-1], argmax_lenience) if argmax_lenience < 1 else None
-    n = leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near))
+    accepted = accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    near_argmax = None
+    if given.argmax_lenience < 1:
+        near_argmax = in_vocab & is_near_argmax(z_px, p_top[:, :-1], given.argmax_lenience)
+    n = num_leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))
 
     # 2. The mass of p and of the residual in each shard of row n.
     rows = torch.arange(batch, device=n.device)
@@ -180,7 +176,7 @@ def _verify(
             residual = torch.where(is_draft, 0.0, weights)
             differs = torch.ones_like(own[0])
         else:
-            z_q = scale(draft_logits[rows, rejected], inverse)
+            z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_top[rows, rejected].float(), q_total[rows, rejected])
             residual = (weights - q).clamp(min=0)
             # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
@@ -192,11 +188,11 @@ def _verify(
         use_residual = (n < num_drafts) & in_vocab[rows, rejected] & (every[1] > 0).any(0) & (every[2] > 0).any(0)
         mass = torch.where(use_residual, every[1], mass)
         weights = torch.where(use_residual.unsqueeze(-1), residual, weights)
-    shard, within = shard_of(mass, sample_uniforms)
+    shard, within = shard_of(mass, given.sample_uniforms)
 
     # 3. The token, from the rank that holds it. All ranks have counted n alike; that they return the same n does not
     # rest on their arithmetic, for all take rank 0's.
     drawn = torch.where(shard == shards.rank, draw(weights, within) + shards.offset, -1)
     last = all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
-    return output(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
+    return output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
