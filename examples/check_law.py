@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torch_specops.testing import check_law
+from torch_specops.laws import check_law
 
 VOCAB_SIZE = 6
 TOP_K = 3

@@ -19,7 +19,7 @@ if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
 
     cuda_stand_in.install()
 
-from torch_specops.testing import Case, Comparison
+from oracle import Case, Comparison
 
 # The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
 if "OMP_NUM_THREADS" not in os.environ:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import torch
+from oracle import case_names
 from torch import Tensor
 
 import torch_specops
-from torch_specops import testing
-from torch_specops.testing.inputs import case_names
 
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
 
@@ -115,14 +115,14 @@ def is_smoke(op: str, vocab_size: int, name: str) -> bool:
 
 def case_of(
     op: str, vocab_size: int, name: str | None = None, *, device: str = "cuda", limits: dict[str, int] | None = None
-) -> testing.Case:
+) -> oracle.Case:
     """The case of that name, or the typical one of the op. `limits`: the most rows and drafts."""
     limits = size("limits of a case") if limits is None else limits
-    (case,) = testing.sample_inputs(op, device=device, vocab_sizes=[vocab_size], names=[name or TYPICAL[op]], **limits)
+    (case,) = oracle.sample_inputs(op, device=device, vocab_sizes=[vocab_size], names=[name or TYPICAL[op]], **limits)
     return case
 
 
-def call(case: testing.Case) -> tuple[Tensor, ...]:
+def call(case: oracle.Case) -> tuple[Tensor, ...]:
     result = getattr(torch_specops, case.op)(**case.args)
     return result if isinstance(result, tuple) else (result,)
 

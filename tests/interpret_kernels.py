@@ -11,11 +11,11 @@ import sys
 import warnings
 from typing import Any
 
+import oracle
 import torch
 from cuda_stand_in import fuse_products
 from triton.runtime import interpreter
 
-from torch_specops import testing
 from torch_specops.kernels import filter, launch, sample, verify
 
 LAUNCHERS = {
@@ -53,14 +53,14 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
     wrong = []
     names = None if kind in ("plain", "filtered") else kind.split(",")
-    for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes, names=names):
+    for case in oracle.sample_inputs(op, vocab_sizes=vocab_sizes, names=names):
         if names is None and FILTERS.isdisjoint(case.args) != (kind == "plain"):
             continue
         if op.startswith("verify") and not FILTERS.isdisjoint(case.args):
             shift_rows(case.args)
-        with testing.poison_memory():
+        with oracle.poison_memory():
             result = LAUNCHERS[op](**case.args, tile=tile)
-        comparison = testing.compare(case, result)
+        comparison = oracle.compare(case, result)
         totals["cases"] += 1
         for key in ("rows", "rounding", "disagreements"):
             totals[key] += getattr(comparison, key)

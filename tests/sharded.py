@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import Report
+from oracle import Case, compare, poison_memory, rounding_rows
 from torch import Tensor
 
 import torch_specops
 from torch_specops import parallel
-from torch_specops.testing import Case, compare, poison_memory, rounding_rows
 
 NUM_RANKS = 4
 # Two of the four, so that a rank of the group is not the rank of the process.

@@ -17,7 +17,7 @@ from transformers.generation import utils as generation
 
 from torch_specops import reference
 from torch_specops.hf import assisted, assisted_generation
-from torch_specops.testing import chi_square
+from torch_specops.laws import chi_square
 
 ORIGINAL = generation._speculative_sampling
 PROMPT = torch.tensor([[1, 17, 5, 33, 17, 5, 48]])

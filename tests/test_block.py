@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import Case, compare, rounding_rows, sample_inputs
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
 from torch_specops.dense.block import _reach
-from torch_specops.testing import Case, compare, rounding_rows, sample_inputs
 
 INF, NAN = math.inf, math.nan
 BELOW_ONE = 1 - 2.0**-24

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import Report
+from oracle import compare, sample_inputs
 from test_laws import START, TRIALS, Uniforms, chain_p_values, emit, tables
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
 from torch_specops.dense import rows
-from torch_specops.testing import chi_square, compare, sample_inputs
+from torch_specops.laws import chi_square
 
 NUM_LAWS = 70
 ALPHA = 1e-4 / NUM_LAWS

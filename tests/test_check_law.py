@@ -16,8 +16,8 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.testing import LawReport, MarkovModel, check_law, law_tests, markov_pair
-from torch_specops.testing.power import detectable_effect
+from torch_specops.laws import LawReport, MarkovModel, check_law, judgement, markov_pair
+from torch_specops.laws.power import detectable_effect
 
 V = 6
 TARGET, DRAFT = markov_pair(V)
@@ -306,7 +306,7 @@ def test_a_wide_vocabulary_shows_little() -> None:
 def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = pytest.importorskip("scipy.stats")
     # The same in every repetition.
-    monkeypatch.setattr(law_tests, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(judgement, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
     significance, repetitions = 0.2, 150
     reports = [check(Loop(), trials=1000, significance=significance, seed=seed) for seed in range(repetitions)]
     alarms = sum(not report for report in reports)

@@ -33,7 +33,7 @@ from torch_specops.decode import Step
 from torch_specops.drafts import LanguageModel, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import custom_generate, language_model
-from torch_specops.testing import chi_square
+from torch_specops.laws import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 ONE_PROMPT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9}

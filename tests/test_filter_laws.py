@@ -20,7 +20,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.testing import chi_square
+from torch_specops.laws import chi_square
 
 V = 16
 TRIALS = 200_000

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import Report
 from hypothesis import given, settings
+from oracle import Case, compare, poison_memory, rounding_rows, sample_inputs
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
 from torch_specops.dense import filters as cpu_filters
-from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
 
 INF, NAN = math.inf, math.nan
 LARGEST = torch.finfo(torch.float32).max

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import Report
@@ -24,7 +25,7 @@ from gpu_suite import (
 from torch import Tensor
 
 import torch_specops
-from torch_specops import testing
+from torch_specops.laws import chi_square
 
 pytestmark = pytest.mark.gpu
 
@@ -43,9 +44,9 @@ def oracle_cases() -> Iterator[Any]:
 @pytest.mark.parametrize("op, cases, name", list(oracle_cases()))
 def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: str, report: Report) -> None:
     case = case_of(op, cases.vocab_size, name, limits=cases.limits)
-    with testing.poison_memory():
+    with oracle.poison_memory():
         got = call(case)
-    comparison = testing.compare(case, got)
+    comparison = oracle.compare(case, got)
     report.add(case, comparison)
     assert comparison.wrong == []
 
@@ -56,7 +57,7 @@ def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: 
         if op == "filter_logits" or not a.is_floating_point():
             differs |= (a != b.cpu()).flatten(1).any(1) if a.dim() > 1 else a != b.cpu()
     # Where rounding may decide, CPU and CUDA may differ.
-    assert not differs.any() or not (differs & ~testing.rounding_rows(case)).any()
+    assert not differs.any() or not (differs & ~oracle.rounding_rows(case)).any()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -109,7 +110,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert (output_tokens[:-4, 0] == 5).all()
 
 
-def launches(case: testing.Case) -> list[str]:
+def launches(case: oracle.Case) -> list[str]:
     """The kernels of one call, by name."""
     call(case)
     torch.cuda.synchronize()
@@ -184,7 +185,7 @@ def test_law_on_cuda() -> None:
     def p_value(sample: Tensor) -> float:
         output, _ = torch_specops.verify_exact(target, tokens.unsqueeze(1), draft, accept, sample)
         counts = torch.bincount(output[:, 0].cpu(), minlength=vocab_size)
-        return testing.chi_square(counts, p.cpu().double().softmax(0))
+        return chi_square(counts, p.cpu().double().softmax(0))
 
     assert p_value(torch_specops.uniforms(seeds, zero, 1, "sample")[:, 0]) > 1e-4
     wrong = p_value(propose[:, 0])

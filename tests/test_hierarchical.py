@@ -29,7 +29,7 @@ from torch_specops.decode import Step
 from torch_specops.drafts import Draft, DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.hf import language_model
-from torch_specops.testing import chi_square
+from torch_specops.laws import chi_square
 
 V = 5
 TRIALS = 12_000

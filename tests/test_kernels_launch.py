@@ -100,7 +100,7 @@ def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
     with FakeTensorMode():
         given = arguments("verify_exact", "temperature, draft_lse, filters")
         strided = {
-            name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda")[..., 0]
+            name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda").select(-1, 0)
             for name, x in given.items()
         }
         torch_specops.verify_exact(**strided)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.testing import LawTest, law_tests, markov_pair
-from torch_specops.testing.power import (
+from torch_specops.laws import LawTest, judgement, markov_pair
+from torch_specops.laws.power import (
     chi_square_tail,
     critical_value,
     detectable_effect,
@@ -29,7 +29,7 @@ SIGNIFICANCE = 1e-4
 @pytest.fixture(autouse=True)
 def cached_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """The visible bias is the same in each of many repetitions."""
-    monkeypatch.setattr(law_tests, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(judgement, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
 
 
 def conditional_laws(bias: float = 0.0, positions: tuple[int, ...] = (0, 1, 2)) -> list[Tensor]:
@@ -66,7 +66,7 @@ def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[li
         numbers = torch.rand(trials, generator=generator, dtype=torch.float64) * cumulative[-1]
         counts = torch.bincount(torch.searchsorted(cumulative, numbers, right=True), minlength=V**3)
         by_position = [counts.view(V**t, V, -1).sum(-1) for t in range(3)]
-        results.append(law_tests.judge(by_position, counts, exact, SIGNIFICANCE))
+        results.append(judgement.judge(by_position, counts, exact, SIGNIFICANCE))
     return results
 
 
@@ -162,7 +162,7 @@ def test_rare_outcomes_are_pooled() -> None:
 
     def pearson(sizes: list[int]) -> tuple[float, int, float]:
         expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return law_tests._pearson(expected, expected)
+        return judgement._pearson(expected, expected)
 
     assert pearson([1000]) == (0.0, 3, 0.0)
     # 5 expected in the last cell: it joins the next one.

@@ -29,8 +29,8 @@ from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, 
 from torch_specops.drafts import model as model_draft
 from torch_specops.drafts.ngram import NGram
 from torch_specops.hf import TransformersModel
+from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
-from torch_specops.testing import chi_square
 
 V = 6
 TRIALS = 24_000

@@ -16,8 +16,8 @@ from torch import Tensor
 import torch_specops
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.drafts.ngram import NGram
+from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
-from torch_specops.testing import chi_square
 
 Table = dict[tuple[int, ...], list[tuple[int, int]]]
 

@@ -1,7 +1,7 @@
 """Every op against the float64 oracle, on the cases that all backends share.
 
 A row may differ from the oracle only where float32 rounding decides, and only in a way that rounding can cause
-(`torch_specops.testing.rounding_rows`). How many rows that leaves open is counted and bounded.
+(`oracle.rounding_rows`). How many rows that leaves open is counted and bounded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Report
+from oracle import Case, compare, poison_memory, rounding_rows, sample_inputs
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.testing import Case, compare, poison_memory, rounding_rows, sample_inputs
 
 VERIFY_OPS = ["verify_exact", "verify_block", "verify_sigmoid"]
 OPS = [*VERIFY_OPS, "sample"]

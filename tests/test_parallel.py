@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Report
+from oracle import Case, sample_inputs
 from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check, run_cases
 from test_laws import TRIALS, Uniforms, V, chain_p_values, emit, tables
 from torch import Tensor
@@ -19,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import parallel
+from torch_specops.laws import chi_square
 from torch_specops.parallel import exact, shard_sizes, wire_bytes
 from torch_specops.parallel.exchange import all_gather, shard_of
-from torch_specops.testing import Case, chi_square, sample_inputs
 
 
 @pytest.fixture(scope="module")

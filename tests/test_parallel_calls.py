@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import Report
 from functorch.compile import make_boxed_func
+from oracle import Case
 from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from torch_specops import parallel
 from torch_specops.parallel import exact, shard_sizes, wire_bytes
-from torch_specops.testing import Case
 
 
 @pytest.fixture(scope="module")

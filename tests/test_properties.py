@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from oracle import Case, compare, rounding_rows
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.testing import Case, compare, rounding_rows
 
 settings.register_profile(
     "properties",

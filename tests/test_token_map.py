@@ -17,8 +17,8 @@ from torch_specops.decode import GenerationOutput
 from torch_specops.drafts import Draft, LanguageModel, ModelDraft
 from torch_specops.drafts.token_map import TokenMap, twin_tokens
 from torch_specops.hf import language_model
+from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
-from torch_specops.testing import chi_square
 
 GREEDY = torch_specops.SamplingParams(temperature=0.0)
 

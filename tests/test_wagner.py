@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 import torch_specops
-from torch_specops.testing import chi_square
+from torch_specops.laws import chi_square
 
 PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
 V, TRIALS = 5, 20_000

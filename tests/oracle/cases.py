@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from torch_specops import reference
+
 from . import edits
 
 __all__ = ["Case", "case_names", "sample_inputs"]
@@ -30,7 +31,7 @@ class Case:
     input was built so that rounding may decide.
 
     Example:
-        >>> from torch_specops.testing import sample_inputs
+        >>> from oracle import sample_inputs
         >>> case = next(sample_inputs("sample", vocab_sizes=[17]))
         >>> case.op, case.args["logits"].shape
         ('sample', torch.Size([6, 17]))
@@ -66,7 +67,7 @@ def sample_inputs(
         Cases of 0 to 8 rows; drafts are sampled from the draft's distribution where the case does not say otherwise.
 
     Example:
-        >>> from torch_specops.testing import sample_inputs
+        >>> from oracle import sample_inputs
         >>> [case.name for case in sample_inputs("verify_exact", vocab_sizes=[5])][:2]
         ['k1-V5', 'k3-V5']
     """
@@ -90,7 +91,7 @@ def case_names(op: str) -> list[str]:
     """The cases of an op, without the vocabulary's size.
 
     Example:
-        >>> from torch_specops.testing.inputs import case_names
+        >>> from oracle import case_names
         >>> case_names("verify_exact")[:3]
         ['k1', 'k3', 'k8']
     """

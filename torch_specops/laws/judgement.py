@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .law_report import CONFIDENCE, LawTest
 from .power import chi_square_tail, detectable_effect, mean_absolute_deviation
+from .report import CONFIDENCE, LawTest
 
 __all__ = ["judge"]
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import reference
+from torch_specops import reference
+
 from .rounding import Laws, _has_mass, _pair, _softmax, _Weights, lawful_results
 from .rounding_bounds import ENTRY, EPS, SUM, TINY
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from torch_specops import reference
+
 from .rounding_bounds import ENTRY, EPS, SUM, TINY, exponential
 
 __all__ = ["argmax_lenience_is_open", "filters_of", "lawful_row_pairs", "lawful_rows", "single_rows"]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from .inputs import Case
+from torch_specops import reference
+
+from .cases import Case
 from .rounding import Laws, is_open, lawful_results, lse_is_lawful
 from .rounding_block import lawful_block_results
 from .rounding_filters import filters_of, lawful_rows, single_rows
@@ -49,7 +50,7 @@ def rounding_rows(case: Case) -> Tensor:
     have no margin.
 
     Example:
-        >>> from torch_specops.testing import rounding_rows, sample_inputs
+        >>> from oracle import rounding_rows, sample_inputs
         >>> rounding_rows(next(sample_inputs("sample", vocab_sizes=[17])))
         tensor([False, False, False, False, False, False])
     """
@@ -69,7 +70,7 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     number of outputs raise AssertionError.
 
     Example:
-        >>> from torch_specops.testing import compare, sample_inputs
+        >>> from oracle import compare, sample_inputs
         >>> from torch_specops import reference
         >>> case = next(sample_inputs("verify_exact", vocab_sizes=[17]))
         >>> compare(case, reference.verify_exact(**case.args))

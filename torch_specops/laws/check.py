@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .law_report import LawReport
-from .law_tests import judge
+from .judgement import judge
 from .markov import MarkovModel
+from .report import LawReport
 
 __all__ = ["check_law"]
 
@@ -83,7 +83,7 @@ def check_law(
 
     Example:
         >>> import torch
-        >>> from torch_specops.testing import check_law, markov_pair
+        >>> from torch_specops.laws import check_law, markov_pair
         >>> target, draft = markov_pair()
         >>> def draft_alone(prompts, seeds):
         ...     generator = torch.Generator().manual_seed(int(seeds[0]))

@@ -23,7 +23,7 @@ def poison_memory() -> Iterator[None]:
 
     Example:
         >>> import torch
-        >>> from torch_specops.testing import poison_memory
+        >>> from oracle import poison_memory
         >>> with poison_memory():
         ...     torch.empty(2), torch.empty(1, dtype=torch.int32)
         (tensor([nan, nan]), tensor([-2147483641], dtype=torch.int32))
