@@ -68,8 +68,9 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: i
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """The kernels take strides of logits alone; what is as small as [B, K] is copied where it has strides."""
-    return None if x is None else x.contiguous()
+    """The kernels take strides of logits alone: of what is as small as [B, K], a strided tensor is copied."""
+    # Not x.contiguous(), which fails for a fake CUDA tensor where torch is built without CUDA.
+    return x if x is None or x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, int | None]:
