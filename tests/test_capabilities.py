@@ -5,6 +5,7 @@ The README's table of capabilities names these tests.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -201,74 +202,29 @@ def test_functions_are_pickled_by_name() -> None:
         assert pickle.loads(pickle.dumps(function)) is function
 
 
-# Number of drafts per step, as a schedule's buckets are.
-BUCKETS = (2, 4)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("static_drafts", [True, False])
+def test_one_graph_for_every_batch(static_drafts: bool) -> None:
+    """Batch dynamic, vocabulary static, and K either one of the buckets of a schedule, each of which has a graph, or
+    left to torch: then the second graph serves every K."""
 
+    def arguments(batch: int, num_drafts: int, vocab_size: int = 37) -> list[Tensor]:
+        values = list(op_arguments("verify_exact", batch, num_drafts, vocab_size).values())[:5]
+        for value in values:
+            torch._dynamo.mark_dynamic(value, 0)
+            for axis in (1, 2)[0 if static_drafts else 1 : value.dim() - 1]:
+                torch._dynamo.mark_static(value, axis)
+        return values
 
-@pytest.fixture
-def guards() -> Iterator[list[list[Any]]]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield []
-    torch._dynamo.reset()
-
-
-def compiled_verification(guards: list[list[Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def verify(
-        target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor, accept: Tensor, sample: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return torch_specops.verify_exact(target_logits, draft_tokens, draft_logits, accept, sample)
-
-    def keep_all(entries: list[Any]) -> list[bool]:
-        guards.append(entries)
-        return [True] * len(entries)
-
-    return torch.compile(verify, fullgraph=True, backend="eager", options={"guard_filter_fn": keep_all})
-
-
-def verification_inputs(batch: int, num_drafts: int, vocab_size: int = 37, static_drafts: bool = True) -> list[Tensor]:
-    arguments = list(op_arguments("verify_exact", batch, num_drafts, vocab_size).values())[:5]
-    for value in arguments:
-        torch._dynamo.mark_dynamic(value, 0)
-        if value.dim() > 1 and static_drafts:
-            torch._dynamo.mark_static(value, 1)
-        if value.dim() > 2:
-            torch._dynamo.mark_static(value, 2)
-    return arguments
-
-
-def test_one_graph_for_every_batch_and_one_for_each_bucket(guards: list[list[Any]]) -> None:
-    """Batch dynamic, K one of its buckets, vocabulary static: as many graphs as buckets, and none later.
-
-    Each graph has one guard for each argument, on its metadata; the others know neither B nor K, and are as many for
-    every bucket.
-    """
-    verify = compiled_verification(guards)
-    for num_drafts in BUCKETS:
-        verify(*verification_inputs(6, num_drafts))
-    assert counters["stats"]["unique_graphs"] == len(guards) == len(BUCKETS)
-    names = ("accept", "draft_logits", "draft_tokens", "sample", "target_logits")
-    for entries in guards:
-        of_arguments = [(entry.name, entry.guard_type) for entry in entries if not entry.is_global and entry.name]
-        assert sorted(of_arguments) == [(name, "TENSOR_MATCH") for name in names]
-        assert sum(entry.guard_type == "SHAPE_ENV" for entry in entries) == 1
-    assert len({len(entries) for entries in guards}) == 1
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for batch in (2, 3, 5, 7, 64):
-            for num_drafts in BUCKETS:
-                arguments = verification_inputs(batch, num_drafts)
-                assert equal(verify(*arguments), torch_specops.verify_exact(*arguments))
-        for other in ((4, 3, 37), (4, 4, 38)):
-            with pytest.raises(RuntimeError, match="recompile"):
-                verify(*verification_inputs(*other))
-
-
-def test_one_graph_for_every_number_of_drafts(guards: list[list[Any]]) -> None:
-    """K left to torch: static at first, then one graph for all others."""
-    verify = compiled_verification(guards)
-    for num_drafts in BUCKETS:
-        verify(*verification_inputs(6, num_drafts, static_drafts=False))
+    verify = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="eager")
+    buckets = (2, 4)
+    for num_drafts in buckets:
+        verify(*arguments(6, num_drafts))
     assert counters["stats"]["unique_graphs"] == 2
     with torch.compiler.set_stance("fail_on_recompile"):
-        for num_drafts in (3, 5, 16):
-            verify(*verification_inputs(9, num_drafts, static_drafts=False))
+        for batch, num_drafts in itertools.product((2, 3, 7, 64), buckets if static_drafts else (3, 5, 16)):
+            given = arguments(batch, num_drafts)
+            assert equal(verify(*given), torch_specops.verify_exact(*given))
+        for other in ((4, 3, 37), (4, 4, 38)) if static_drafts else ((4, 4, 38),):
+            with pytest.raises(RuntimeError, match="recompile"):
+                verify(*arguments(*other))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from aot_example import package
 from op_cases import OPS, call
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -101,17 +100,6 @@ def test_export_with_a_dynamic_number_of_drafts(op: str) -> None:
     # Of the batch, of the drafts and of the target's rows.
     ranges = {(int(values.lower), int(values.upper)) for values in program.range_constraints.values()}
     assert ranges == {(1, 4096), (1, 30), (2, 31)}
-
-
-def test_the_package_of_the_example_takes_any_batch() -> None:
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        given = arguments("verify_exact", with_lse=True)
-        inputs = tuple(given[name] for name in (
-            "target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature",
-            "draft_lse",
-        ))  # fmt: skip
-        batch = torch.export.Dim("batch", min=1, max=4096)
-        torch.export.export(package.Verify(), inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
 
 
 @pytest.mark.parametrize("op", OPS)

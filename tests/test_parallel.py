@@ -15,13 +15,11 @@ from oracle import Case, sample_inputs
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks, run_cases
 from test_laws import TRIALS, Uniforms, V, chain_p_values, emit, tables
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import parallel
 from torch_specops.laws import chi_square
-from torch_specops.parallel import exact, shard_sizes, wire_bytes
+from torch_specops.parallel import exact, wire_bytes
 from torch_specops.parallel.exchange import all_gather, shard_of
 
 
@@ -131,56 +129,27 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(names: list[str], split: Split) -> list[tuple[list[str], int]] | None:
-    group = split.group()
-    if group is None:
-        return None
+COUNTED = ["k3", "k8", "k0", "k0_greedy", "greedy_mixed", "one_hot", "one_hot_cold", "lse", "lse_temperature"]
+
+
+def count_collectives(split: Split) -> list[tuple[list[str], int]]:
     counts = []
-    for case in sample_inputs("verify_exact", vocab_sizes=[sum(split.sizes)], names=names):
+    for case in sample_inputs("verify_exact", vocab_sizes=[sum(split.sizes)], names=COUNTED):
         with CountCollectives() as counted:
-            parallel.verify_exact(**split.cut(case.args, group))
+            parallel.verify_exact(**split.cut(case.args, dist.group.WORLD))
         counts.append((counted.names, counted.received))
     return counts
 
 
 def test_wire_bytes_are_counted() -> None:
-    split = Split((5, 5, 5, 2))
-    names = ["k3", "k8", "k0", "k0_greedy", "greedy_mixed", "one_hot", "one_hot_cold", "lse", "lse_temperature"]
-    cases = list(sample_inputs("verify_exact", vocab_sizes=[17], names=names))
-    assert len(cases) == len(names)
-    counts = [count for count in in_ranks(count_collectives, names, split) if count is not None]
-    assert len(counts) == len(split.sizes)
-    for i, case in enumerate(cases):
-        args = case.args
-        batch, num_drafts = args["draft_tokens"].shape
+    cases = list(sample_inputs("verify_exact", vocab_sizes=[17], names=COUNTED))
+    assert len(cases) == len(COUNTED)
+    expected = []
+    for args in (case.args for case in cases):
         draft = "one_hot" if args["draft_logits"] is None else "lse" if "draft_lse" in args else "logits"
-        expected = wire_bytes(batch, num_drafts, len(split.sizes), draft, "temperature" in args)
-        for rank in counts:
-            assert rank[i] == (["all_gather_into_tensor"] * 3, expected), case.name
-
-
-def count_at_model_size(vocab_size: int, num_drafts: int) -> tuple[int, int]:
-    """Bytes received by verification and by all-gathers of the logits, counted alike, in bfloat16."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    sizes = shard_sizes(vocab_size, NUM_RANKS)
-    target = torch.zeros(1, num_drafts + 1, sizes[dist.get_rank()], dtype=torch.bfloat16)
-    draft = target[:, :num_drafts]
-    tokens, u, s = torch.zeros(1, num_drafts, dtype=torch.int64), torch.zeros(1, num_drafts), torch.zeros(1)
-    with CountCollectives() as verification:
-        parallel.verify_exact(target, tokens, draft, u, s, temperature=torch.ones(1), group=mesh)
-    with CountCollectives() as logits:
-        for x in (target, draft):
-            DTensor.from_local(x, mesh, [Shard(-1)]).full_tensor()
-    return verification.received, logits.received
-
-
-def test_wire_bytes_against_an_all_gather(record_property: Callable[[str, object], None]) -> None:
-    vocab_size, num_drafts = 128_256, 5
-    for verification, logits in in_ranks(count_at_model_size, vocab_size, num_drafts):
-        record_property("wire_bytes", verification)
-        record_property("logits_bytes", logits)
-        assert verification == wire_bytes(1, num_drafts, NUM_RANKS) == 1032
-        assert logits == 3 * (2 * num_drafts + 1) * vocab_size // NUM_RANKS * 2 == 2_116_224
+        received = wire_bytes(*args["draft_tokens"].shape, NUM_RANKS, draft, "temperature" in args)
+        expected.append((["all_gather_into_tensor"] * 3, received))
+    assert in_ranks(count_collectives, Split((5, 5, 5, 2))) == [expected] * NUM_RANKS
 
 
 def emit_sharded(seed: int, kind: str | None, num_drafts: int, wrong: str | None) -> Tensor:
