@@ -1,6 +1,6 @@
-"""The arguments of the ops as one object each: what checks, `dense/` and the launchers of `kernels/` are handed.
+"""The arguments of the ops as one object each, which the checks, `dense/` and the launchers of `kernels/` are handed.
 
-Names, order and meaning are those of the public functions in `ops.py`, whose docstrings state shapes and dtypes.
+Names, order, defaults and meaning are those of the public functions in `ops.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Filters", "SigmoidArguments", "VerifyArguments"]
 
 
 class Filters(NamedTuple):
-    """What turns a row of logits into a distribution; one entry per row [N] each, None = left out."""
+    """What turns a row of logits into a distribution: one entry for each row, [N] or [B]; None = left out."""
 
     temperature: Tensor | None = None  # [N] float32
     top_k: Tensor | None = None  # [N] int64 or int32
@@ -22,12 +22,12 @@ class Filters(NamedTuple):
 
     @property
     def removes_tokens(self) -> bool:
-        """Whether there is more than a temperature."""
+        """Whether there is anything besides a temperature."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 
 class VerifyArguments(NamedTuple):
-    """Of `verify_exact`; `verify_block` has all but the last."""
+    """The arguments of `verify_exact`; `verify_block` has all but the last."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]
@@ -48,7 +48,7 @@ class VerifyArguments(NamedTuple):
 
 
 class SigmoidArguments(NamedTuple):
-    """Of `verify_sigmoid`."""
+    """The arguments of `verify_sigmoid`."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]

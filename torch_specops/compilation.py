@@ -12,10 +12,10 @@ __all__ = ["CompiledPieces", "compile_piece"]
 
 
 def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True, dynamic=False)` that counts its recompilations alone.
+    """`torch.compile(function, fullgraph=True, dynamic=False)` with a recompilation limit of its own.
 
-    torch counts the graphs of a function by its code object, whoever compiled it, and refuses the ninth. Decoders of
-    many models, batch sizes and K would run into that together, so each compiles a copy of the code.
+    torch counts graphs by code object, for all callers together, and refuses the ninth. Decoders of many models, batch
+    sizes and K would reach that limit, so each compiles a copy of the code.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     copied = types.FunctionType(
@@ -27,16 +27,16 @@ def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[...,
 
 
 class CompiledPieces:
-    """Functions compiled once for each key, and kept: one graph each, however many shapes there are.
+    """Functions compiled once for each key, and kept: one graph for each.
 
-    A copy or a pickle is empty: what was compiled belongs to a process.
+    A copy or a pickle is empty, because compiled code belongs to its process.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[Hashable, Callable[..., Any]] = {}
 
     def get(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        """`function`, compiled for calls whose shapes and numbers the key stands for."""
+        """`function`, compiled for calls of the shapes and numbers that the key stands for."""
         if (function, key) not in self._pieces:
             self._pieces[function, key] = compile_piece(function)
         return self._pieces[function, key]

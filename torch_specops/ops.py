@@ -1,8 +1,8 @@
 """The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
 
-A public function packs its arguments into the object that everything behind it is handed (`arguments.py`), refuses what
-is no plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches on the device: CPU
-(and fake or meta) tensors go to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors to the Triton
+A public function packs its arguments into one object (`arguments.py`), which everything behind it is handed, refuses
+what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches on the
+device: CPU and meta tensors go to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to the Triton
 launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
 """
 
@@ -41,41 +41,41 @@ def verify_exact(
     Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
     token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
     2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
-    have exactly the target's law. Arithmetic is float32 or better. The whole law, also for NaN, masked and padded
-    input, is in docs/math.md.
+    have exactly the target's law. Arithmetic is float32 or better. docs/math.md states the law in full, for NaN, masked
+    and padded input too.
 
-    With filters p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
+    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
     sampling with the same filters. No filtered copy is written.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
             +inf as the largest float32. A row with no finite entry yields the token -1.
         draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
-            token is drawn from p there. This is how drafts of different lengths share a batch.
-        draft_logits: [B, K, V] float32, bfloat16 or float16 (need not be the target's dtype): exactly the logits the
-            drafts were sampled from. None = deterministic drafts (q is one-hot).
+            token is drawn from p there. So drafts of different lengths can share a batch.
+        draft_logits: [B, K, V] float32, bfloat16 or float16 (the dtype may differ from the target's): exactly the
+            logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
         accept_uniforms: [B, K] float32 or float64 in [0, 1).
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
-        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. A negative or NaN value is no
-            law: nothing is accepted and the next token is -1.
+        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. Where it is negative or NaN,
+            nothing is accepted and the next token is -1.
         draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it, with the same filters.
-            Saves reading the draft rows but one, where nothing is filtered. A value that is not finite makes q zero.
+            With it only one draft row is read, unless there are filters. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
         top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature.
-        top_p: [B] float32, as in `filter_logits`. NaN is no law, as a NaN temperature is none.
-        min_p: [B] float32, as in `filter_logits`. NaN is no law.
-        argmax_lenience: l in (0, 1], of greedy rows. 1 accepts the argmax alone and is lossless; below, a draft x is
-            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5), and the output
-            is no longer the target's greedy one. Sampled rows ignore it.
+        top_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
+        min_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
+        argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
+            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
+            then differ from the target's greedy one. Sampled rows ignore it.
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
         num_accepted [B] int64 in 0..K: accepted drafts only.
 
     Raises:
-        TypeError: an argument that is no tensor or number, or of another dtype.
-        ValueError: a shape that does not fit, another device, a lenience or argmax_lenience out of range.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a lenience or argmax_lenience out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -118,24 +118,24 @@ def verify_block(
     """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
 
     With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
-    h_K = P_K, and before K h_i = S_i / (S_i + 1 - P_i), S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i. A
-    failure does not end the walk: a likely token makes up for an unlikely one before it. The next token is drawn from
-    max(P_n p - q, 0), after K acceptances from p (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
-    emitted tokens have exactly the target's law, and every number of drafts is reached at least as often as by
-    `verify_exact`; for K = 1 the two are the same. The whole law and its proof are in docs/math.md.
+    h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
+    A failure does not end the walk: a likely token makes up for an unlikely one before it. The next token is drawn from
+    max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
+    emitted tokens have exactly the target's law, and every number of drafts is accepted at least as often as by
+    `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
 
-    It reads more than `verify_exact`: besides every row once, the row pairs at which the block may still end.
+    It reads more than `verify_exact`: every row once, and then the pairs of rows at which the block may still end.
 
     Args:
-        target_logits: [B, K+1, V], as in `verify_exact`; of the block, only what comes before a row with no finite
-            entry can be accepted.
-        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and what stands behind it is not looked at.
+        target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
+        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens behind it are ignored.
         draft_logits: [B, K, V] or None, as in `verify_exact`.
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
         temperature: [B], as in `verify_exact`; greedy rows (0) are verified token by token, as there.
-        draft_lse: [B, K], as in `verify_exact`. Here it saves reading the draft rows once, not at all.
-        lenience: 1.0. There is no lenient block verification; the argument lets one function stand in for the other.
+        draft_lse: [B, K], as in `verify_exact`. Here the draft rows are still read once with it, else twice.
+        lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
+            `verify_exact`.
         top_k: [B] int64 or int32, as in `verify_exact`.
         top_p: [B] float32, as in `verify_exact`.
         min_p: [B] float32, as in `verify_exact`.
@@ -144,8 +144,8 @@ def verify_block(
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is no tensor or number, or of another dtype.
-        ValueError: a shape that does not fit, another device, a lenience other than 1.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a lenience other than 1.
 
     Example:
         >>> import torch, torch_specops
@@ -184,12 +184,12 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verify with sigmoid scores in place of probabilities: LOSSY, and reads two logits per draft instead of rows.
+    """Verify with sigmoid scores in place of probabilities: LOSSY, but it reads two logits per draft instead of rows.
 
-    p^ = sigmoid((z_p / T - alpha) / (beta - alpha)) and q^ likewise take the places of p and q in `verify_exact`
-    (Wagner et al. 2024, section 3.2.2, equation 5); the scores do not sum to one, so the emitted tokens do not have
-    the target's law. At large scales the scores are nearly constant: nearly every draft is accepted. The bonus token
-    (all K accepted) is drawn from softmax(target_logits[:, K] / T).
+    The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
+    (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to one, so the emitted tokens do not have the
+    target's law. With a large beta - alpha the scores are nearly constant, and nearly every draft is accepted. The
+    bonus token (all K accepted) is drawn from softmax(target_logits[:, K] / T).
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
@@ -205,8 +205,8 @@ def verify_sigmoid(
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is no tensor or number, or of another dtype.
-        ValueError: a shape that does not fit, another device, alpha or beta out of range.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, alpha or beta out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -240,10 +240,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
-    Sampling the draft with this op and passing the same logits, the same filters and the returned `lse` to
-    `verify_exact` keeps q the distribution that was really sampled from (Leviathan et al. 2023, Algorithm 1, the draws
-    from M_q). With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy
-    is written.
+    Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
+    then its q is the distribution that was sampled from (the draws from M_q in Leviathan et al. 2023, Algorithm 1).
+    With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -260,8 +259,8 @@ def sample(
         lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
-        TypeError: an argument that is no tensor, or of another dtype.
-        ValueError: a shape that does not fit, or another device.
+        TypeError: an argument that is not a tensor, or has another dtype.
+        ValueError: a shape that does not fit, or tensors on several devices.
 
     Example:
         >>> import torch, torch_specops
@@ -285,27 +284,27 @@ def filter_logits(
 ) -> Tensor:
     """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
 
-    These are the filters of transformers' `generate`, ties included; `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for a filter on one of the two models alone. The
-    law is in docs/math.md, section 15.
+    These are the filters of transformers' `generate`, ties included. `sample` and `verify_exact` take them as arguments
+    and write no filtered copy, so this op is for other samplers, and for filters of only one of the two models. The law
+    is in docs/math.md, section 15.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.
         temperature: [N] float32 >= 0; None = 1. It changes what top_p and min_p keep; the logits stay undivided.
             Greedy rows (0) keep every token.
         top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
-        top_p: [N] float32: of what top_k kept, keep each token before which less than top_p of the probability comes,
-            in descending order, of equal logits the higher index first; >= 1 keeps all, <= 0 the first alone.
+        top_p: [N] float32: of what top_k kept, in descending order (equal logits: higher index first), keep each token
+            before which the probabilities sum to less than top_p; >= 1 keeps all, <= 0 only the first.
         min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
             maxima.
 
     Returns:
-        [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit as it came. A
-        negative or NaN temperature, or a NaN top_p or min_p, is no law and removes the whole row.
+        [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit unchanged. A
+        negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
 
     Raises:
-        TypeError: an argument that is no tensor, or of another dtype.
-        ValueError: a shape that does not fit, or another device.
+        TypeError: an argument that is not a tensor, or has another dtype.
+        ValueError: a shape that does not fit, or tensors on several devices.
 
     Example:
         >>> import torch, torch_specops
@@ -321,8 +320,8 @@ def filter_logits(
 
 
 def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whichever the tensors are on. A call that is traced launches nothing, and
-    what Inductor generates sets the device itself."""
+    """Triton launches on the current device, so it must be that of the tensors. A traced call launches nothing, and the
+    code that Inductor generates sets the device itself."""
     return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
 
 

@@ -1,4 +1,4 @@
-"""The specification of the ops: float64, one loop per sequence and per draft, nothing of ours imported.
+"""The specification of the ops: float64, one loop per sequence and per draft, and no imports from this package.
 
 Symbols (docs/math.md): p is the target's distribution, q the draft's, x a draft token, u and s the uniforms of
 the acceptance test and of the next token, l the lenience, n the number of accepted drafts.
@@ -177,12 +177,12 @@ def verify_exact(
     argmax_lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
-    num_rows, num_drafts = draft_tokens.shape
+    batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
-    output_tokens = torch.full((num_rows, num_drafts + 1), -1, dtype=torch.int64)
-    num_accepted = torch.zeros(num_rows, dtype=torch.int64)
+    output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(batch, dtype=torch.int64)
 
-    for b in range(num_rows):
+    for b in range(batch):
         t = 1.0 if temperature is None else float(temperature[b])
         filters = _filters(b, top_k, top_p, min_p)
         s = float(sample_uniforms[b])
@@ -232,12 +232,12 @@ def verify_block(
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
-    num_rows, num_drafts = draft_tokens.shape
+    batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
-    output_tokens = torch.full((num_rows, num_drafts + 1), -1, dtype=torch.int64)
-    num_accepted = torch.zeros(num_rows, dtype=torch.int64)
+    output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(batch, dtype=torch.int64)
 
-    for b in range(num_rows):
+    for b in range(batch):
         t = 1.0 if temperature is None else float(temperature[b])
         if not t > 0:
             # A greedy row, or one without a law.
@@ -313,12 +313,12 @@ def verify_sigmoid(
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_sigmoid` by its law; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
-    num_rows, num_drafts = draft_tokens.shape
+    batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
-    output_tokens = torch.full((num_rows, num_drafts + 1), -1, dtype=torch.int64)
-    num_accepted = torch.zeros(num_rows, dtype=torch.int64)
+    output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(batch, dtype=torch.int64)
 
-    for b in range(num_rows):
+    for b in range(batch):
         t = 1.0 if temperature is None else float(temperature[b])
         s = float(sample_uniforms[b])
         n = 0

@@ -26,7 +26,7 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
-            # Nothing is traced: a kernel is launched as it is, which takes a tenth of the time.
+            # Outside of tracing a kernel is launched directly, which takes a tenth of the time.
             with set_wrap_triton_enabled(False):
                 return body(*args)
 
@@ -44,8 +44,7 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
         op.register_fake(body)
         op.register_torch_dispatch(FunctionalTensorMode, decompose)
         op.register_vmap(_map_over_rows(op))
-        # Without a formula of its own, an op asks for the gradient of logits that require one, and a compiled model
-        # outside no_grad fails.
+        # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
         op.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
         return op
 
@@ -53,7 +52,7 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:
-    """The rule of torch.func.vmap: what is mapped over joins the rows, which do not see each other."""
+    """The rule of torch.func.vmap: the mapped axis joins the rows, which do not depend on each other."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         def joined(value: Any, dim: int | None) -> Any:

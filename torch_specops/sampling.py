@@ -14,17 +14,17 @@ __all__ = ["SamplingParams", "SamplingTensors"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a decoding loop turns the target's logits into its law; each field a number, or one per sequence.
+    """How a decoding loop turns the target's logits into a distribution; each field a number, or one per sequence.
 
     Args:
         temperature: >= 0; 0 = greedy.
-        top_k: keep the k likeliest tokens, and what ties with the k-th; 0 = all.
-        top_p: in (0, 1]: of what is left, keep the fewest likeliest tokens of mass >= top_p; 1 = all.
+        top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
+        top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
 
     Raises:
-        TypeError: a field that is no number and no sequence of numbers, a top_k of floats.
-        ValueError: a temperature that is negative, not finite, or either of these in float32; a filter out of range.
+        TypeError: a field that is neither a number nor a sequence of numbers; a top_k of floats.
+        ValueError: a temperature that is negative or not finite, in float32 too; a filter out of range.
 
     Example:
         >>> import torch_specops

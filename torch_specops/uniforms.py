@@ -1,5 +1,5 @@
-"""Counter-based uniform numbers: a pure function of (seed, position, stream, index), so that a sequence's numbers do
-not depend on its place in the batch, on the device, or on a generator frozen into a CUDA graph.
+"""Counter-based uniform numbers: a pure function of (seed, position, stream, index). A sequence's numbers do not depend
+on its place in the batch, on the device, or on the state of a generator, which a CUDA graph would freeze.
 
 Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the 64 bits of the seed,
 counter = (index // 4, stream, position low, position high), word index % 4 of the block. A word w gives the float
@@ -26,8 +26,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
     Args:
         seeds: [B] int64, one per request; all 64 bits count.
-        positions: [B] int64, where the sequence stands (for example its length). A position must not be used twice
-            for one seed and stream, or its numbers repeat.
+        positions: [B] int64, for example the length of the sequence. If a position is used twice for one seed and
+            stream, its numbers repeat.
         n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests) or "sample" (the next token). Two
             streams never share a number; using one for two purposes loses exactness.
@@ -66,8 +66,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """What a verification needs, by one chain of rounds: `uniforms(.., K, "accept")` [B, K] and the first number of the
-    stream "sample" [B]."""
+    """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
+    of the stream "sample" [B]."""
     index = torch.arange(num_draft_tokens + 1, device=seeds.device)
     is_sample = index == num_draft_tokens
     streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])

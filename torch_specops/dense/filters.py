@@ -3,9 +3,9 @@
 Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
 
-The bounds are found by an op of its own, which Inductor calls as it is. It takes one long row after the other, which
-stays in the cache, and sorts a few hundred of its logits. A traced form would have to sort whole rows, eight
-times slower, or to unroll a search of 32 passes, as fast and 10 seconds to compile.
+The bounds are found by an op of their own, which Inductor calls and does not trace. It takes long rows one by one, so
+that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows, which is eight
+times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
 
 
 class Bounds(NamedTuple):
-    """Of each row [...]: kept are x > cut, and x == cut from index `first` on, None = 0. (-inf, 0) keeps every entry
-    that is not excluded, cut = NaN none."""
+    """What is kept of each row [...]: x > cut, and x == cut from index `first` on (None = 0). (-inf, 0) keeps every
+    entry that is not masked, cut = NaN none."""
 
     cut: Tensor
     first: Tensor | None
@@ -176,13 +176,13 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
 
 
 def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
-    """Places of all x >= cut, ascending: those of the k largest, and of what ties with the last of them."""
+    """Indices of all x >= cut, ascending: of the k largest, and of those that tie with the last of them."""
     kept = x >= cut
     return largest.sort().values if int(kept.sum()) == len(largest) else kept.nonzero().squeeze(1)
 
 
 def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
-    """The last of the fewest tokens whose mass is at least p of the row's: its logit and its place in the row."""
+    """Of the smallest set of most likely tokens that holds the mass p, the last token: its logit and its index."""
     weight = gap.exp()
     mass = p * float(weight.sum(dtype=torch.float64))
     among, before = torch.arange(len(x)), 0.0
@@ -200,8 +200,8 @@ def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
 
 
 def _crossing(gap: Tensor, weight: Tensor, mass: float) -> tuple[Tensor, float]:
-    """Of intervals of equal width: the places of the tokens in the one where the mass is reached, counted from the most
-    likely token, and the mass before it."""
+    """Logits are sorted into intervals of equal width, most likely first: the indices of the tokens in the interval
+    where the mass is reached, and the mass before it."""
     interval = (gap * -INTERVALS_PER_UNIT).clamp(max=NUM_INTERVALS - 1).long()
     cdf = torch.zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
     reached = min(int((cdf < mass).sum()), int(interval.max()))

@@ -38,7 +38,7 @@ def softmax_stats(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_row(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
-    """[B, V] the same in float32, for whole rows."""
+    """[B, V] softmax in float32, from the maximum and sum [B] of each row."""
     inverse_sum = torch.where(z_sum > 0, 1.0 / z_sum, 0.0).float().unsqueeze(-1)
     return torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1)) * inverse_sum
 
@@ -50,7 +50,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax`, for eager calls: a maximum is vector code and torch's argmax is not, so that is left one tile a row."""
+    """`argmax` for eager calls: torch vectorises a maximum but not argmax, which is therefore given a tile per row."""
     vocab_size = logits.shape[-1]
     size = min(ARGMAX_TILE, vocab_size)
     whole = vocab_size // size * size
@@ -58,10 +58,10 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
     if whole < vocab_size:
         tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
     row_max = tile_max.amax(-1)
-    # NaN, and what is scaled to the largest float32, where ties may be.
+    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
     if not bool((row_max.float() < FLOAT32_MAX).all()):
         return argmax(logits)
-    # Behind the vocabulary its last entry again, which no lowest index is.
+    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
     index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
     inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
     return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)
@@ -75,7 +75,7 @@ def lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:
 
 
 def all_greedy(temperature: Tensor) -> bool:
-    """Whether no row is sampled, where that can be known: in an eager call, with no mode that records or fakes it."""
+    """Whether no row is sampled. False where that cannot be known: in a call that is traced, recorded or faked."""
     is_plain = type(temperature) is Tensor and temperature.device.type == "cpu"
     if not is_plain or torch._C._len_torch_dispatch_stack() > 0:
         return False
