@@ -1,7 +1,7 @@
 """The bounds of rows of logits under top_k, top_p and min_p, without sorting (docs/math.md has the law).
 
 Every filter keeps the top of a row in the same order: by logit, and of equal logits the higher id first. So two numbers
-say what is kept, the lowest logit (`cut`) and the lowest id that is kept of the tokens with this logit (`first_at_cut`).
+say what is kept, the lowest logit (`cut`) and the lowest id that is kept of the tokens with it (`first_at_cut`).
 They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is written, sorted or
 converted.
 
