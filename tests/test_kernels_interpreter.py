@@ -25,15 +25,17 @@ BLOCK = (
 # A vocabulary of one token: what is left of a row's two ends.
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
 # One of every kind of input: what `make test` has time for.
-FEW = "k3,fp32_bf16,vocab_sliced_bf16,pad_ragged,mixed_nonfinite,greedy_mixed,one_hot,lse_nonfinite"
+FEW = "bf16,fp32_bf16,vocab_sliced_bf16,batch_sliced,pad_ragged,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
+FEW_FILTERS = "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_strided,filters_nonfinite,min_p"
+FEW_VERIFY = FEW + ",transposed_fp16,tie_u_zero"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
 QUICK_RUNS = [
-    ("verify_exact", FEW + ",argmax_lenience_mixed,filters_temperature", 64, (37,)),
-    ("verify_block", FEW + ",long,filters_one_hot", 64, (37,)),
-    ("verify_sigmoid", FEW.removesuffix(",one_hot,lse_nonfinite") + ",transposed_fp16,k8", 32, (67,)),
-    ("sample", "bf16,fp16,mixed_nonfinite,greedy_mixed,filters_temperature", 32, (67,)),
-    ("filter_logits", "bf16,filters_temperature,filters_plateaus,filters_strided", 64, (131,)),
+    ("verify_exact", FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature", 32, (67,)),
+    ("verify_block", FEW_VERIFY + ",one_hot,lse_nonfinite,long,filters_one_hot", 32, (67,)),
+    ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
+    ("sample", FEW + ",filters_temperature", 32, (67,)),
+    ("filter_logits", FEW_FILTERS, 32, (67,)),
 ]
 RUNS = [
     ("verify_exact", "plain", 32, (67,)),

@@ -63,8 +63,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def record(**values: Any) -> None:
-                assert set(values) == {*self.kernel.arg_names, "num_warps"}
+            def record(*args: Any, num_warps: int) -> None:
+                values = dict(zip(self.kernel.arg_names, args, strict=True))
                 found.append((self.kernel.fn.__name__, grid, values))
 
             return record

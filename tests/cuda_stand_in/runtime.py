@@ -80,18 +80,6 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.copies.extend(other.copies)
 
-    def wait_event(self, event: Event) -> None:
-        self.copies.extend(event.copies)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        synchronises("Stream.query", implicitly=False)
-        return not self.copies
-
     @property
     def cuda_stream(self) -> int:
         return id(self)
@@ -112,9 +100,6 @@ class Event:
         for copy in self.copies:
             copy.finish()
         self.copies.clear()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
         synchronises("Event.query", implicitly=False)

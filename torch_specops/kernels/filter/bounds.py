@@ -1,13 +1,14 @@
 """The bounds of rows of logits under top_k, top_p and min_p, without sorting (docs/math.md has the law).
 
-Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher id first. So what is
-kept is a pair, the lowest logit kept (`cut`) and, of the tokens that have it, the lowest id (`first`): 8 bytes a row,
-that other kernels apply to what they load. Nothing of size [.., V] is written, sorted or converted.
+Every filter keeps the top of a row in the same order: by logit, and of equal logits the higher id first. So two numbers
+say what is kept, the lowest logit (`cut`) and the lowest id that is kept of the tokens with it (`first_at_cut`).
+They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is written, sorted or
+converted.
 
-The cut of top_k is the k-th largest logit, a search by number of entries; that of top_p, among what top_k kept, a
-search by mass, sum exp(z - max). Logits are taken as integer keys of the same order. A pass divides the bucket of keys
-that holds the cut into 16, so 16-bit logits need 4 passes a search and float32 ones 8, whatever the values. min_p needs
-the maximum alone. Launches for bfloat16 and float16 (float32):
+The cut of top_k is the k-th largest logit, found by counting entries. The cut of top_p, among what top_k kept, is found
+by summing mass, exp(z - max). Logits are taken as integer keys of the same order. A pass divides the bucket of keys
+that holds the cut into 16, so that a search takes 4 passes for 16-bit logits and 8 for float32, whatever the values.
+min_p needs the maximum alone. Launches for bfloat16 and float16 (float32):
     top_k                   4 (8) narrow + 1 finish
     top_p                   4 (8) narrow + 1 finish
     both, with or without min_p   8 (16) narrow + 1 finish
@@ -17,10 +18,10 @@ the maximum alone. Launches for bfloat16 and float16 (float32):
 2. `finish_kernel`, one program per row: the cut from the last pass, whose buckets are single keys and are counted per
    tile; so only the tile in which the first kept tie lies is read once more.
 
-Bytes: a pass reads a row at most once, V * s. It reads no tile without an entry in the bucket, and no row of which all
-that is left lies in one bucket of the pass; so the passes of top_p behind top_k read only tiles that top_k left
-something of. Greedy rows, rows without a lawful temperature and rows whose filters are off are not read. 16 buckets,
-not 4 or 8, because fewer passes are fewer launches, which is what a small batch waits for.
+Bytes: a pass reads a row at most once, V * s. It skips tiles without an entry in the bucket, and rows whose entries
+left all lie in one bucket of the pass. So the passes of top_p after top_k read only tiles in which top_k left
+something. Greedy rows, rows without a lawful temperature and rows whose filters are off are not read. There are 16
+buckets, not 4 or 8, because the time of a small batch is that of its launches, and 16 need the fewest.
 Scratch: 132 bytes per (row, tile) and 64 per row. No float atomics: bitwise repeatable.
 """
 

@@ -1,4 +1,4 @@
-"""The search for a row's bounds: `narrow_kernel` is one pass of it, `finish_kernel` its end (`bounds.py`)."""
+"""The two kernels of the search for a row's bounds (`bounds.py`): one pass of it, and its end."""
 
 import triton
 import triton.language as tl

@@ -1,25 +1,27 @@
 """`specops::verify_block` on CUDA: accept as many drafts as the block allows, then draw from the residual (docs/math.md
 has the law).
 
-With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), n is the largest i with u_i < h_i: h_i = P_i at the end of the
-block, before it S_i / (S_i + 1 - P_i), S_i = sum max(P_i p_i - q_i, 0), p_i and q_i the rows after x_1 .. x_i. The sum
-needs these rows a second time, but only those where the block may still end: none if u < P at its end; else none with
-u_i >= P_i, as h_i <= P_i; and none before the last with P_i = 1, as h_i = 1 there.
+With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), n is the largest i with u_i < h_i. At the end of the block
+h_i = P_i. Before it h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p_i - q_i, 0), where p_i and q_i are the rows
+after x_1 .. x_i. This sum reads the rows a second time, but only where the block may still end:
+- nowhere, if u < P at the end of the block;
+- not where u_i >= P_i, because h_i <= P_i;
+- not before the last i with P_i = 1, because h_i = 1 there.
 
 Bytes per sequence, with s_p and s_q bytes a logit and C rows left, 0 <= C <= K:
     without draft_lse   V * ((K + 1 + C) * s_p + (K + C) * s_q)
     with draft_lse      V * ((K + 1 + C) * s_p + C * s_q)
     one-hot drafts      V * (K + 1 + C) * s_p
-and one tile of a row pair once more; with filters, the search for the bounds of all rows comes first. As in
+and one tile of a row pair once more. With filters, the search for the bounds of all rows comes first. As in
 `verify_exact`, rows behind a padded draft, draft rows of greedy sequences and sequences without a lawful temperature
-are not read. Nothing of size [.., V] is written; the scratch is 8 bytes per (row, tile) of the rows read first, 8 per
-(draft, tile) and (sequence, tile), and 32 per draft.
+are not read. Nothing of size [.., V] is written. The scratch is 8 bytes per (row, tile) of the rows that are read
+first, 8 per (draft, tile) and (sequence, tile), and 32 per draft.
 
-Six launches, each a grid over what it writes, so there are no races, atomics or counters; for K = 0 those of
-`verify_exact`, which is then the same op:
+Six launches. Each program writes its own part of the output, so there are no races, atomics or counters. For K = 0
+the op is `verify_exact`, and so are its launches.
 1. `stats_kernel` of `verify_exact`, one program per (row, tile).
 2. `ratio_kernel`, one program per draft: combines the partials of its two rows, p / q of its token.
-3. `reach_kernel`, one program per sequence: P_i; which rows are left, or n if none is.
+3. `reach_kernel`, one program per sequence: P_i, and which rows are left; n, if none is.
 4. `residual_kernel`, one program per (draft, tile): sums the residual weights of its tile, if its row is left.
 5. `decide_kernel`, one program per sequence: n, and what the next kernel needs of row n.
 6. `draw_kernel` of `verify_exact`, one program per sequence: picks the tile that s falls into, rescans it, writes the

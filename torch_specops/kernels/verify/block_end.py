@@ -64,16 +64,9 @@ def ratio_kernel(
             ratio = tl.where(argmax.to(tl.int64) == x, 1.0, ratio)
         else:
             p_max, p_sum = row_stats(partial_ptr, partial_row, num_tiles, BLOCK_T)
+            sequence_ptr = target_ptr + b * stride_target_b
             z_p = load_token_logits(
-                target_ptr + b * stride_target_b,
-                stride_target_k,
-                stride_target_v,
-                i,
-                x,
-                True,
-                inverse_t,
-                bounds_ptr,
-                bounds_row,
+                sequence_ptr, stride_target_k, stride_target_v, i, x, True, inverse_t, bounds_ptr, bounds_row
             )
             exponent = z_p.to(tl.float64) - p_max.to(tl.float64)
             has_ratio = z_p > float("-inf")
@@ -82,16 +75,10 @@ def ratio_kernel(
             if draft_ptr is not None:
                 draft_row = partial_row + num_drafts + 1
                 q_max, q_sum = draft_row_stats(partial_ptr, draft_row, draft_lse_ptr, row, num_tiles, BLOCK_T)
+                bounds_row += num_drafts + 1
+                draft_sequence_ptr = draft_ptr + b * stride_draft_b
                 z_q = load_token_logits(
-                    draft_ptr + b * stride_draft_b,
-                    stride_draft_k,
-                    stride_draft_v,
-                    i,
-                    x,
-                    True,
-                    inverse_t,
-                    bounds_ptr,
-                    bounds_row + num_drafts + 1,
+                    draft_sequence_ptr, stride_draft_k, stride_draft_v, i, x, True, inverse_t, bounds_ptr, bounds_row
                 )
                 has_ratio = has_ratio & (z_q > float("-inf")) & (q_sum > 0)
                 exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)

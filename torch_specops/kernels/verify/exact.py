@@ -1,20 +1,21 @@
 """`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
 
-Accept draft x_i iff u_i * l * q_i(x_i) < p_i(x_i); at the first failure n draw from max(p_n - q_n, 0), after K
-acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two numbers of a row, not the softmax of it.
+Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_sampled` in `accept.py`). At the first failure n the
+next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two
+numbers of a row, not the softmax of it.
 
 Bytes per sequence, with s_p and s_q bytes a logit:
     without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
     with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
     one-hot drafts      V * (K + 1) * s_p
 and the row pair of the rejection once more (in L2). Rows behind a padded draft, draft rows of greedy sequences and
-the whole of a sequence without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch
-is 8 bytes per (row, tile) and per (sequence, tile).
+sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch is 8 bytes per
+(row, tile) and per (sequence, tile).
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
 bytes and launches), and whatever is loaded of a row is masked by the row's own bounds.
 
-Three launches, each a grid over what it writes, so there are no races, atomics or counters:
+Three launches. Each program writes its own part of the output, so there are no races, atomics or counters.
 1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
 2. `residual_kernel` (`exact_walk.py`), one program per (sequence, tile): combines the partials, walks the drafts
    to n (every program of a sequence computes the same n in the same order), and sums its tile's residual weights.

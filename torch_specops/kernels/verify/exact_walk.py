@@ -66,9 +66,9 @@ def residual_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
 
-    # The walk; nothing is live behind a failure. A loop whose end depends on the data would make every reduction in it
-    # a call. What bounds add is not hoisted out of the loop, which mostly takes one turn: hoisted addresses made
-    # `ptxas` spill.
+    # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
+    # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
+    # out of it made `ptxas` spill.
     n = 0
     walking = (num_valid > 0) & (temperature >= 0)
     for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
@@ -81,8 +81,9 @@ def residual_kernel(
             accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
         else:
             p_max, p_sum = combine_stats(tile_max, sum_or_token)
+            bounds_row = b * num_bounds + i
             z_p = load_token_logits(
-                target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, b * num_bounds + i
+                target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
             )
             p_x = token_weights(z_p, p_max, p_sum)
             if draft_ptr is None:
@@ -90,19 +91,13 @@ def residual_kernel(
                 q_sum = tl.full((WALK,), 1.0, tl.float32)
             else:
                 draft_row = num_drafts + 1 + i
+                bounds_row = b * num_bounds + draft_row
                 q_max, q_sum = draft_stats(
                     partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
                 )
+                draft_sequence_ptr = draft_ptr + b * stride_draft_b
                 z_q = load_token_logits(
-                    draft_ptr + b * stride_draft_b,
-                    stride_draft_k,
-                    stride_draft_v,
-                    i,
-                    x,
-                    live,
-                    inverse_t,
-                    bounds_ptr,
-                    b * num_bounds + draft_row,
+                    draft_sequence_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, bounds_ptr, bounds_row
                 )
                 q_x = token_weights(z_q, q_max, q_sum)
             u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
@@ -119,6 +114,7 @@ def residual_kernel(
         if n < num_valid:
             rejected = n.to(tl.int64)
             draft_row = num_drafts + 1 + rejected
+            p_bounds, q_bounds = b * num_bounds + rejected, b * num_bounds + draft_row
             if draft_ptr is not None:
                 q_shift, q_sum = draft_row_stats(
                     partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + rejected, num_tiles, BLOCK_T
@@ -128,15 +124,7 @@ def residual_kernel(
             lead = row_lead(row_ptr, stride_target_v)
             for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
                 z_p = load_scaled(
-                    row_ptr,
-                    stride_target_v,
-                    lead,
-                    vocab_size,
-                    tile,
-                    inverse_t,
-                    bounds_ptr,
-                    b * num_bounds + rejected,
-                    TILE,
+                    row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, p_bounds, TILE
                 )
                 weight, differs = residual_weights(
                     exponential(z_p - p_shift) * p_weight,
@@ -152,7 +140,7 @@ def residual_kernel(
                     q_weight,
                     tl.load(tokens_ptr + rejected).to(tl.int32),
                     bounds_ptr,
-                    b * num_bounds + draft_row,
+                    q_bounds,
                     TILE,
                 )
                 store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
