@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch_specops import reference
 
 from . import edits
 
-__all__ = ["Case", "case_names", "sample_inputs"]
+__all__ = ["Case", "case_names", "mixed_inputs", "sample_inputs"]
 
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
@@ -85,6 +86,27 @@ def sample_inputs(
             generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
             args = build(generator, vocab_size, name, **smaller)
             yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
+
+
+def mixed_inputs(op: str, count: int) -> Iterator[Case]:
+    """Cases that mix the options of three cases each, on few tokens.
+
+    Example:
+        >>> from oracle import mixed_inputs
+        >>> [case.name for case in mixed_inputs("sample", 1)]
+        ['filters_without_law+filters_temperature+mixed_nonfinite_greedy-V2']
+    """
+    build, table = _builder(op)
+    for number in range(count):
+        choice = random.Random(f"{op} {number}")
+        names = choice.sample(sorted(table), 3)
+        options = {key: value for name in names for key, value in table[name].items()}
+        if options.get("one_hot"):
+            options.pop("lse", None)
+        vocab_size = choice.choice((1, 2, 3, 7, 33))
+        generator = torch.Generator().manual_seed(number)
+        name = f"{'+'.join(names)}-V{vocab_size}"
+        yield Case(name, op, build(generator, vocab_size, name, **options))
 
 
 def case_names(op: str) -> list[str]:
@@ -353,6 +375,7 @@ ARGMAX_OPTIONS: dict[str, dict[str, Any]] = {
         "tokens": edits.token_zero,
     },
     "argmax_lenience_nonfinite": {"argmax_lenience": 0.5, "temperature": (0.0, 1.0), "edit": edits.fill_mixed},
+    "argmax_lenience_nonfinite_greedy": {"argmax_lenience": 0.5, "temperature": (0.0,), "edit": edits.fill_mixed},
     "argmax_lenience_padded": {"argmax_lenience": 0.2, "temperature": (0.0,), "tokens": edits.pad_middle},
 }
 

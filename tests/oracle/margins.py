@@ -1,0 +1,323 @@
+"""Which decisions are too close for float32. Rows with such a decision are left out of the comparison with the oracle.
+
+The oracle decides in float64, an implementation in float32. With eps = 2**-24, z a row's scaled logits and a their
+maximum (or `draft_lse`), these bounds hold:
+
+    weight        exp(z - a) errs by a factor of exp(+-9 eps max(|z|, |a|)) for the rounding of z - a, which is exact
+                  where z = a, and by ENTRY eps for the exponential and what follows it
+    score         sigmoid(y), y = (z - alpha) / (beta - alpha), errs by 3 eps (|z| + |alpha|) / (beta - alpha) times
+                  1 - sigmoid(y) for the rounding of y, and by ENTRY eps
+    sum           a sum or prefix sum over a vocabulary errs by SUM eps, besides the errors of its terms
+    tiny          a weight below TINY may be flushed to zero
+
+and a decision is too close where a number and its threshold, each within its bound, overlap:
+
+    acceptance    u l q(x) and p(x); for `verify_block` u and h
+    draw          s times the sum of all weights, and the prefix sum at a token that may be drawn but the last
+    empty         whether a residual max(p - q, 0) has a positive entry
+    filters       top_p times the sum and the mass before a token; min_p and a token's ratio to the largest
+    greedy        argmax_lenience and the ratio to the largest
+
+Everything else is exact, and is compared: the argmax, top_k, ties, padding, excluded tokens, rows without a law, and
+rows of equal logits, whose residual is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_specops import reference
+
+__all__ = ["left_out", "lse_bound"]
+
+INF = math.inf
+EPS = 2.0**-24
+# In units of EPS. An entry: exp or sigmoid 4, rescaling a tile 5, normalising 3, products and quotients 4. A sum: 32
+# entries of a thread one by one, 7 levels of a tree, then some hundreds of tiles, whose errors mostly cancel.
+ENTRY, SUM = 16, 48
+TINY = 1e-37
+
+
+class Weights(NamedTuple):
+    """[V] float64 each: a row of weights, and a bound on the float32 error of every one."""
+
+    value: Tensor
+    error: Tensor
+
+
+class Row(NamedTuple):
+    """One sequence of a verify op, or one row of `sample`, which has no drafts."""
+
+    target: Tensor  # [K+1, V]
+    draft: Tensor | None  # [K, V]
+    lse: Tensor | None  # [K]
+    tokens: list[int]  # K
+    u: list[float]  # K, times the lenience
+    s: float
+    temperature: float
+    filters: tuple[int, float, float]
+    scores: tuple[float, float] | None
+
+    def p(self, i: int) -> Weights:
+        return _softmax(reference.filtered(self.target[i], self.temperature, *self.filters), self.temperature)
+
+    def q(self, i: int) -> Weights:
+        if self.draft is None:
+            one_hot = torch.zeros(self.target.shape[-1], dtype=torch.float64)
+            one_hot[self.tokens[i]] = 1.0
+            return Weights(one_hot, torch.zeros_like(one_hot))
+        kept = reference.filtered(self.draft[i], self.temperature, *self.filters)
+        return _softmax(kept, self.temperature, None if self.lse is None else float(self.lse[i]))
+
+    def filters_are_close(self, i: int) -> bool:
+        rows = [self.target[i]] if self.draft is None or i == len(self.tokens) else [self.target[i], self.draft[i]]
+        return any(_filter_is_close(row, self.temperature, *self.filters) for row in rows)
+
+    def is_same(self, i: int) -> bool:
+        """Whether p and q are equal, bit for bit."""
+        if self.draft is None or self.lse is not None:
+            return False
+        return torch.equal(*(reference.scaled_logits(x[i], self.temperature) for x in (self.target, self.draft)))
+
+    def is_draft(self, i: int) -> bool:
+        return i < len(self.tokens) and 0 <= self.tokens[i] < self.target.shape[-1]
+
+
+def left_out(op: str, args: dict[str, Any], num_accepted: Tensor | None) -> Tensor:
+    """[B] bool: the rows that have a decision too close for float32. `num_accepted` is the oracle's, of a verify op."""
+    logits = args["logits" if op in ("sample", "filter_logits") else "target_logits"]
+    rows = range(logits.shape[0])
+    if op == "filter_logits":
+        return torch.tensor([_filter_is_close(logits[b], *_law(args, b)) for b in rows], dtype=torch.bool)
+    accepted = [0] * logits.shape[0] if num_accepted is None else num_accepted.tolist()
+    return torch.tensor([any(_decisions(op, args, b, accepted[b])) for b in rows], dtype=torch.bool)
+
+
+def lse_bound(logits: Tensor, args: dict[str, Any], r: int) -> float:
+    """How far the lse of row r of `sample` may be from the oracle's: by the errors of the sum, of the scaled maximum
+    and of the result."""
+    temperature, filters = _law(args, r)[0], _law(args, r)[1:]
+    z = reference.scaled_logits(reference.filtered(logits[r], temperature, *filters), temperature)
+    lse = abs(float(torch.logsumexp(z, 0)))
+    return float(_exponential(z, z.max()).error.sum() / z.sub(z.max()).exp().sum()) + EPS * (
+        SUM + 3 * abs(float(z.max())) + 2 * lse
+    )
+
+
+def _law(args: dict[str, Any], b: int) -> tuple[float, int, float, float]:
+    """Temperature, top_k, top_p and min_p of a row."""
+    t, top_k, top_p, min_p = (args.get(name) for name in ("temperature", "top_k", "top_p", "min_p"))
+    return (
+        1.0 if t is None else float(t[b]),
+        0 if top_k is None else int(top_k[b]),
+        1.0 if top_p is None else float(top_p[b]),
+        0.0 if min_p is None else float(min_p[b]),
+    )
+
+
+def _decisions(op: str, args: dict[str, Any], b: int, n: int) -> Iterator[bool]:
+    """For each decision of a row that accepts n drafts, whether it is too close."""
+    t, *filters = _law(args, b)
+    lenience = args.get("lenience", 1.0)
+    is_sample = op == "sample"
+    row = Row(
+        target=args["logits"][b : b + 1] if is_sample else args["target_logits"][b],
+        draft=None if is_sample or args["draft_logits"] is None else args["draft_logits"][b],
+        lse=None if args.get("draft_lse") is None else args["draft_lse"][b],
+        tokens=[] if is_sample else args["draft_tokens"][b].tolist(),
+        u=[] if is_sample else [float(u) * lenience for u in args["accept_uniforms"][b]],
+        s=float(args["uniforms" if is_sample else "sample_uniforms"][b]),
+        temperature=t,
+        filters=(int(filters[0]), *filters[1:]),
+        scores=(args.get("alpha", -1e3), args.get("beta", 1e3)) if op == "verify_sigmoid" else None,
+    )
+    if t == 0:
+        for i in range(n + 1):
+            yield row.is_draft(i) and _greedy_is_close(row.target[i], row.tokens[i], args.get("argmax_lenience", 1.0))
+    elif t > 0:
+        yield from _block_decisions(row, n) if op == "verify_block" else _exact_decisions(row, n)
+
+
+def _exact_decisions(row: Row, n: int) -> Iterator[bool]:
+    """Of `verify_exact`, `verify_sigmoid` and `sample`: n acceptances, a rejection where a draft is left, a draw."""
+    p = residual = None
+    for i in range(n + 1):
+        yield row.filters_are_close(i)
+        scored = row.scores is not None and i < len(row.tokens)
+        p = _score(row.target[i], row.temperature, *row.scores) if scored else row.p(i)
+        if row.is_draft(i):
+            q = _score(row.draft[i], row.temperature, *row.scores) if scored else row.q(i)
+            yield _acceptance_is_close(row.u[i], p, q, row.tokens[i])
+            residual = _score_residual(row, i, p, q) if scored else _residual(row, i, p, q)
+    yield from _draw(residual if row.is_draft(n) else None, p, row.s)
+
+
+def _block_decisions(row: Row, n: int) -> Iterator[bool]:
+    """Of `verify_block`: h_n accepts, none after it does, a draw. P_i and h_i are intervals."""
+    reach, residuals = [(1.0, 1.0)], []
+    targets = []
+    for i in range(len(row.tokens) + 1):
+        yield row.filters_are_close(i)
+        targets.append(row.p(i))
+        if not row.is_draft(i) or not targets[i].value.any():
+            break
+        q = row.q(i)
+        residuals.append(_residual(row, i, targets[i], q, reach[i]))
+        reach.append(_next_reach(reach[i], targets[i], q, row.tokens[i]))
+        if reach[-1] == (0.0, 0.0):
+            # Nothing behind can be accepted.
+            break
+    for i in range(max(n, 1), len(reach)):
+        low, high = reach[i] if i == len(residuals) else _block_acceptance(reach[i], residuals[i])
+        yield low <= row.u[i - 1] < high
+    yield from _draw(residuals[n] if n < len(residuals) else None, targets[n], row.s)
+
+
+def _next_reach(reach: tuple[float, float], p: Weights, q: Weights, x: int) -> tuple[float, float]:
+    """min(P p(x) / q(x), 1), and 0 where q(x) is."""
+    p_x, p_error, q_x, q_error = (float(w[x]) for w in (*p, *q))
+    if q_x + q_error == 0:
+        return 0.0, 0.0
+    low, high = reach[0] * max(p_x - p_error, 0.0) / (q_x + q_error), reach[1] * (p_x + p_error)
+    high = high / (q_x - q_error) if q_x > q_error else INF * high if high > 0 else 0.0
+    low = low if low > TINY and q_x > q_error else 0.0
+    return min(low, 1.0), min(max(high, TINY) if high > 0 else 0.0, 1.0)
+
+
+def _block_acceptance(reach: tuple[float, float], residual: Weights) -> tuple[float, float]:
+    """h = S / (S + 1 - P), S the sum of the residual."""
+    least = float((residual.value - residual.error).clamp(min=0).sum()) * (1 - SUM * EPS)
+    largest = float((residual.value + residual.error).sum()) * (1 + SUM * EPS)
+    return tuple(1.0 if p == 1 else mass / (mass + 1 - p) for p, mass in zip(reach, (least, largest), strict=True))
+
+
+def _acceptance_is_close(u: float, p: Weights, q: Weights, x: int) -> bool:
+    p_x, p_error, q_x, q_error = (float(w[x]) for w in (*p, *q))
+    may_accept = q_x + q_error > 0 and u * max(q_x - q_error, 0.0) < p_x + p_error
+    may_reject = q_x - q_error <= 0 or u * (q_x + q_error) >= p_x - p_error
+    return may_accept and may_reject
+
+
+def _draw(residual: Weights | None, p: Weights, s: float) -> Iterator[bool]:
+    """From the residual where it has a positive entry, else from p."""
+    if int((p.value + p.error > 0).sum()) <= 1:
+        return
+    if residual is not None and (residual.value + residual.error > 0).any():
+        # Otherwise float32 may take it for empty.
+        yield not (residual.value > residual.error).any()
+        p = residual
+    yield _draw_is_close(p, s)
+
+
+def _draw_is_close(weights: Weights, s: float) -> bool:
+    possible = weights.value + weights.error > 0
+    sums, errors = weights.value.cumsum(0), weights.error.cumsum(0)
+    # An error before a token moves both sides, its share s of the threshold.
+    bound = (1 - s) * errors + s * (errors[-1] - errors) + SUM * EPS * (sums + s * sums[-1])
+    close = possible & ((sums - s * sums[-1]).abs() <= bound)
+    # Nothing comes after the last token that may be drawn.
+    close[possible.nonzero()[-1:]] = False
+    return bool(close.any())
+
+
+def _greedy_is_close(logits: Tensor, x: int, argmax_lenience: float) -> bool:
+    z = reference.scaled_logits(logits, 0.0)
+    if argmax_lenience == 1 or z[x] == -INF or z[x] == z.max():
+        return False
+    gap = float(z[x] - z.max())
+    return abs(gap - math.log(argmax_lenience)) <= EPS * (float(z.max().abs()) + 3 * abs(gap) + ENTRY)
+
+
+def _filter_is_close(logits: Tensor, t: float, top_k: int, top_p: float, min_p: float) -> bool:
+    x = reference.comparable_logits(logits)
+    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    order = x.sort(stable=True).indices.flip(0)
+    order = order[x[order] > -INF]
+    if not t > 0 or len(order) == 0:
+        return False
+    if 0 < top_k < len(order):
+        order = order[x[order] >= x[order[top_k - 1]]]
+    z = reference.scaled_logits(logits, t)[order]
+    # How far each token is within top_p and within min_p, and the bound on it.
+    within_p, bound_p = torch.full_like(z, INF), torch.zeros_like(z)
+    within_ratio, bound_ratio = within_p, bound_p
+    if top_p < 1:
+        weights = _exponential(z, z[0])
+        before, errors = (w.cumsum(0) - w for w in weights)
+        top_p = max(top_p, 0.0)
+        threshold, rest = top_p * weights.value.sum(), weights.error.sum() - errors
+        within_p = threshold - before
+        bound_p = (1 - top_p) * errors + top_p * rest + SUM * EPS * (before + threshold)
+    if min_p > 0:
+        gap = z - z[0]
+        within_ratio = gap - min(math.log(min_p), 0.0)
+        # Of equal logits the ratio is exactly one.
+        bound_ratio = torch.where(gap == 0, -1.0, EPS * (2 * z.abs() + z[0].abs() + 3 * gap.abs() + ENTRY))
+    # What one filter removes for certain the other need not decide.
+    close = (within_p.abs() <= bound_p) & (within_ratio >= -bound_ratio)
+    close |= (within_ratio.abs() <= bound_ratio) & (within_p >= -bound_p)
+    # The first token is always kept.
+    return bool(close[1:].any())
+
+
+def _exponential(z: Tensor, a: Tensor) -> Weights:
+    finite = torch.where(z > -INF, z, 0.0)
+    rounding = torch.where(finite == a, 0.0, 9 * EPS * torch.maximum(finite.abs(), a.abs()))
+    weight, upper, lower = (torch.exp((z - a + each).clamp(max=80.0)) for each in (0.0, rounding, -rounding))
+    error = torch.maximum(upper - weight, weight - lower) + ENTRY * EPS * weight
+    return Weights(weight, error + torch.where((z > -INF) & (weight < TINY), TINY, 0.0))
+
+
+def _softmax(logits: Tensor, t: float, lse: float | None = None) -> Weights:
+    """Normalised by the sum, or by a given lse."""
+    z = reference.scaled_logits(logits, t)
+    if z.max() == -INF or (lse is not None and not math.isfinite(lse)):
+        return Weights(torch.zeros_like(z), torch.zeros_like(z))
+    if lse is not None:
+        return _exponential(z, torch.tensor(lse, dtype=torch.float64))
+    weight, error = _exponential(z, z.max())
+    total = weight.sum()
+    return Weights(weight / total, (error + weight * (error.sum() / total + SUM * EPS)) / total)
+
+
+def _score(logits: Tensor, t: float, alpha: float, beta: float) -> Weights:
+    z = reference.score_logits(logits, t, alpha, beta)
+    score = reference.sigmoid_scores(logits, t, alpha, beta)
+    return Weights(score, score * ((1 - score) * _score_rounding(z, alpha, beta) + ENTRY * EPS))
+
+
+def _score_rounding(z: Tensor, alpha: float, beta: float) -> Tensor:
+    return 3 * EPS * (torch.where(z > -INF, z, 0.0).abs() + abs(alpha)) / (beta - alpha)
+
+
+def _residual(row: Row, i: int, p: Weights, q: Weights, reach: tuple[float, float] = (1.0, 1.0)) -> Weights:
+    """max(P p - q, 0)."""
+    low, high = reach
+    # Exactly zero: where p is, at the token of a one-hot draft, and everywhere where p = q.
+    possible = (p.value + p.error > 0) & torch.tensor(not row.is_same(i))
+    if row.draft is None:
+        possible = possible & (q.value == 0)
+    difference = torch.where(possible, high * p.value - q.value, 0.0)
+    error = torch.where(possible, high * p.error + (high - low) * p.value + q.error, 0.0)
+    return Weights(difference.clamp(min=0), torch.where(difference + error > 0, error, 0.0))
+
+
+def _score_residual(row: Row, i: int, p: Weights, q: Weights) -> Weights:
+    """max(p^ - q^, 0) as p^ (1 - q^) (1 - exp(-gap)), gap = (z_p - z_q) / (beta - alpha), which loses no digits where
+    the scores are nearly equal."""
+    alpha, beta = row.scores
+    z_p, z_q = (reference.score_logits(x[i], row.temperature, alpha, beta) for x in (row.target, row.draft))
+    both = (z_p > -INF) & (z_q > -INF)
+    z_p, z_q = torch.where(both, z_p, 0.0), torch.where(both, z_q, 0.0)
+    gap = (z_p - z_q) / (beta - alpha)
+    gap_rounding = torch.where(gap == 0, 0.0, 2 * EPS * (z_p.abs() + z_q.abs()) / (beta - alpha))
+    largest = p.value * torch.sigmoid((alpha - z_q) / (beta - alpha))
+    value, upper = (largest * -torch.expm1(-each.clamp(min=0)) for each in (gap, gap + gap_rounding))
+    relative = p.error / p.value.clamp(min=TINY) + q.value * _score_rounding(z_q, alpha, beta) + 2 * ENTRY * EPS
+    error = upper - value + upper * relative
+    return Weights(torch.where(both, value, p.value), torch.where(both, error, p.error))
