@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_specops.laws import LawTest, judgement, markov_pair
+from torch_specops.laws.pearson import pearson
 from torch_specops.laws.power import (
     chi_square_tail,
     critical_value,
@@ -160,17 +161,17 @@ def test_rare_outcomes_are_pooled() -> None:
     """Rows are judged on their own: a large one keeps its cells, a small one becomes few or says nothing."""
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
 
-    def pearson(sizes: list[int]) -> tuple[float, int, float]:
+    def pooled_test(sizes: list[int]) -> tuple[float, int, float]:
         expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return judgement._pearson(expected, expected)
+        return pearson(expected, expected, 10.0)
 
-    assert pearson([1000]) == (0.0, 3, 0.0)
+    assert pooled_test([1000]) == (0.0, 3, 0.0)
     # 5 expected in the last cell: it joins the next one.
-    statistic, dof, pooled = pearson([100])
+    statistic, dof, pooled = pooled_test([100])
     assert (statistic, dof) == (0.0, 2) and pooled == pytest.approx(20)
     # 15, 9 and 6: two are pooled, which is enough.
-    statistic, dof, pooled = pearson([30])
+    statistic, dof, pooled = pooled_test([30])
     assert dof == 1 and pooled == pytest.approx(15)
-    statistic, dof, pooled = pearson([12])
+    statistic, dof, pooled = pooled_test([12])
     assert dof == 0 and pooled == pytest.approx(12)
-    assert pearson([1000, 12])[1] == 3
+    assert pooled_test([1000, 12])[1] == 3
