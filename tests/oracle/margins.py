@@ -1,16 +1,7 @@
 """Which decisions are too close for float32. Rows with such a decision are left out of the comparison with the oracle.
 
-The oracle decides in float64, an implementation in float32. With eps = 2**-24, z a row's scaled logits and a their
-maximum (or `draft_lse`), these bounds hold:
-
-    weight        exp(z - a) errs by a factor of exp(+-9 eps max(|z|, |a|)) for the rounding of z - a, which is exact
-                  where z = a, and by ENTRY eps for the exponential and what follows it
-    score         sigmoid(y), y = (z - alpha) / (beta - alpha), errs by 3 eps (|z| + |alpha|) / (beta - alpha) times
-                  1 - sigmoid(y) for the rounding of y, and by ENTRY eps
-    sum           a sum or prefix sum over a vocabulary errs by SUM eps, besides the errors of its terms
-    tiny          a weight below TINY may be flushed to zero
-
-and a decision is too close where a number and its threshold, each within its bound, overlap:
+The oracle decides in float64, an implementation in float32. A decision is too close where a number and its threshold,
+each within its bound (`bounds.py`), overlap:
 
     acceptance    u l q(x) and p(x); for `verify_block` u and h
     draw          s times the sum of all weights, and the prefix sum at a token that may be drawn but the last
@@ -33,21 +24,11 @@ from torch import Tensor
 
 from torch_specops import reference
 
+from .bounds import ENTRY, EPS, SUM, TINY, Weights, exponential, positive_part, score, score_residual, softmax
+
 __all__ = ["left_out", "lse_bound"]
 
 INF = math.inf
-EPS = 2.0**-24
-# In units of EPS. An entry: exp or sigmoid 4, rescaling a tile 5, normalising 3, products and quotients 4. A sum: 32
-# entries of a thread one by one, 7 levels of a tree, then some hundreds of tiles, whose errors mostly cancel.
-ENTRY, SUM = 16, 48
-TINY = 1e-37
-
-
-class Weights(NamedTuple):
-    """[V] float64 each: a row of weights, and a bound on the float32 error of every one."""
-
-    value: Tensor
-    error: Tensor
 
 
 class Row(NamedTuple):
@@ -63,29 +44,41 @@ class Row(NamedTuple):
     filters: tuple[int, float, float]
     scores: tuple[float, float] | None
 
+    def is_draft(self, i: int) -> bool:
+        return i < len(self.tokens) and 0 <= self.tokens[i] < self.target.shape[-1]
+
     def p(self, i: int) -> Weights:
-        return _softmax(reference.filtered(self.target[i], self.temperature, *self.filters), self.temperature)
+        """Of row i: probabilities, or scores where they are compared with a draft's."""
+        if self.scores is not None and i < len(self.tokens):
+            return score(self.target[i], self.temperature, *self.scores)
+        return softmax(reference.filtered(self.target[i], self.temperature, *self.filters), self.temperature)
 
     def q(self, i: int) -> Weights:
         if self.draft is None:
             one_hot = torch.zeros(self.target.shape[-1], dtype=torch.float64)
             one_hot[self.tokens[i]] = 1.0
             return Weights(one_hot, torch.zeros_like(one_hot))
+        if self.scores is not None:
+            return score(self.draft[i], self.temperature, *self.scores)
         kept = reference.filtered(self.draft[i], self.temperature, *self.filters)
-        return _softmax(kept, self.temperature, None if self.lse is None else float(self.lse[i]))
+        return softmax(kept, self.temperature, None if self.lse is None else float(self.lse[i]))
+
+    def residual(self, i: int, p: Weights, q: Weights, reach: tuple[float, float] = (1.0, 1.0)) -> Weights:
+        """max(P p - q, 0). It is exactly zero where p is, at the token of a one-hot draft, and where all logits are
+        equal."""
+        if self.scores is not None:
+            return score_residual(self.target[i], self.draft[i], self.temperature, *self.scores, p, q)
+        possible = p.possible()
+        if self.draft is None:
+            possible = possible & (q.value == 0)
+        elif self.lse is None:
+            z_p, z_q = (reference.scaled_logits(x[i], self.temperature) for x in (self.target, self.draft))
+            possible = possible & (z_p != z_q).any()
+        return positive_part(p, q, possible, reach)
 
     def filters_are_close(self, i: int) -> bool:
         rows = [self.target[i]] if self.draft is None or i == len(self.tokens) else [self.target[i], self.draft[i]]
         return any(_filter_is_close(row, self.temperature, *self.filters) for row in rows)
-
-    def is_same(self, i: int) -> bool:
-        """Whether p and q are equal, bit for bit."""
-        if self.draft is None or self.lse is not None:
-            return False
-        return torch.equal(*(reference.scaled_logits(x[i], self.temperature) for x in (self.target, self.draft)))
-
-    def is_draft(self, i: int) -> bool:
-        return i < len(self.tokens) and 0 <= self.tokens[i] < self.target.shape[-1]
 
 
 def left_out(op: str, args: dict[str, Any], num_accepted: Tensor | None) -> Tensor:
@@ -98,15 +91,14 @@ def left_out(op: str, args: dict[str, Any], num_accepted: Tensor | None) -> Tens
     return torch.tensor([any(_decisions(op, args, b, accepted[b])) for b in rows], dtype=torch.bool)
 
 
-def lse_bound(logits: Tensor, args: dict[str, Any], r: int) -> float:
-    """How far the lse of row r of `sample` may be from the oracle's: by the errors of the sum, of the scaled maximum
-    and of the result."""
-    temperature, filters = _law(args, r)[0], _law(args, r)[1:]
-    z = reference.scaled_logits(reference.filtered(logits[r], temperature, *filters), temperature)
-    lse = abs(float(torch.logsumexp(z, 0)))
-    return float(_exponential(z, z.max()).error.sum() / z.sub(z.max()).exp().sum()) + EPS * (
-        SUM + 3 * abs(float(z.max())) + 2 * lse
-    )
+def lse_bound(args: dict[str, Any], r: int) -> float:
+    """How far the lse of row r of `sample` may be from the oracle's: by the error of the sum of weights, of the scaled
+    maximum, and of the result."""
+    t, *filters = _law(args, r)
+    z = reference.scaled_logits(reference.filtered(args["logits"][r], t, *filters), t)
+    weights = exponential(z, z.max())
+    relative = float(weights.error.sum() / weights.value.sum())
+    return relative + EPS * (SUM + 3 * float(z.max().abs()) + 2 * float(torch.logsumexp(z, 0).abs()))
 
 
 def _law(args: dict[str, Any], b: int) -> tuple[float, int, float, float]:
@@ -145,29 +137,26 @@ def _decisions(op: str, args: dict[str, Any], b: int, n: int) -> Iterator[bool]:
 
 def _exact_decisions(row: Row, n: int) -> Iterator[bool]:
     """Of `verify_exact`, `verify_sigmoid` and `sample`: n acceptances, a rejection where a draft is left, a draw."""
-    p = residual = None
     for i in range(n + 1):
         yield row.filters_are_close(i)
-        scored = row.scores is not None and i < len(row.tokens)
-        p = _score(row.target[i], row.temperature, *row.scores) if scored else row.p(i)
+        p, rest = row.p(i), None
         if row.is_draft(i):
-            q = _score(row.draft[i], row.temperature, *row.scores) if scored else row.q(i)
+            q = row.q(i)
             yield _acceptance_is_close(row.u[i], p, q, row.tokens[i])
-            residual = _score_residual(row, i, p, q) if scored else _residual(row, i, p, q)
-    yield from _draw(residual if row.is_draft(n) else None, p, row.s)
+            rest = row.residual(i, p, q)
+    yield from _draw(rest, p, row.s)
 
 
 def _block_decisions(row: Row, n: int) -> Iterator[bool]:
     """Of `verify_block`: h_n accepts, none after it does, a draw. P_i and h_i are intervals."""
-    reach, residuals = [(1.0, 1.0)], []
-    targets = []
+    reach, targets, residuals = [(1.0, 1.0)], [], []
     for i in range(len(row.tokens) + 1):
         yield row.filters_are_close(i)
         targets.append(row.p(i))
         if not row.is_draft(i) or not targets[i].value.any():
             break
         q = row.q(i)
-        residuals.append(_residual(row, i, targets[i], q, reach[i]))
+        residuals.append(row.residual(i, targets[i], q, reach[i]))
         reach.append(_next_reach(reach[i], targets[i], q, row.tokens[i]))
         if reach[-1] == (0.0, 0.0):
             # Nothing behind can be accepted.
@@ -205,9 +194,9 @@ def _acceptance_is_close(u: float, p: Weights, q: Weights, x: int) -> bool:
 
 def _draw(residual: Weights | None, p: Weights, s: float) -> Iterator[bool]:
     """From the residual where it has a positive entry, else from p."""
-    if int((p.value + p.error > 0).sum()) <= 1:
+    if int(p.possible().sum()) <= 1:
         return
-    if residual is not None and (residual.value + residual.error > 0).any():
+    if residual is not None and residual.possible().any():
         # Otherwise float32 may take it for empty.
         yield not (residual.value > residual.error).any()
         p = residual
@@ -215,7 +204,7 @@ def _draw(residual: Weights | None, p: Weights, s: float) -> Iterator[bool]:
 
 
 def _draw_is_close(weights: Weights, s: float) -> bool:
-    possible = weights.value + weights.error > 0
+    possible = weights.possible()
     sums, errors = weights.value.cumsum(0), weights.error.cumsum(0)
     # An error before a token moves both sides, its share s of the threshold.
     bound = (1 - s) * errors + s * (errors[-1] - errors) + SUM * EPS * (sums + s * sums[-1])
@@ -247,7 +236,7 @@ def _filter_is_close(logits: Tensor, t: float, top_k: int, top_p: float, min_p: 
     within_p, bound_p = torch.full_like(z, INF), torch.zeros_like(z)
     within_ratio, bound_ratio = within_p, bound_p
     if top_p < 1:
-        weights = _exponential(z, z[0])
+        weights = exponential(z, z[0])
         before, errors = (w.cumsum(0) - w for w in weights)
         top_p = max(top_p, 0.0)
         threshold, rest = top_p * weights.value.sum(), weights.error.sum() - errors
@@ -263,61 +252,3 @@ def _filter_is_close(logits: Tensor, t: float, top_k: int, top_p: float, min_p: 
     close |= (within_ratio.abs() <= bound_ratio) & (within_p >= -bound_p)
     # The first token is always kept.
     return bool(close[1:].any())
-
-
-def _exponential(z: Tensor, a: Tensor) -> Weights:
-    finite = torch.where(z > -INF, z, 0.0)
-    rounding = torch.where(finite == a, 0.0, 9 * EPS * torch.maximum(finite.abs(), a.abs()))
-    weight, upper, lower = (torch.exp((z - a + each).clamp(max=80.0)) for each in (0.0, rounding, -rounding))
-    error = torch.maximum(upper - weight, weight - lower) + ENTRY * EPS * weight
-    return Weights(weight, error + torch.where((z > -INF) & (weight < TINY), TINY, 0.0))
-
-
-def _softmax(logits: Tensor, t: float, lse: float | None = None) -> Weights:
-    """Normalised by the sum, or by a given lse."""
-    z = reference.scaled_logits(logits, t)
-    if z.max() == -INF or (lse is not None and not math.isfinite(lse)):
-        return Weights(torch.zeros_like(z), torch.zeros_like(z))
-    if lse is not None:
-        return _exponential(z, torch.tensor(lse, dtype=torch.float64))
-    weight, error = _exponential(z, z.max())
-    total = weight.sum()
-    return Weights(weight / total, (error + weight * (error.sum() / total + SUM * EPS)) / total)
-
-
-def _score(logits: Tensor, t: float, alpha: float, beta: float) -> Weights:
-    z = reference.score_logits(logits, t, alpha, beta)
-    score = reference.sigmoid_scores(logits, t, alpha, beta)
-    return Weights(score, score * ((1 - score) * _score_rounding(z, alpha, beta) + ENTRY * EPS))
-
-
-def _score_rounding(z: Tensor, alpha: float, beta: float) -> Tensor:
-    return 3 * EPS * (torch.where(z > -INF, z, 0.0).abs() + abs(alpha)) / (beta - alpha)
-
-
-def _residual(row: Row, i: int, p: Weights, q: Weights, reach: tuple[float, float] = (1.0, 1.0)) -> Weights:
-    """max(P p - q, 0)."""
-    low, high = reach
-    # Exactly zero: where p is, at the token of a one-hot draft, and everywhere where p = q.
-    possible = (p.value + p.error > 0) & torch.tensor(not row.is_same(i))
-    if row.draft is None:
-        possible = possible & (q.value == 0)
-    difference = torch.where(possible, high * p.value - q.value, 0.0)
-    error = torch.where(possible, high * p.error + (high - low) * p.value + q.error, 0.0)
-    return Weights(difference.clamp(min=0), torch.where(difference + error > 0, error, 0.0))
-
-
-def _score_residual(row: Row, i: int, p: Weights, q: Weights) -> Weights:
-    """max(p^ - q^, 0) as p^ (1 - q^) (1 - exp(-gap)), gap = (z_p - z_q) / (beta - alpha), which loses no digits where
-    the scores are nearly equal."""
-    alpha, beta = row.scores
-    z_p, z_q = (reference.score_logits(x[i], row.temperature, alpha, beta) for x in (row.target, row.draft))
-    both = (z_p > -INF) & (z_q > -INF)
-    z_p, z_q = torch.where(both, z_p, 0.0), torch.where(both, z_q, 0.0)
-    gap = (z_p - z_q) / (beta - alpha)
-    gap_rounding = torch.where(gap == 0, 0.0, 2 * EPS * (z_p.abs() + z_q.abs()) / (beta - alpha))
-    largest = p.value * torch.sigmoid((alpha - z_q) / (beta - alpha))
-    value, upper = (largest * -torch.expm1(-each.clamp(min=0)) for each in (gap, gap + gap_rounding))
-    relative = p.error / p.value.clamp(min=TINY) + q.value * _score_rounding(z_q, alpha, beta) + 2 * ENTRY * EPS
-    error = upper - value + upper * relative
-    return Weights(torch.where(both, value, p.value), torch.where(both, error, p.error))
