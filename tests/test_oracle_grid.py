@@ -66,14 +66,14 @@ def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
 def test_op_equals_oracle_on_a_large_vocabulary(op: str, vocab_size: int, report: Report) -> None:
     """The bound on a prefix sum does not shrink with the vocabulary, but the tokens' shares of it do: at 50,257 nearly
     equal weights (the case "hot") it spans tenths of a token."""
-    cases = list(sample_inputs(op, vocab_sizes=[vocab_size], names=LARGE_CASES))
+    cases = list(sample_inputs(op, vocab_sizes=[vocab_size], names=LARGE_CASES, max_rows=3, max_drafts=2))
     assert len(cases) >= 6
     assert share_left_out(cases, report) < 0.15
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_op_equals_oracle_for_other_seeds(op: str, report: Report) -> None:
-    cases = [case for seed in (1, 2, 3) for case in sample_inputs(op, vocab_sizes=[29], seed=seed)]
+    cases = [case for seed in (1, 2) for case in sample_inputs(op, vocab_sizes=[29], seed=seed)]
     assert share_left_out(cases, report) < 0.02
 
 
