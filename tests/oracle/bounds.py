@@ -8,6 +8,7 @@ With eps = 2**-24, z the scaled logits of a row and a their maximum (or `draft_l
               1 - sigmoid(y) for the rounding of y, and by ENTRY eps
     sum       a sum or prefix sum over a vocabulary errs by SUM eps, besides the errors of its terms
     tiny      a weight below TINY may be flushed to zero
+    filters   a token so close to the boundary of top_p or min_p that float32 may keep or remove it errs by its weight
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "SUM",
     "TINY",
     "Weights",
+    "at_boundary",
     "exponential",
     "positive_part",
     "score",
@@ -60,16 +62,56 @@ def exponential(z: Tensor, a: Tensor) -> Weights:
     return Weights(weight, error + torch.where((z > -INF) & (weight < TINY), TINY, 0.0))
 
 
-def softmax(logits: Tensor, t: float, lse: float | None = None) -> Weights:
-    """Normalised by the sum, or by a given lse."""
-    z = reference.scaled_logits(logits, t)
-    if z.max() == -INF or (lse is not None and not math.isfinite(lse)):
-        return Weights(torch.zeros_like(z), torch.zeros_like(z))
+def at_boundary(logits: Tensor, t: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """[V] bool: the tokens that float32 may keep or remove: the mass before one is close to top_p times the sum, or its
+    ratio to the largest to min_p."""
+    close = torch.zeros(logits.shape, dtype=torch.bool)
+    x = reference.comparable_logits(logits)
+    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    order = x.sort(stable=True).indices.flip(0)
+    order = order[x[order] > -INF]
+    if not t > 0 or len(order) == 0:
+        return close
+    if 0 < top_k < len(order):
+        order = order[x[order] >= x[order[top_k - 1]]]
+    z = reference.scaled_logits(logits, t)[order]
+    # How far each token is within top_p and within min_p, and the bound on it.
+    within_p, bound_p = torch.full_like(z, INF), torch.zeros_like(z)
+    within_ratio, bound_ratio = within_p, bound_p
+    if top_p < 1:
+        weights = exponential(z, z[0])
+        before, errors = (w.cumsum(0) - w for w in weights)
+        top_p = max(top_p, 0.0)
+        threshold, rest = top_p * weights.value.sum(), weights.error.sum() - errors
+        within_p = threshold - before
+        bound_p = (1 - top_p) * errors + top_p * rest + SUM * EPS * (before + threshold)
+    if min_p > 0:
+        gap = z - z[0]
+        within_ratio = gap - min(math.log(min_p), 0.0)
+        # Of equal logits the ratio is exactly one.
+        bound_ratio = torch.where(gap == 0, -1.0, EPS * (2 * z.abs() + z[0].abs() + 3 * gap.abs() + ENTRY))
+    # What one filter removes for certain the other need not decide.
+    either = (within_p.abs() <= bound_p) & (within_ratio >= -bound_ratio)
+    either |= (within_ratio.abs() <= bound_ratio) & (within_p >= -bound_p)
+    # The first token is always kept.
+    close[order[1:]] = either[1:]
+    return close
+
+
+def softmax(logits: Tensor, t: float, filters: tuple[int, float, float], lse: float | None = None) -> Weights:
+    """Of what the filters keep, normalised by the sum or by a given lse."""
+    kept = reference.scaled_logits(reference.filtered(logits, t, *filters), t)
+    if kept.max() == -INF or (lse is not None and not math.isfinite(lse)):
+        return Weights(torch.zeros_like(kept), torch.zeros_like(kept))
+    close = at_boundary(logits, t, *filters)
+    z = torch.where(close, reference.scaled_logits(logits, t), kept)
+    weight, error = exponential(z, z.max() if lse is None else torch.tensor(lse, dtype=torch.float64))
+    weight, error = torch.where(kept > -INF, weight, 0.0), error + torch.where(close, weight, 0.0)
     if lse is not None:
-        return exponential(z, torch.tensor(lse, dtype=torch.float64))
-    weight, error = exponential(z, z.max())
-    total = weight.sum()
-    return Weights(weight / total, (error + weight * (error.sum() / total + SUM * EPS)) / total)
+        return Weights(weight, error)
+    total, total_error = weight.sum(), error.sum()
+    relative = total_error / (total - total_error).clamp(min=TINY) + SUM * EPS
+    return Weights(weight / total, (error + weight * relative) / total)
 
 
 def score(logits: Tensor, t: float, alpha: float, beta: float) -> Weights:

@@ -153,6 +153,7 @@ def _verify_args(
     token_dtype: torch.dtype = torch.int64,
     one_hot: bool = False,
     lse: bool = False,
+    bad_lse: Sequence[float] | None = None,
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
     filters: dict[str, Sequence[float]] | None = None,
@@ -201,7 +202,8 @@ def _verify_args(
     if t is not None:
         args["temperature"] = t
     if lse:
-        args["draft_lse"] = draft_lse.view(batch, num_drafts)
+        bad = _cycle(bad_lse, batch * num_drafts).float() if bad_lse else None
+        args["draft_lse"] = (draft_lse if bad is None else torch.where(bad == 0, draft_lse, bad)).view(batch, num_drafts)
     if lenience != 1.0:
         args["lenience"] = lenience
     if argmax_lenience != 1.0:
@@ -358,6 +360,7 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
     "lse_k8_bf16": {"lse": True, "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
     "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": edits.vocab_sliced},
     "lse_nonfinite": {"lse": True, "edit": edits.fill_mixed},
+    "lse_not_finite": {"lse": True, "bad_lse": (0.0, NAN, 0.0, 0.0, INF, 0.0, -INF, 0.0, 0.0)},
     "lse_masked": {"lse": True, "edit": edits.mask, "tokens": edits.pad_middle},
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},

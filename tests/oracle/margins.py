@@ -6,7 +6,7 @@ each within its bound (`bounds.py`), overlap:
     acceptance    u l q(x) and p(x); for `verify_block` u and h
     draw          s times the sum of all weights, and the prefix sum at a token that may be drawn but the last
     empty         whether a residual max(p - q, 0) has a positive entry
-    filters       top_p times the sum and the mass before a token; min_p and a token's ratio to the largest
+    filters       for `filter_logits` and the lse of `sample`, whether a token is kept
     greedy        argmax_lenience and the ratio to the largest
 
 Everything else is exact, and is compared: the argmax, top_k, ties, padding, excluded tokens, rows without a law, and
@@ -24,7 +24,19 @@ from torch import Tensor
 
 from torch_specops import reference
 
-from .bounds import ENTRY, EPS, SUM, TINY, Weights, exponential, positive_part, score, score_residual, softmax
+from .bounds import (
+    ENTRY,
+    EPS,
+    SUM,
+    TINY,
+    Weights,
+    at_boundary,
+    exponential,
+    positive_part,
+    score,
+    score_residual,
+    softmax,
+)
 
 __all__ = ["left_out", "lse_bound"]
 
@@ -51,7 +63,7 @@ class Row(NamedTuple):
         """Of row i: probabilities, or scores where they are compared with a draft's."""
         if self.scores is not None and i < len(self.tokens):
             return score(self.target[i], self.temperature, *self.scores)
-        return softmax(reference.filtered(self.target[i], self.temperature, *self.filters), self.temperature)
+        return softmax(self.target[i], self.temperature, self.filters)
 
     def q(self, i: int) -> Weights:
         if self.draft is None:
@@ -60,8 +72,7 @@ class Row(NamedTuple):
             return Weights(one_hot, torch.zeros_like(one_hot))
         if self.scores is not None:
             return score(self.draft[i], self.temperature, *self.scores)
-        kept = reference.filtered(self.draft[i], self.temperature, *self.filters)
-        return softmax(kept, self.temperature, None if self.lse is None else float(self.lse[i]))
+        return softmax(self.draft[i], self.temperature, self.filters, None if self.lse is None else float(self.lse[i]))
 
     def residual(self, i: int, p: Weights, q: Weights, reach: tuple[float, float] = (1.0, 1.0)) -> Weights:
         """max(P p - q, 0). It is exactly zero where p is, at the token of a one-hot draft, and where all logits are
@@ -76,17 +87,13 @@ class Row(NamedTuple):
             possible = possible & (z_p != z_q).any()
         return positive_part(p, q, possible, reach)
 
-    def filters_are_close(self, i: int) -> bool:
-        rows = [self.target[i]] if self.draft is None or i == len(self.tokens) else [self.target[i], self.draft[i]]
-        return any(_filter_is_close(row, self.temperature, *self.filters) for row in rows)
-
 
 def left_out(op: str, args: dict[str, Any], num_accepted: Tensor | None) -> Tensor:
     """[B] bool: the rows that have a decision too close for float32. `num_accepted` is the oracle's, of a verify op."""
     logits = args["logits" if op in ("sample", "filter_logits") else "target_logits"]
     rows = range(logits.shape[0])
     if op == "filter_logits":
-        return torch.tensor([_filter_is_close(logits[b], *_law(args, b)) for b in rows], dtype=torch.bool)
+        return torch.tensor([bool(at_boundary(logits[b], *_law(args, b)).any()) for b in rows], dtype=torch.bool)
     accepted = [0] * logits.shape[0] if num_accepted is None else num_accepted.tolist()
     return torch.tensor([any(_decisions(op, args, b, accepted[b])) for b in rows], dtype=torch.bool)
 
@@ -132,13 +139,13 @@ def _decisions(op: str, args: dict[str, Any], b: int, n: int) -> Iterator[bool]:
         for i in range(n + 1):
             yield row.is_draft(i) and _greedy_is_close(row.target[i], row.tokens[i], args.get("argmax_lenience", 1.0))
     elif t > 0:
+        yield is_sample and bool(at_boundary(row.target[0], t, *row.filters).any())
         yield from _block_decisions(row, n) if op == "verify_block" else _exact_decisions(row, n)
 
 
 def _exact_decisions(row: Row, n: int) -> Iterator[bool]:
     """Of `verify_exact`, `verify_sigmoid` and `sample`: n acceptances, a rejection where a draft is left, a draw."""
     for i in range(n + 1):
-        yield row.filters_are_close(i)
         p, rest = row.p(i), None
         if row.is_draft(i):
             q = row.q(i)
@@ -151,7 +158,6 @@ def _block_decisions(row: Row, n: int) -> Iterator[bool]:
     """Of `verify_block`: h_n accepts, none after it does, a draw. P_i and h_i are intervals."""
     reach, targets, residuals = [(1.0, 1.0)], [], []
     for i in range(len(row.tokens) + 1):
-        yield row.filters_are_close(i)
         targets.append(row.p(i))
         if not row.is_draft(i) or not targets[i].value.any():
             break
@@ -220,35 +226,3 @@ def _greedy_is_close(logits: Tensor, x: int, argmax_lenience: float) -> bool:
         return False
     gap = float(z[x] - z.max())
     return abs(gap - math.log(argmax_lenience)) <= EPS * (float(z.max().abs()) + 3 * abs(gap) + ENTRY)
-
-
-def _filter_is_close(logits: Tensor, t: float, top_k: int, top_p: float, min_p: float) -> bool:
-    x = reference.comparable_logits(logits)
-    # Ascending and stable, then reversed: of equal logits the higher index comes first.
-    order = x.sort(stable=True).indices.flip(0)
-    order = order[x[order] > -INF]
-    if not t > 0 or len(order) == 0:
-        return False
-    if 0 < top_k < len(order):
-        order = order[x[order] >= x[order[top_k - 1]]]
-    z = reference.scaled_logits(logits, t)[order]
-    # How far each token is within top_p and within min_p, and the bound on it.
-    within_p, bound_p = torch.full_like(z, INF), torch.zeros_like(z)
-    within_ratio, bound_ratio = within_p, bound_p
-    if top_p < 1:
-        weights = exponential(z, z[0])
-        before, errors = (w.cumsum(0) - w for w in weights)
-        top_p = max(top_p, 0.0)
-        threshold, rest = top_p * weights.value.sum(), weights.error.sum() - errors
-        within_p = threshold - before
-        bound_p = (1 - top_p) * errors + top_p * rest + SUM * EPS * (before + threshold)
-    if min_p > 0:
-        gap = z - z[0]
-        within_ratio = gap - min(math.log(min_p), 0.0)
-        # Of equal logits the ratio is exactly one.
-        bound_ratio = torch.where(gap == 0, -1.0, EPS * (2 * z.abs() + z[0].abs() + 3 * gap.abs() + ENTRY))
-    # What one filter removes for certain the other need not decide.
-    close = (within_p.abs() <= bound_p) & (within_ratio >= -bound_ratio)
-    close |= (within_ratio.abs() <= bound_ratio) & (within_p >= -bound_p)
-    # The first token is always kept.
-    return bool(close[1:].any())

@@ -60,8 +60,7 @@ def greedy_rows(
     near = None
     if argmax_lenience < 1:
         in_vocab = (draft_tokens >= 0) & (draft_tokens < target_logits.shape[2])
-        # The argmax of a row without a finite entry is -1.
-        x, best = (torch.where(in_vocab, index, 0).clamp(min=0).long() for index in (draft_tokens, tokens[:, :-1]))
+        x, best = (torch.where(in_vocab, index, 0).long() for index in (draft_tokens, tokens[:, :-1]))
         rows = target_logits[:, :-1]
         near = in_vocab & near_argmax(scale(gather(rows, x), None), scale(gather(rows, best), None), argmax_lenience)
     nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
