@@ -31,9 +31,10 @@ MIN_ENTRIES, MAX_ENTRIES = 8, 128
 
 
 def launcher(tile: int | None) -> Callable[[Inputs], Result]:
-    from torch_specops.kernels.verify.exact import verify_exact
+    from torch_specops.arguments import VerifyArguments
+    from torch_specops.kernels.verify import verify_exact
 
-    return lambda inputs: verify_exact(**op_arguments("sampled", inputs), tile=tile)
+    return lambda inputs: verify_exact(VerifyArguments(**op_arguments("sampled", inputs)), tile=tile)
 
 
 def with_warps(warps: int | None) -> AbstractContextManager[object]:

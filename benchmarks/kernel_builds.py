@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -32,11 +32,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import torch_specops
-from torch_specops.kernels import sample
-from torch_specops.kernels.filter import bounds, logits
-from torch_specops.kernels.verify import block, exact, sigmoid
-
-LAUNCHERS = (block, bounds, exact, logits, sample, sigmoid)
+from torch_specops.kernels import launch
 
 
 @dataclass(frozen=True)
@@ -58,17 +54,15 @@ def record_builds() -> Iterator[set[KernelBuild]]:
                 self.kernel = kernel
 
             def __getitem__(self, grid: Any) -> Callable[..., None]:
-                def launch(*args: Any, **kwargs: Any) -> None:
+                def record(*args: Any, **kwargs: Any) -> None:
                     builds.add(build_of(self.kernel, args, kwargs))
                     original(self.kernel)[grid](*args, **kwargs)
 
-                return launch
+                return record
 
         return Recorded
 
-    with ExitStack() as stack:
-        for module in LAUNCHERS:
-            stack.enter_context(mock.patch.object(module, "wrap_triton", recorded(module.wrap_triton)))
+    with mock.patch.object(launch, "wrap_triton", recorded(launch.wrap_triton)):
         yield builds
 
 

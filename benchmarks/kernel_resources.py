@@ -31,8 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_specops.kernels import launch, sample
-from torch_specops.kernels.filter import finish, logits, narrow
-from torch_specops.kernels.verify import block, exact, sigmoid, walk
+from torch_specops.kernels.filter import logits, search
+from torch_specops.kernels.verify import accept, block, exact, sigmoid
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -52,22 +52,31 @@ KERNELS = {
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,
     "sample.draw": sample.draw_kernel,
-    "filter.narrow": narrow.narrow_kernel,
-    "filter.finish": finish.finish_kernel,
+    "filter.narrow": search.narrow_kernel,
+    "filter.finish": search.finish_kernel,
     "filter.mask": logits.mask_kernel,
 }
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
 # With the partials of a row of 256,000 entries, as the default has them.
 SMALL_TILES = ({"TILE": TILES[1], "BLOCK_T": 128}, {"TILE": TILES[2], "BLOCK_T": 256})
-# Sizes that are 1 in a graph of contiguous tensors, and those that are multiples of 16 if the vocabulary is one.
-ONES = {
-    *("stride_target_v", "stride_draft_v", "stride_v", "stride_tokens_k", "stride_u_k", "stride_lse_k"),
-    *("stride_t", "stride_s", "stride_u", "stride_top_k", "stride_top_p", "stride_min_p", "index", "search"),
-}
+# Numbers that are 1 in a graph of contiguous tensors, and those that are multiples of 16 if the vocabulary is one.
+ONES = ("index", "search")
 VOCABULARIES = {
     *("vocab_size", "stride_target_b", "stride_target_k", "stride_draft_b", "stride_draft_k"),
     *("stride_b", "stride_r", "stride_n"),
+}
+# The arguments that are None under a flag of a build, or without one.
+ABSENT_WITH = {
+    "UNIT_STRIDE": ("stride_v", "stride_target_v", "stride_draft_v"),
+    "FIRST": ("previous_ptr", "previous_search_ptr"),
+    "ONE_HOT": ("draft_ptr", "draft_lse_ptr"),
+    "DRAFT_ROWS": ("draft_lse_ptr",),
+}
+ABSENT_WITHOUT = {
+    "HAS_TEMPERATURE": ("temperature_ptr",),
+    "FILTERED": ("bounds_ptr",),
+    "ARGMAX_LENIENT": ("argmax_gap",),
 }
 TYPES = {
     "draft_tokens_ptr": "*i64",
@@ -128,7 +137,7 @@ def builds() -> Iterator[Build]:
     bits, with every tile; the rest one at a time."""
     options: list[dict[str, Any]] = [
         {"HAS_TEMPERATURE": False},
-        {"TARGET_UNIT_STRIDE": False, "DRAFT_UNIT_STRIDE": False},
+        {"UNIT_STRIDE": False},
         {"BLOCK_K": 64},
         {"FILTERED": True, "ARGMAX_LENIENT": True},
         {"tokens": "i32", "uniforms": "fp64"},
@@ -174,47 +183,39 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     }
     for name in ("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"):
         types[name] = f"*{option.get('uniforms', 'fp32')}"
-    constants = {
-        "HAS_TEMPERATURE": True,
-        "HAS_TOP_K": True,
-        "HAS_TOP_P": True,
-        "HAS_MIN_P": True,
-        "FILTERED": False,
-        "ARGMAX_LENIENT": False,
-        "FIRST": False,
-        "TARGET_UNIT_STRIDE": True,
-        "DRAFT_UNIT_STRIDE": True,
-        "TILE": TILES[0],
-        "BLOCK_K": launch.MIN_LANES,
-        "BLOCK_T": 64,
-        **{key: value for key, value in option.items() if key.isupper()},
-    }
-    constants["UNIT_STRIDE"] = constants["TARGET_UNIT_STRIDE"]
+    flags = {"HAS_TEMPERATURE": True, "UNIT_STRIDE": True}
+    flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
+    constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
+    constants |= {key: value for key, value in option.items() if key in constants}
+    constants["WALK"] = accept.walk_width(constants["BLOCK_T"])
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
-    modes = {
-        "draft rows": {"DRAFT_STATS": True, "ONE_HOT": False},
-        "draft_lse": {"DRAFT_STATS": False, "ONE_HOT": False},
-        "one-hot": {"DRAFT_STATS": False, "ONE_HOT": True},
-    }
     for kernel in KERNELS:
         if kernel.startswith(("verify_exact", "verify_block")):
-            for mode, flags in modes.items():
-                yield _build(
-                    kernel, f"{label}, {mode}", types, constants | flags | {"WALK": walk.width(constants["BLOCK_T"])}
-                )
+            for mode, mode_flags in {
+                "draft rows": {"DRAFT_ROWS": True},
+                "draft_lse": {},
+                "one-hot": {"ONE_HOT": True},
+            }.items():
+                yield _build(kernel, f"{label}, {mode}", types, constants, flags | mode_flags)
         elif kernel == "filter.narrow" and target_dtype == draft_dtype:
-            yield _build(kernel, f"{label}, first pass", types, constants | {"FIRST": True})
-            yield _build(kernel, label, types, constants)
+            yield _build(kernel, f"{label}, first pass", types, constants, flags | {"FIRST": True})
+            yield _build(kernel, label, types, constants, flags)
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
-            width = sigmoid.SCORE_WALK if kernel == "verify_sigmoid.score" else walk.width(constants["BLOCK_T"])
-            yield _build(kernel, label, types, constants | {"WALK": width})
+            yield _build(kernel, label, types, constants, flags)
 
 
-def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
+def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any], flags: dict[str, bool]) -> Build:
     names = KERNELS[kernel].arg_names
     sizes = types["sizes"]
     if sizes == "static":
         constants = constants | dict.fromkeys(ONES, 1)
+    absent = {name for flag, found in ABSENT_WITH.items() if flags.get(flag) for name in found}
+    absent |= {name for flag, found in ABSENT_WITHOUT.items() if not flags.get(flag) for name in found}
+    if kernel.startswith("filter"):
+        absent.discard("bounds_ptr")
+    if kernel == "verify_exact.stats" and not flags.get("DRAFT_ROWS"):
+        absent.add("draft_ptr")
+    constants = constants | dict.fromkeys(absent)
     defaults = {name: "*fp32" if name.endswith("_ptr") else "i64" if sizes == "i64" else "i32" for name in names}
     given = {name: types.get(name, defaults[name]) for name in names if name not in constants}
     multiples = [name for name in given if name.endswith("_ptr") or (sizes == "static" and name in VOCABULARIES)]
@@ -254,7 +255,7 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
     )
     # A kernel without tiles holds partials.
-    num_warps = warps(kernel, constants.get("TILE", walk.MAX_PARTIALS))
+    num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
 
 

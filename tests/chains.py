@@ -21,7 +21,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.cpu import rows
+from torch_specops.dense import rows
 from torch_specops.laws import chi_square
 
 V = 16

@@ -156,13 +156,13 @@ def verify_inputs(
     }
 
 
-def filters(rows: int, device: str = "cuda") -> dict[str, Tensor]:
-    """Rows with each filter alone, with two, and with all three."""
+def filters(rows: int, names: str = "top_k top_p min_p") -> dict[str, Tensor]:
+    """Of all three: rows with each filter alone, with two, and with all."""
     given = {"top_k": (50, 0, 0, 1000, 5), "top_p": (1.0, 0.9, 1.0, 0.5, 0.95), "min_p": (0.0, 0.0, 0.05, 0.0, 0.02)}
     dtypes = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
     return {
-        name: torch.tensor([values[r % len(values)] for r in range(rows)], dtype=dtypes[name], device=device)
-        for name, values in given.items()
+        name: torch.tensor([given[name][r % 5] for r in range(rows)], dtype=dtypes[name], device="cuda")
+        for name in names.split()
     }
 
 

@@ -137,6 +137,12 @@ def drafts(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     }
 
 
+def one_hot() -> dict[str, Tensor]:
+    """Without a draft's logits and a temperature, and with uniforms as strided as those of the loop."""
+    given = {name: value for name, value in drafts().items() if name not in ("draft_logits", "temperature")}
+    return given | {"accept_uniforms": torch.empty(BATCH, NUM_DRAFTS + 1, device="cuda").narrow(1, 0, NUM_DRAFTS)}
+
+
 def rows() -> dict[str, Tensor]:
     return {
         "logits": cuda(BATCH, VOCAB_SIZE, dtype=torch.bfloat16),
@@ -163,6 +169,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool
     "verify_exact": (partial(torch_specops.verify_exact, lenience=0.5, argmax_lenience=0.5), drafts, False),
     "product": (after_a_product, lambda: drafts(torch.float32), False),
     "dynamic batch": (torch_specops.verify_exact, drafts, True),
+    "one-hot": (partial(torch_specops.verify_exact, draft_logits=None), one_hot, False),
     "verify_block": (torch_specops.verify_block, drafts, False),
     "verify_sigmoid": (torch_specops.verify_sigmoid, drafts, False),
     "sample": (torch_specops.sample, rows, False),

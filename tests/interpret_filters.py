@@ -9,13 +9,15 @@ oracle's bit for bit. Rows are unaligned or strided in turn.
 import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
+import oracle
 import torch
+from cuda_stand_in import interpreter
 from torch import Tensor
 
-from torch_specops import reference, testing
+from torch_specops import reference
+from torch_specops.arguments import Filters
 from torch_specops.kernels.filter import filter_logits
 
 INF, NAN = math.inf, math.nan
@@ -132,13 +134,14 @@ def cases(dtype: torch.dtype, vocab_size: int) -> Iterator[tuple[str, dict[str, 
 
 
 def main(dtype: torch.dtype, tile: int, vocab_size: int) -> None:
-    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    interpreter.prepare()
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     report = {"cases": 0, "rows": 0, "kept": 0, "removed": 0}
     wrong = []
     for name, args in cases(dtype, vocab_size):
-        with testing.poison_memory():
-            got = filter_logits(**args, tile=tile)
+        filters = Filters(**{name: value for name, value in args.items() if name != "logits"})
+        with oracle.poison_memory():
+            got = filter_logits(args["logits"], filters, tile=tile)
         expected = reference.filter_logits(**args)
         report["cases"] += 1
         report["rows"] += len(got)

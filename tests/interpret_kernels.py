@@ -8,24 +8,28 @@ with commas between.
 
 import json
 import sys
-import warnings
 from typing import Any
 
 import oracle
 import torch
-from cuda_stand_in import fuse_products
-from triton.runtime import interpreter
+from cuda_stand_in import interpreter
+from torch import Tensor
 
+from torch_specops.arguments import Filters, SigmoidArguments, VerifyArguments
 from torch_specops.kernels import filter, launch, sample, verify
 
-LAUNCHERS = {
-    "verify_exact": verify.verify_exact,
-    "verify_block": verify.verify_block,
-    "verify_sigmoid": verify.verify_sigmoid,
-    "sample": sample.sample,
-    "filter_logits": filter.filter_logits,
-}
 FILTERS = {"top_k", "top_p", "min_p"}
+
+
+def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
+    """The launcher of an op, given the op's arguments."""
+    if op.startswith("verify"):
+        given = SigmoidArguments(**args) if op == "verify_sigmoid" else VerifyArguments(**args)
+        return getattr(verify, op)(given, tile=tile)
+    filters = Filters(**{name: args[name] for name in args.keys() & set(Filters._fields)})
+    if op == "sample":
+        return sample.sample(args["logits"], args["uniforms"], filters, tile=tile)
+    return (filter.filter_logits(args["logits"], filters, tile=tile),)
 
 
 def shift_rows(args: dict[str, Any]) -> None:
@@ -45,9 +49,7 @@ def shift_rows(args: dict[str, Any]) -> None:
 
 
 def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
-    # The interpreter computes with numpy, which warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
-    warnings.filterwarnings("ignore", category=RuntimeWarning)
-    interpreter.InterpreterBuilder.create_fma = fuse_products
+    interpreter.prepare()
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
     totals = {"cases": 0, "rows": 0, "rounding": 0, "disagreements": 0}
@@ -59,14 +61,13 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
         if op.startswith("verify") and not FILTERS.isdisjoint(case.args):
             shift_rows(case.args)
         with oracle.poison_memory():
-            result = LAUNCHERS[op](**case.args, tile=tile)
+            result = run(op, case.args, tile)
         comparison = oracle.compare(case, result)
         totals["cases"] += 1
         for key in ("rows", "rounding", "disagreements"):
             totals[key] += getattr(comparison, key)
         if comparison.wrong:
-            parts = result if isinstance(result, tuple) else (result,)
-            wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in parts]})
+            wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in result]})
     print(json.dumps({**totals, "wrong": wrong}))
 
 

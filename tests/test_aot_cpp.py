@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import torch_specops
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler: g++, or what CXX names"
     ),
@@ -46,37 +45,38 @@ def filter_inputs(seed: int) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of a verification, of a whole step, and of an op that filters."""
+    """The package of a verification, and the C++ program; both are compiled at the same time."""
     path = tmp_path_factory.mktemp("packages")
+    compiler = subprocess.Popen(load("build").command(path / "aot_verify"), stderr=subprocess.PIPE, text=True)
     package.package(package.Verify(), package.verify_inputs(4), path / "verify.pt2", dynamic_batch=True)
-    package.package(tiny_step(num_drafts=NUM_DRAFTS), step_state(), path / "step.pt2", dynamic_batch=False)
-    package.package(TopP(), filter_inputs(0), path / "filtered.pt2", dynamic_batch=False)
+    _, errors = compiler.communicate(timeout=500)
+    assert compiler.returncode == 0, errors
     return path
+
+
+@pytest.fixture(scope="module")
+def packages(folder: Path) -> Path:
+    """Beside it those of a whole step, and of an op that filters."""
+    package.package(tiny_step(num_drafts=NUM_DRAFTS), step_state(), folder / "step.pt2", dynamic_batch=False)
+    package.package(TopP(), filter_inputs(0), folder / "filtered.pt2", dynamic_batch=False)
+    return folder
 
 
 def load_package(path: Path) -> Callable[..., Any]:
     return torch._inductor.aoti_load_package(str(path))
 
 
-def test_a_verification(folder: Path) -> None:
-    verify = load_package(folder / "verify.pt2")
+@pytest.mark.slow
+def test_in_this_process(packages: Path) -> None:
+    """The caches of a step are buffers of its package, the text and its state are arguments that it changes. On a CPU a
+    package that filters calls the op that finds the bounds, which this process has."""
+    verify, top_p = load_package(packages / "verify.pt2"), load_package(packages / "filtered.pt2")
     for batch in BATCHES:
         inputs = package.verify_inputs(batch, seed=batch)
         assert all(torch.equal(a, b) for a, b in zip(verify(*inputs), package.Verify()(*inputs), strict=True))
-
-
-def test_a_whole_step(folder: Path) -> None:
-    """Its caches are buffers of the package, the text and its state are arguments that it changes."""
-    assert decode(load_package(folder / "step.pt2"), step_state()) == decode(
-        tiny_step(num_drafts=NUM_DRAFTS), step_state()
-    )
-
-
-def test_filters_need_torch_specops(folder: Path) -> None:
-    """The package calls the op that finds the bounds on CPU, which this process has."""
-    top_p = load_package(folder / "filtered.pt2")
-    for seed in range(3):
-        assert torch.equal(top_p(*filter_inputs(seed)), TopP()(*filter_inputs(seed)))
+        assert torch.equal(top_p(*filter_inputs(batch)), TopP()(*filter_inputs(batch)))
+    texts = decode(load_package(packages / "step.pt2"), step_state())
+    assert texts == decode(tiny_step(num_drafts=NUM_DRAFTS), step_state())
 
 
 FRESH_PROCESS = """
@@ -93,7 +93,8 @@ print("equal")
 """
 
 
-def test_in_a_fresh_process(folder: Path) -> None:
+@pytest.mark.slow
+def test_in_a_fresh_process(packages: Path) -> None:
     """Neither package needs torch_specops, nor any of its modules."""
     verifications = []
     for batch in BATCHES:
@@ -108,8 +109,8 @@ def test_in_a_fresh_process(folder: Path) -> None:
         steps.append((before, [record], [value.clone() for value in state]))
     arguments = []
     for name, cases in (("verify", verifications), ("step", steps)):
-        torch.save(cases, folder / f"{name}_cases.pt")
-        arguments += [str(folder / f"{name}.pt2"), str(folder / f"{name}_cases.pt")]
+        torch.save(cases, packages / f"{name}_cases.pt")
+        arguments += [str(packages / f"{name}.pt2"), str(packages / f"{name}_cases.pt")]
     command = [sys.executable, "-c", FRESH_PROCESS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
@@ -127,31 +128,31 @@ def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
 
 
 def test_without_python(folder: Path) -> None:
-    """A C++ program loads the packages, verifies, and decodes whole texts."""
+    """A C++ program loads the package and verifies, for any batch."""
     program = folder / "aot_verify"
-    built = subprocess.run(load("build").command(program), capture_output=True, text=True, timeout=500, check=False)
-    assert built.returncode == 0, built.stderr
     if shutil.which("ldd") is not None:
         libraries = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu" in libraries and "libpython" not in libraries and "torch_python" not in libraries
-
     for batch in BATCHES:
         inputs = package.verify_inputs(batch, seed=batch)
         torch.save(inputs, folder / "inputs.pt")
         output_tokens, num_accepted = package.Verify()(*inputs)
         done = run_without_python(program, "verify", folder / "verify.pt2", folder / "inputs.pt")
         assert printed_rows(done) == [row[: n + 1].tolist() for row, n in zip(output_tokens, num_accepted, strict=True)]
-
-    texts = run_without_python(program, "decode", folder / "step.pt2", folder / "step_inputs.pt")
-    assert printed_rows(texts) == decode(tiny_step(num_drafts=NUM_DRAFTS), step_state())
-
-    filtered = run_without_python(program, "verify", folder / "filtered.pt2", folder / "filtered_inputs.pt")
-    assert filtered.returncode == 1
-    assert "Could not find schema for specops::filter_bounds" in filtered.stderr
-    assert "On a CPU top_k, top_p and min_p need torch_specops, a Python package." in filtered.stderr
     missing = run_without_python(program, "verify", folder / "verify.pt2", folder / "nothing.pt")
     assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
     assert run_without_python(program).returncode == 2
+
+
+@pytest.mark.slow
+def test_texts_without_python(packages: Path) -> None:
+    program = packages / "aot_verify"
+    texts = run_without_python(program, "decode", packages / "step.pt2", packages / "step_inputs.pt")
+    assert printed_rows(texts) == decode(tiny_step(num_drafts=NUM_DRAFTS), step_state())
+    filtered = run_without_python(program, "verify", packages / "filtered.pt2", packages / "filtered_inputs.pt")
+    assert filtered.returncode == 1
+    assert "Could not find schema for specops::filter_bounds" in filtered.stderr
+    assert "On a CPU top_k, top_p and min_p need torch_specops, a Python package." in filtered.stderr
 
 
 @pytest.mark.gpu

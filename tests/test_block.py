@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.cpu.block import _reach
+from torch_specops.dense.block import _reach
 
 INF, NAN = math.inf, math.nan
 BELOW_ONE = 1 - 2.0**-24

@@ -5,6 +5,7 @@ The README's table of capabilities names these tests.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from op_cases import OPS, call, equal, op_arguments
 from tiny_models import PROMPTS, padded, perturbed, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -28,38 +30,9 @@ from torch_specops import compilation
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
 
-OPS = ("verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits")
 
-
-def inputs(op: str, batch: int = 4, num_drafts: int = 3, vocab_size: int = 37, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor argument that the op has: greedy and sampled rows, each with its filters."""
-    g = torch.Generator().manual_seed(seed)
-    target_logits = 3 * torch.randn(batch, num_drafts + 1, vocab_size, generator=g)
-    draft_logits = target_logits[:, :-1] + torch.randn(batch, num_drafts, vocab_size, generator=g)
-    rows = {"temperature": torch.tensor([0.7, 0.0, 1.3]).repeat(batch)[:batch]}
-    if op != "verify_sigmoid":
-        rows["top_k"] = torch.arange(batch) % 3 * 9
-        rows["top_p"] = torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch)[:batch]
-    if op in ("sample", "filter_logits"):
-        draws = {"uniforms": torch.rand(batch, generator=g)} if op == "sample" else {}
-        return {"logits": target_logits[:, 0].contiguous(), **draws, **rows}
-    return {
-        "target_logits": target_logits,
-        "draft_tokens": draft_logits.argmax(-1),
-        "draft_logits": draft_logits,
-        "accept_uniforms": torch.rand(batch, num_drafts, generator=g),
-        "sample_uniforms": torch.rand(batch, generator=g),
-        **rows,
-    }
-
-
-def call(op: str, arguments: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    outputs = getattr(torch_specops, op)(**arguments)
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-
-def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+def tensors(op: str, seed: int = 0) -> dict[str, Tensor]:
+    return {name: value for name, value in op_arguments(op, seed=seed).items() if isinstance(value, Tensor)}
 
 
 @pytest.fixture
@@ -77,21 +50,30 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_change_nothing(op: str, mode: str) -> None:
-    """Filters among the arguments; `test_compile.py` has the compiled ops."""
-    arguments = inputs(op)
-    expected = call(op, arguments)
-    with MODES[mode]():
-        assert same(call(op, arguments), expected)
+def test_modes_change_nothing(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = op_arguments(op, dtype=dtype)
+        expected = call(op, arguments)
+        for mode in MODES:
+            with MODES[mode]():
+                assert equal(call(op, arguments), expected), mode
 
 
-@pytest.mark.parametrize("mode", ["autocast bfloat16", "autocast float16"])
-def test_uniforms_are_the_same_under_autocast(mode: str) -> None:
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_modes_change_no_compiled_op() -> None:
+    arguments = op_arguments("verify_exact")
+    compiled = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="aot_eager")
+    for mode in MODES:
+        with MODES[mode]():
+            assert equal(compiled(**arguments), call("verify_exact", arguments)), mode
+
+
+def test_uniforms_are_the_same_under_autocast() -> None:
     seeds, positions = torch.arange(3), torch.tensor([0, 7, 2**40])
     expected = torch_specops.uniforms(seeds, positions, 5, "accept")
-    with MODES[mode]():
-        assert torch.equal(torch_specops.uniforms(seeds, positions, 5, "accept"), expected)
+    for mode in ("autocast bfloat16", "autocast float16"):
+        with MODES[mode]():
+            assert torch.equal(torch_specops.uniforms(seeds, positions, 5, "accept"), expected)
 
 
 def texts() -> Tensor:
@@ -103,19 +85,12 @@ def texts() -> Tensor:
     return decoder.generate(ids, attention_mask=mask, max_new_tokens=12, seed=3).sequences
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_deterministic_mode_refuses_nothing_and_changes_nothing(op: str, request: pytest.FixtureRequest) -> None:
-    arguments = inputs(op)
-    expected = call(op, arguments)
+def test_deterministic_mode_refuses_nothing_and_changes_nothing(request: pytest.FixtureRequest) -> None:
+    expected, expected_texts = {op: call(op, op_arguments(op)) for op in OPS}, texts()
     request.getfixturevalue("deterministic")
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert same(call(op, arguments), expected)
-
-
-def test_the_loop_in_deterministic_mode(request: pytest.FixtureRequest) -> None:
-    expected = texts()
-    request.getfixturevalue("deterministic")
-    assert torch.equal(texts(), expected)
+    assert all(equal(call(op, op_arguments(op)), expected[op]) for op in OPS)
+    assert torch.equal(texts(), expected_texts)
 
 
 class Plain(Tensor):
@@ -123,33 +98,24 @@ class Plain(Tensor):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("kind", [Plain, torch.nn.Parameter, torch.nn.Buffer])
-def test_subclasses_without_a_dispatch_of_their_own(op: str, kind: type[Tensor]) -> None:
-    arguments = inputs(op)
-    expected = call(op, arguments)
-    for name in arguments:
-        if name.endswith("logits"):
-            is_plain = kind is Plain
-            arguments[name] = arguments[name].as_subclass(Plain) if is_plain else kind(arguments[name])  # type: ignore[call-arg]
-    outputs = call(op, arguments)
-    assert same(tuple(output.as_subclass(Tensor) for output in outputs), expected)
-    assert not any(output.requires_grad for output in outputs)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_subclasses_that_hold_plain_tensors(op: str) -> None:
-    """What a wrapper's own dispatch hands on is what the op sees: here both of two tensors."""
-    first, second = inputs(op), inputs(op, seed=1)
+def test_subclasses_that_pass(op: str) -> None:
+    """Those without a dispatch of their own; and what a wrapper's dispatch hands on, here both of two tensors."""
+    for kind in (partial(torch.Tensor.as_subclass, cls=Plain), torch.nn.Parameter, torch.nn.Buffer):
+        arguments = tensors(op)
+        wrapped = {name: kind(value) for name, value in arguments.items() if name.endswith("logits")}
+        outputs = call(op, arguments | wrapped)
+        assert equal(tuple(output.as_subclass(Tensor) for output in outputs), call(op, arguments))
+        assert not any(output.requires_grad for output in outputs)
+    first, second = tensors(op), tensors(op, seed=1)
     both = call(op, {name: TwoTensor(first[name], second[name]) for name in first})
-    assert same(tuple(output.a for output in both), call(op, first))
-    assert same(tuple(output.b for output in both), call(op, second))
+    assert equal(tuple(output.a for output in both), call(op, first))
+    assert equal(tuple(output.b for output in both), call(op, second))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_functionalize(op: str) -> None:
-    arguments = inputs(op)
-    outputs = functionalize(lambda: call(op, arguments))()
-    assert same(outputs, call(op, arguments))
+    outputs = functionalize(lambda: call(op, op_arguments(op)))()
+    assert equal(outputs, call(op, op_arguments(op)))
 
 
 @pytest.fixture(scope="module")
@@ -172,25 +138,22 @@ def refused(kind: str, value: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("kind", ["DTensor", "MaskedTensor", "jagged", "nested"])
-def test_subclasses_refused_by_name(op: str, kind: str) -> None:
-    arguments = inputs(op)
-    name = "logits" if "logits" in arguments else "target_logits"
-    arguments[name] = refused(kind, arguments[name])
-    shown = "NestedTensor" if kind in ("jagged", "nested") else kind
-    advice = "; torch_specops.parallel takes sharded logits" if kind == "DTensor" else ""
-    with pytest.raises(TypeError, match=f"^{name}: expected a plain tensor, got a {shown}{advice}$"):
-        call(op, arguments)
-    arguments = inputs(op)
-    arguments["temperature"] = refused("DTensor", arguments["temperature"])
-    with pytest.raises(TypeError, match=r"^temperature: expected a plain tensor, got a DTensor;"):
-        call(op, arguments)
+def test_subclasses_refused_by_name(op: str) -> None:
+    arguments = tensors(op)
+    logits = "logits" if "logits" in arguments else "target_logits"
+    for name, kind in [(logits, kind) for kind in ("DTensor", "MaskedTensor", "jagged", "nested")] + [
+        ("temperature", "DTensor")
+    ]:
+        shown = "NestedTensor" if kind in ("jagged", "nested") else kind
+        advice = "; torch_specops.parallel takes sharded logits" if kind == "DTensor" else ""
+        with pytest.raises(TypeError, match=f"^{name}: expected a plain tensor, got a {shown}{advice}$"):
+            call(op, arguments | {name: refused(kind, arguments[name])})
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_passes_a_gradient(op: str) -> None:
     """No op has a derivative: outputs say so, a backward through them alone is an error, so is one under `grad`."""
-    arguments = inputs(op)
+    arguments = tensors(op)
     name = "logits" if "logits" in arguments else "target_logits"
     logits = arguments.pop(name)
 
@@ -214,8 +177,7 @@ def sources() -> dict[str, DraftSource]:
     }
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("kind", ["lookup", "n-gram", "model"])
+@pytest.mark.parametrize(("kind", "compile"), [("lookup", False), ("n-gram", True), ("model", False)])
 def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled one too, after it was used: the copy compiles anew."""
     monkeypatch.setattr(compilation, "compile_piece", partial(compilation.compile_piece, backend="eager"))
@@ -234,80 +196,35 @@ def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.Monk
     assert torch.equal(again.sequences, outputs[0].sequences) and again.stats == outputs[0].stats
 
 
-@pytest.mark.parametrize("op", [*OPS, "uniforms", "generate"])
-def test_functions_are_pickled_by_name(op: str) -> None:
-    function = getattr(torch_specops, op)
-    assert pickle.loads(pickle.dumps(function)) is function
+def test_functions_are_pickled_by_name() -> None:
+    for name in (*OPS, "uniforms", "generate"):
+        function = getattr(torch_specops, name)
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
-# Number of drafts per step, as a schedule's buckets are.
-BUCKETS = (2, 4)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("static_drafts", [True, False])
+def test_one_graph_for_every_batch(static_drafts: bool) -> None:
+    """Batch dynamic, vocabulary static, and K either one of the buckets of a schedule, each of which has a graph, or
+    left to torch: then the second graph serves every K."""
 
+    def arguments(batch: int, num_drafts: int, vocab_size: int = 37) -> list[Tensor]:
+        values = list(op_arguments("verify_exact", batch, num_drafts, vocab_size).values())[:5]
+        for value in values:
+            torch._dynamo.mark_dynamic(value, 0)
+            for axis in (1, 2)[0 if static_drafts else 1 : value.dim() - 1]:
+                torch._dynamo.mark_static(value, axis)
+        return values
 
-@pytest.fixture
-def guards() -> Iterator[list[list[Any]]]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield []
-    torch._dynamo.reset()
-
-
-def compiled_verification(guards: list[list[Any]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def verify(
-        target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor, accept: Tensor, sample: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return torch_specops.verify_exact(target_logits, draft_tokens, draft_logits, accept, sample)
-
-    def keep_all(entries: list[Any]) -> list[bool]:
-        guards.append(entries)
-        return [True] * len(entries)
-
-    return torch.compile(verify, fullgraph=True, backend="eager", options={"guard_filter_fn": keep_all})
-
-
-def verification_inputs(batch: int, num_drafts: int, vocab_size: int = 37, static_drafts: bool = True) -> list[Tensor]:
-    arguments = list(inputs("verify_exact", batch, num_drafts, vocab_size).values())[:5]
-    for value in arguments:
-        torch._dynamo.mark_dynamic(value, 0)
-        if value.dim() > 1 and static_drafts:
-            torch._dynamo.mark_static(value, 1)
-        if value.dim() > 2:
-            torch._dynamo.mark_static(value, 2)
-    return arguments
-
-
-def test_one_graph_for_every_batch_and_one_for_each_bucket(guards: list[list[Any]]) -> None:
-    """Batch dynamic, K one of its buckets, vocabulary static: as many graphs as buckets, and none later.
-
-    Each graph has one guard for each argument, on its metadata; the others know neither B nor K, and are as many for
-    every bucket.
-    """
-    verify = compiled_verification(guards)
-    for num_drafts in BUCKETS:
-        verify(*verification_inputs(6, num_drafts))
-    assert counters["stats"]["unique_graphs"] == len(guards) == len(BUCKETS)
-    names = ("accept", "draft_logits", "draft_tokens", "sample", "target_logits")
-    for entries in guards:
-        of_arguments = [(entry.name, entry.guard_type) for entry in entries if not entry.is_global and entry.name]
-        assert sorted(of_arguments) == [(name, "TENSOR_MATCH") for name in names]
-        assert sum(entry.guard_type == "SHAPE_ENV" for entry in entries) == 1
-    assert len({len(entries) for entries in guards}) == 1
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for batch in (2, 3, 5, 7, 64):
-            for num_drafts in BUCKETS:
-                arguments = verification_inputs(batch, num_drafts)
-                assert same(verify(*arguments), torch_specops.verify_exact(*arguments))
-        for other in ((4, 3, 37), (4, 4, 38)):
-            with pytest.raises(RuntimeError, match="recompile"):
-                verify(*verification_inputs(*other))
-
-
-def test_one_graph_for_every_number_of_drafts(guards: list[list[Any]]) -> None:
-    """K left to torch: static at first, then one graph for all others."""
-    verify = compiled_verification(guards)
-    for num_drafts in BUCKETS:
-        verify(*verification_inputs(6, num_drafts, static_drafts=False))
+    verify = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="eager")
+    buckets = (2, 4)
+    for num_drafts in buckets:
+        verify(*arguments(6, num_drafts))
     assert counters["stats"]["unique_graphs"] == 2
     with torch.compiler.set_stance("fail_on_recompile"):
-        for num_drafts in (3, 5, 16):
-            verify(*verification_inputs(9, num_drafts, static_drafts=False))
+        for batch, num_drafts in itertools.product((2, 3, 7, 64), buckets if static_drafts else (3, 5, 16)):
+            given = arguments(batch, num_drafts)
+            assert equal(verify(*given), torch_specops.verify_exact(*given))
+        for other in ((4, 3, 37), (4, 4, 38)) if static_drafts else ((4, 4, 38),):
+            with pytest.raises(RuntimeError, match="recompile"):
+                verify(*arguments(*other))

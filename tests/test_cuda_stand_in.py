@@ -61,13 +61,14 @@ def test_devices_do_not_mix() -> None:
 
 
 def test_a_kernel_runs_on_the_current_device() -> None:
+    from torch_specops.arguments import Filters
     from torch_specops.kernels.sample import sample
 
     logits, uniforms = torch.randn(2, 17, device="cuda:1"), torch.rand(2, device="cuda:1")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        sample(logits, uniforms)
+        sample(logits, uniforms, Filters())
     with torch.cuda.device(1):
-        tokens, _ = sample(logits, uniforms)
+        tokens, _ = sample(logits, uniforms, Filters())
     assert torch.equal(tokens.cpu(), torch_specops.sample(logits.cpu(), uniforms.cpu())[0])
 
 

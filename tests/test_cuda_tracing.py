@@ -4,12 +4,12 @@ for the target when torch looks for what a kernel writes, finds a stand-in. Noth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from aot_example import package
+from op_cases import OPS, call
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -25,7 +25,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 # torch's own: its exporter copies what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
-OPS = ("verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits")
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 6, 50257
 
 
@@ -40,13 +39,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device", refuse)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -110,17 +102,6 @@ def test_export_with_a_dynamic_number_of_drafts(op: str) -> None:
     assert ranges == {(1, 4096), (1, 30), (2, 31)}
 
 
-def test_the_package_of_the_example_takes_any_batch() -> None:
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        given = arguments("verify_exact", with_lse=True)
-        inputs = tuple(given[name] for name in (
-            "target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature",
-            "draft_lse",
-        ))  # fmt: skip
-        batch = torch.export.Dim("batch", min=1, max=4096)
-        torch.export.export(package.Verify(), inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_a_graph_writes_outputs_alone_and_asks_for_no_more_than_the_exported_one(
     op: str, caplog: pytest.LogCaptureFixture
@@ -134,12 +115,10 @@ def test_a_graph_writes_outputs_alone_and_asks_for_no_more_than_the_exported_one
     fake = nodes[0].meta["val"].fake_mode
     guards = len(fake.shape_env.guards)
 
-    def call(*values: Tensor) -> tuple[Tensor, ...]:
-        result = getattr(torch_specops, op)(**dict(zip(given, values, strict=True)))
-        return result if isinstance(result, tuple) else (result,)
-
     with fake, caplog.at_level(logging.WARNING):
-        graph = aot_export_joint_simple(call, list(given.values()), trace_joint=False)
+        graph = aot_export_joint_simple(
+            lambda *values: call(op, dict(zip(given, values, strict=True))), list(given.values()), trace_joint=False
+        )
     assert not caplog.records
     assert fake.shape_env.guards[guards:] == []
     assert len(launches(graph)) > 1
@@ -158,9 +137,7 @@ def test_few_drafts_and_mixed_dtypes_are_seen_through_too(
     with FakeTensorMode(shape_env=ShapeEnv()), caplog.at_level(logging.WARNING):
         given = arguments(op, 1, num_drafts, dtype=torch.float32, filters=False)
         aot_export_joint_simple(
-            lambda *values: getattr(torch_specops, op)(**dict(zip(given, values, strict=True))),
-            list(given.values()),
-            trace_joint=False,
+            lambda *values: call(op, dict(zip(given, values, strict=True))), list(given.values()), trace_joint=False
         )
     assert not caplog.records
 
@@ -193,6 +170,5 @@ def test_a_batch_known_to_no_one(op: str) -> None:
         batch = env.create_unbacked_symint()
         torch._check(batch >= 0)
         torch._check(batch <= 1000)
-        result = getattr(torch_specops, op)(**arguments(op, batch))
-    first = result[0] if isinstance(result, tuple) else result
-    assert str(first.shape[0]) == str(batch)
+        outputs = call(op, arguments(op, batch))
+    assert str(outputs[0].shape[0]) == str(batch)

@@ -24,8 +24,17 @@ BLOCK = (
 )
 # A vocabulary of one token: what is left of a row's two ends.
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
+# One of every kind of input: what `make test` has time for.
+FEW = "k3,fp32_bf16,vocab_sliced_bf16,pad_ragged,mixed_nonfinite,greedy_mixed,one_hot,lse_nonfinite"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
+QUICK_RUNS = [
+    ("verify_exact", FEW + ",argmax_lenience_mixed,filters_temperature", 64, (37,)),
+    ("verify_block", FEW + ",long,filters_one_hot", 64, (37,)),
+    ("verify_sigmoid", FEW.removesuffix(",one_hot,lse_nonfinite") + ",transposed_fp16,k8", 32, (67,)),
+    ("sample", "bf16,fp16,mixed_nonfinite,greedy_mixed,filters_temperature", 32, (67,)),
+    ("filter_logits", "bf16,filters_temperature,filters_plateaus,filters_strided", 64, (131,)),
+]
 RUNS = [
     ("verify_exact", "plain", 32, (67,)),
     ("verify_exact", ONE_TOKEN, 64, (1,)),
@@ -50,8 +59,11 @@ def interpret(script: str, *arguments: object) -> dict[str, Any]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op, kind, tile, vocab_sizes", RUNS, ids=lambda value: str(value).replace(" ", ""))
+def all_runs(quick: list[Any], slow: list[Any]) -> list[Any]:
+    return [*quick, *(pytest.param(*run, marks=pytest.mark.slow) for run in slow)]
+
+
+@pytest.mark.parametrize("op, kind, tile, vocab_sizes", all_runs(QUICK_RUNS, RUNS))
 def test_kernels_agree_with_the_oracle(
     op: str, kind: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
 ) -> None:
@@ -64,8 +76,7 @@ def test_kernels_agree_with_the_oracle(
     assert report["disagreements"] <= report["rounding"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype, tile, vocab_size", FILTER_RUNS)
+@pytest.mark.parametrize("dtype, tile, vocab_size", all_runs(FILTER_RUNS[:1], FILTER_RUNS[1:]))
 def test_filters_equal_the_oracle_bit_for_bit(dtype: str, tile: int, vocab_size: int) -> None:
     """Ties at the cut inside a tile and across tiles, excluded and infinite entries, the ends of the dtype's range."""
     report = interpret("interpret_filters.py", dtype, tile, vocab_size)

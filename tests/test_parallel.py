@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,52 +13,36 @@ import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, tables
 from conftest import Report
 from oracle import Case, sample_inputs
-from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check, run_cases
+from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks, run_cases
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import parallel
 from torch_specops.laws import chi_square
-from torch_specops.parallel import exact, shard_sizes, wire_bytes
+from torch_specops.parallel import exact, wire_bytes
 from torch_specops.parallel.exchange import all_gather, shard_of
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
+def run_shared_cases(split: Split) -> list[tuple[Tensor, ...]] | None:
+    return run_cases(shared_cases(sum(split.sizes)), split)
 
 
-def run_sample_inputs(op: str, vocab_size: int, split: Split) -> list[tuple[Tensor, ...]] | None:
-    return run_cases(shared_cases(op, vocab_size), split)
-
-
-def shared_cases(op: str, vocab_size: int) -> list[Case]:
+def shared_cases(vocab_size: int) -> list[Case]:
     """The cases of every backend, but for those with filters, which these functions do not have."""
     filters = {"top_k", "top_p", "min_p"}
-    return [case for case in sample_inputs(op, vocab_sizes=[vocab_size]) if not filters & case.args.keys()]
+    cases = [case for op in ("verify_exact", "sample") for case in sample_inputs(op, vocab_sizes=[vocab_size])]
+    return [case for case in cases if not filters & case.args.keys()]
 
 
-SPLITS = [
-    Split(shard_sizes(130, 4)),
-    Split((5, 0, 1, 124), draft_is_whole=True),
-    Split(shard_sizes(17, 4)),
-    Split((16, 1)),
-    Split(shard_sizes(3, 2), draft_is_whole=True),
-    Split((0, 1, 0, 0)),
-]
+SPLITS = [Split((5, 0, 1, 124), draft_is_whole=True), Split((16, 1)), Split((0, 1, 0, 0))]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "-".join(map(str, split.sizes)))
-@pytest.mark.parametrize("op", ["verify_exact", "sample"])
-def test_sharded_equals_whole(op: str, split: Split, ranks: Ranks, report: Report) -> None:
+def test_sharded_equals_whole(split: Split, report: Report) -> None:
     """Every case of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
-    cases = shared_cases(op, sum(split.sizes))
-    assert len(cases) > 30
-    open_rows = check(cases, ranks(run_sample_inputs, op, sum(split.sizes), split), report)
+    cases = shared_cases(sum(split.sizes))
+    assert len(cases) > 60
+    open_rows = check(cases, in_ranks(run_shared_cases, split), report)
     assert open_rows < 0.02 * sum(len(next(iter(case.args.values()))) for case in cases)
 
 
@@ -113,10 +97,9 @@ def run_special_cases(split: Split) -> list[tuple[Tensor, ...]] | None:
     return run_cases(special_cases(), split)
 
 
-@pytest.mark.parametrize("split", [Split((4, 4, 4, 4)), Split((4, 12), draft_is_whole=True)], ids=["even", "uneven"])
-def test_shards_without_mass(split: Split, ranks: Ranks, report: Report) -> None:
+def test_shards_without_mass(report: Report) -> None:
     cases = special_cases()
-    results = ranks(run_special_cases, split)
+    results = in_ranks(run_special_cases, Split((4, 4, 4, 4)))
     check(cases, results, report)
     got = dict(zip([case.name for case in cases], agreed(results), strict=True))
     for shard in range(4):
@@ -146,71 +129,27 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(names: list[str], split: Split) -> list[tuple[list[str], int]] | None:
-    group = split.group()
-    if group is None:
-        return None
+COUNTED = ["k3", "k8", "k0", "k0_greedy", "greedy_mixed", "one_hot", "one_hot_cold", "lse", "lse_temperature"]
+
+
+def count_collectives(split: Split) -> list[tuple[list[str], int]]:
     counts = []
-    for case in sample_inputs("verify_exact", vocab_sizes=[sum(split.sizes)], names=names):
+    for case in sample_inputs("verify_exact", vocab_sizes=[sum(split.sizes)], names=COUNTED):
         with CountCollectives() as counted:
-            parallel.verify_exact(**split.cut(case.args, group))
+            parallel.verify_exact(**split.cut(case.args, dist.group.WORLD))
         counts.append((counted.names, counted.received))
     return counts
 
 
-@pytest.mark.parametrize("split", [Split((5, 5, 5, 2)), Split((9, 8), draft_is_whole=True)], ids=["4", "2"])
-def test_wire_bytes_are_counted(split: Split, ranks: Ranks) -> None:
-    names = [
-        "k3",
-        "k8",
-        "k0",
-        "k0_greedy",
-        "greedy",
-        "greedy_mixed",
-        "one_hot",
-        "one_hot_cold",
-        "lse",
-        "lse_temperature",
-    ]
-    cases = list(sample_inputs("verify_exact", vocab_sizes=[17], names=names))
-    assert len(cases) == len(names)
-    counts = [count for count in ranks(count_collectives, names, split) if count is not None]
-    assert len(counts) == len(split.sizes)
-    for i, case in enumerate(cases):
-        args = case.args
-        batch, num_drafts = args["draft_tokens"].shape
+def test_wire_bytes_are_counted() -> None:
+    cases = list(sample_inputs("verify_exact", vocab_sizes=[17], names=COUNTED))
+    assert len(cases) == len(COUNTED)
+    expected = []
+    for args in (case.args for case in cases):
         draft = "one_hot" if args["draft_logits"] is None else "lse" if "draft_lse" in args else "logits"
-        expected = wire_bytes(batch, num_drafts, len(split.sizes), draft, "temperature" in args)
-        for rank in counts:
-            assert rank[i] == (["all_gather_into_tensor"] * 3, expected), case.name
-
-
-def count_at_model_size(vocab_size: int, num_drafts: int) -> tuple[int, int]:
-    """Bytes received by verification and by all-gathers of the logits, counted alike, in bfloat16."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    sizes = shard_sizes(vocab_size, NUM_RANKS)
-    target = torch.zeros(1, num_drafts + 1, sizes[dist.get_rank()], dtype=torch.bfloat16)
-    draft = target[:, :num_drafts]
-    tokens, u, s = torch.zeros(1, num_drafts, dtype=torch.int64), torch.zeros(1, num_drafts), torch.zeros(1)
-    with CountCollectives() as verification:
-        parallel.verify_exact(target, tokens, draft, u, s, temperature=torch.ones(1), group=mesh)
-    with CountCollectives() as logits:
-        for x in (target, draft):
-            DTensor.from_local(x, mesh, [Shard(-1)]).full_tensor()
-    return verification.received, logits.received
-
-
-def test_wire_bytes_against_an_all_gather(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
-    vocab_size, num_drafts = 128_256, 5
-    for verification, logits in ranks(count_at_model_size, vocab_size, num_drafts):
-        record_property("wire_bytes", verification)
-        record_property("logits_bytes", logits)
-        assert verification == wire_bytes(1, num_drafts, NUM_RANKS) == 1032
-        assert logits == 3 * (2 * num_drafts + 1) * vocab_size // NUM_RANKS * 2 == 2_116_224
-
-
-def test_wire_bytes_grow_with_ranks_and_rows() -> None:
-    assert wire_bytes(64, 5, 8) == 64 * 7 * wire_bytes(1, 5, 2)
+        received = wire_bytes(*args["draft_tokens"].shape, NUM_RANKS, draft, "temperature" in args)
+        expected.append((["all_gather_into_tensor"] * 3, received))
+    assert in_ranks(count_collectives, Split((5, 5, 5, 2))) == [expected] * NUM_RANKS
 
 
 def emit_sharded(seed: int, kind: str | None, num_drafts: int, wrong: str | None) -> Tensor:
@@ -258,10 +197,10 @@ LEVEL = 1e-4 / (5 * len(LAWS) + 1)
 
 @pytest.mark.parametrize("kind, num_drafts", LAWS)
 def test_tokens_follow_the_target(
-    kind: str | None, num_drafts: int, ranks: Ranks, record_property: Callable[[str, object], None]
+    kind: str | None, num_drafts: int, record_property: Callable[[str, object], None]
 ) -> None:
     """16 tokens over four ranks: the marginals and joint laws of three tokens, as in test_laws."""
-    first, *others = ranks(emit_sharded, 21, kind, num_drafts, None)
+    first, *others = in_ranks(emit_sharded, 21, kind, num_drafts, None)
     assert all(torch.equal(first, other) for other in others)
     assert first.unique().tolist() == list(range(V))
     p_values = chain_p_values(first, tables(21, kind or "close")[0])
@@ -270,8 +209,8 @@ def test_tokens_follow_the_target(
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_verification_is_caught(wrong: str, ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
-    p_values = chain_p_values(ranks(emit_sharded, 21, "opposite", 1, wrong)[0], tables(21, "opposite")[0])
+def test_wrong_verification_is_caught(wrong: str, record_property: Callable[[str, object], None]) -> None:
+    p_values = chain_p_values(in_ranks(emit_sharded, 21, "opposite", 1, wrong)[0], tables(21, "opposite")[0])
     record_property("p_values", p_values)
     assert min(p_values.values()) < LEVEL, p_values
 
@@ -283,8 +222,8 @@ def sample_sharded() -> Result:
     return parallel.sample(own, uniforms, torch.full((TRIALS,), 0.7))
 
 
-def test_sample_follows_softmax(ranks: Ranks) -> None:
-    tokens, lse = agreed([[result] for result in ranks(sample_sharded)])[0]
+def test_sample_follows_softmax() -> None:
+    tokens, lse = agreed([[result] for result in in_ranks(sample_sharded)])[0]
     z = tables(23, "close")[0][0].double() / 0.7
     assert chi_square(torch.bincount(tokens, minlength=V), torch.softmax(z, 0)) > LEVEL
     torch.testing.assert_close(lse, torch.logsumexp(z, 0).float().expand(TRIALS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import Report
 from functorch.compile import make_boxed_func
 from oracle import Case
-from sharded import NUM_RANKS, Ranks, Result, Split, agreed, base_case, check
+from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -25,13 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from torch_specops import parallel
 from torch_specops.parallel import exact, shard_sizes, wire_bytes
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def run_dtensors(vocab_size: int) -> list[tuple[Tensor, ...]]:
@@ -62,14 +55,14 @@ def run_dtensors(vocab_size: int) -> list[tuple[Tensor, ...]]:
     return results
 
 
-@pytest.mark.parametrize("vocab_size", [17, 5])
-def test_dtensors(vocab_size: int, ranks: Ranks, report: Report) -> None:
+def test_dtensors(report: Report) -> None:
     """5 tokens over 4 ranks leave the last without a column."""
+    vocab_size = 5
     args = base_case(vocab_size, draft_lse=None)
     cases = [Case(f"DTensor {i}", "verify_exact", args) for i in range(8)]
     sampled = {"logits": args["target_logits"][:, 0], "uniforms": args["sample_uniforms"]}
     cases.append(Case("DTensor", "sample", sampled | {"temperature": args["temperature"]}))
-    check(cases, ranks(run_dtensors, vocab_size), report)
+    check(cases, in_ranks(run_dtensors, vocab_size), report)
 
 
 def compiled_step(options: dict[str, Any]) -> Callable[..., Result]:
@@ -130,9 +123,9 @@ FOUR, TWO = Split((5, 5, 5, 2)), Split((9, 8))
     ],
     ids=["shards", "DTensors", "two", "inductor"],
 )
-def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split, ranks: Ranks) -> None:
+def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split) -> None:
     expected = ["_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"] * 3
-    every = [result for result in ranks(run_compiled, backend, dtensor, split) if result is not None]
+    every = [result for result in in_ranks(run_compiled, backend, dtensor, split) if result is not None]
     assert len(every) == len(split.sizes)
     for graphs, (first, first_eager, second, second_eager) in every:
         assert graphs == [expected]
@@ -152,12 +145,12 @@ def count_apart() -> tuple[Result, list[int]]:
         lengths.append(n if dist.get_rank() % 2 == 0 else 3 - n)
         return lengths[0]
 
-    with mock.patch.object(exact, "leading", walk):
+    with mock.patch.object(exact, "num_leading", walk):
         return parallel.verify_exact(**args), lengths[0].tolist()
 
 
-def test_ranks_return_the_same_whatever_they_count(ranks: Ranks) -> None:
-    results, lengths = zip(*ranks(count_apart), strict=True)
+def test_ranks_return_the_same_whatever_they_count() -> None:
+    results, lengths = zip(*in_ranks(count_apart), strict=True)
     assert lengths[0] == lengths[2] != lengths[1]
     assert agreed([[result] for result in results])[0][1].tolist() == lengths[0]
 
@@ -170,88 +163,77 @@ def raised(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def bad_calls() -> dict[str, str]:
+def bad_calls() -> list[tuple[str, str]]:
+    """What a call raised, and the message that was expected, where the two differ."""
     args = Split((4, 4, 4, 4)).cut(base_case(16), dist.group.WORLD)
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    local, full = args["target_logits"], base_case(16)["target_logits"]
+    local, drafts, draft_logits = args["target_logits"], args["draft_tokens"], args["draft_logits"]
     logits, uniforms = local[:, 0], args["sample_uniforms"]
 
     def placed(mesh: Any, *placements: Any, value: Tensor = local) -> DTensor:
         return DTensor.from_local(value, mesh, placements, run_check=False)
 
-    def of(**changes: Any) -> str:
-        return raised(lambda: parallel.verify_exact(**args | changes))
-
-    return {
-        "list": of(target_logits=local.tolist()),
-        "draft list": of(draft_logits=[]),
-        "lenience": of(lenience=2.0),
-        "lenience type": of(lenience="1"),
-        "argmax_lenience": of(argmax_lenience=0.0),
-        "dimensions": of(target_logits=local[0]),
-        "dtype": of(target_logits=local.double()),
-        "whole target": of(target_logits=full),
-        "draft width": of(draft_logits=args["draft_logits"][..., :3]),
-        "draft rows": of(draft_logits=args["draft_logits"][:, :2]),
-        "tokens": of(draft_tokens=args["draft_tokens"].float()),
-        "too few sizes": of(shard_sizes=(8, 8)),
-        "negative size": of(shard_sizes=(8, 8, 4, -4)),
-        "no column": of(shard_sizes=(0, 0, 0, 0)),
-        "other sizes": of(shard_sizes=(5, 5, 5, 1)),
-        "group": of(group="world"),
-        "mesh": of(group=square),
-        "Shard(0)": of(target_logits=placed(line, Shard(0))),
-        "Partial": of(target_logits=placed(line, Partial())),
-        "twice": of(target_logits=placed(square, Shard(-1), Shard(-1)), group=None),
-        "other mesh": of(target_logits=placed(square, Replicate(), Shard(-1))),
-        "sharded tokens": of(draft_tokens=placed(line, Shard(0), value=args["draft_tokens"])),
-        "sizes of a DTensor": of(target_logits=placed(line, Shard(-1)), shard_sizes=(4, 4, 4, 5)),
-        "vocabularies": of(
-            target_logits=placed(line, Shard(-1)), draft_logits=placed(line, Replicate(), value=args["draft_logits"])
+    sharded = placed(line, Shard(-1))
+    verifications: list[tuple[dict[str, Any], str]] = [
+        ({"target_logits": local.tolist()}, r"TypeError: target_logits: expected a tensor, got <class 'list'>"),
+        ({"draft_logits": []}, r"TypeError: draft_logits: expected a tensor"),
+        ({"lenience": 2.0}, r"ValueError: lenience: expected a number in \(0, 1\], got 2.0"),
+        ({"lenience": "1"}, r"TypeError: lenience: expected a number"),
+        ({"argmax_lenience": 0.0}, r"ValueError: argmax_lenience: expected a number in \(0, 1\], got 0.0"),
+        ({"target_logits": local[0]}, r"ValueError: target_logits: expected 3 dimensions, got shape \[4, 4\]"),
+        ({"target_logits": local.double()}, r"TypeError: target_logits: expected float32"),
+        (
+            {"target_logits": base_case(16)["target_logits"]},
+            r"ValueError: target_logits: expected 4 columns, the shard of rank \d of \[4, 4, 4, 4\], got shape",
         ),
-        "sample": raised(lambda: parallel.sample(local, uniforms)),
-        "sample uniforms": raised(lambda: parallel.sample(logits, uniforms[:3])),
-        "sample temperature": raised(lambda: parallel.sample(logits, uniforms, 1.0)),
-    }
+        (
+            {"draft_logits": draft_logits[..., :3]},
+            r"ValueError: draft_logits: expected 4 columns, .* or 16, the whole vocabulary, got shape",
+        ),
+        ({"draft_logits": draft_logits[:, :2]}, r"ValueError: draft_logits: expected"),
+        ({"draft_tokens": drafts.float()}, r"TypeError: draft_tokens: expected int64 or int32"),
+        ({"shard_sizes": (8, 8)}, r"ValueError: shard_sizes: expected 4 numbers of columns, one a rank, got \[8, 8\]"),
+        ({"shard_sizes": (8, 8, 4, -4)}, r"ValueError: shard_sizes: expected 4 numbers"),
+        ({"shard_sizes": (0, 0, 0, 0)}, r"ValueError: shard_sizes: expected 4 numbers"),
+        ({"shard_sizes": (5, 5, 5, 1)}, r"ValueError: target_logits: expected [51] columns, the shard of rank \d of"),
+        ({"group": "world"}, r"TypeError: group: expected a ProcessGroup, a DeviceMesh or None, got <class 'str'>"),
+        ({"group": square}, r"ValueError: group: expected a mesh of one dimension, got 2"),
+        ({"target_logits": placed(line, Shard(0))}, r"ValueError: target_logits: expected placements Shard\(-1\) or"),
+        ({"target_logits": placed(line, Partial())}, r"ValueError: target_logits: expected placements Shard\(-1\) or"),
+        (
+            {"target_logits": placed(square, Shard(-1), Shard(-1)), "group": None},
+            r"ValueError: target_logits: expected Shard\(-1\) on one dimension of the mesh",
+        ),
+        (
+            {"target_logits": placed(square, Replicate(), Shard(-1))},
+            r"ValueError: target_logits: expected a DTensor sharded over the group of the call",
+        ),
+        (
+            {"draft_tokens": placed(line, Shard(0), value=drafts)},
+            r"ValueError: draft_tokens: expected placements Replicate\(\)",
+        ),
+        (
+            {"target_logits": sharded, "shard_sizes": (4, 4, 4, 5)},
+            r"ValueError: target_logits: expected a vocabulary of 17, as the shards have, got 16",
+        ),
+        (
+            {"target_logits": sharded, "draft_logits": placed(line, Replicate(), value=draft_logits)},
+            r"ValueError: draft_logits: expected a vocabulary of 16, as the shards have, got 4",
+        ),
+    ]
+    samples: list[tuple[tuple[Any, ...], str]] = [
+        ((local, uniforms), r"ValueError: logits: expected 2 dimensions"),
+        ((logits, uniforms[:3]), r"ValueError: uniforms: expected \[N\] = \[64\]"),
+        ((logits, uniforms, 1.0), r"TypeError: temperature: expected a tensor"),
+    ]
+    got = [(raised(partial(parallel.verify_exact, **args | changes)), said) for changes, said in verifications]
+    got += [(raised(partial(parallel.sample, *values)), said) for values, said in samples]
+    return [(message, said) for message, said in got if not re.match(said, message)]
 
 
-MESSAGES = {
-    "list": r"TypeError: target_logits: expected a tensor, got <class 'list'>",
-    "draft list": r"TypeError: draft_logits: expected a tensor",
-    "lenience": r"ValueError: lenience: expected a number in \(0, 1\], got 2.0",
-    "lenience type": r"TypeError: lenience: expected a number",
-    "argmax_lenience": r"ValueError: argmax_lenience: expected a number in \(0, 1\], got 0.0",
-    "dimensions": r"ValueError: target_logits: expected 3 dimensions, got shape \[4, 4\]",
-    "dtype": r"TypeError: target_logits: expected float32",
-    "whole target": r"ValueError: target_logits: expected 4 columns, the shard of rank \d of \[4, 4, 4, 4\], got shape",
-    "draft width": r"ValueError: draft_logits: expected 4 columns, .* or 16, the whole vocabulary, got shape",
-    "draft rows": r"ValueError: draft_logits: expected",
-    "tokens": r"TypeError: draft_tokens: expected int64 or int32",
-    "too few sizes": r"ValueError: shard_sizes: expected 4 numbers of columns, one a rank, got \[8, 8\]",
-    "negative size": r"ValueError: shard_sizes: expected 4 numbers",
-    "no column": r"ValueError: shard_sizes: expected 4 numbers",
-    "other sizes": r"ValueError: target_logits: expected [51] columns, the shard of rank \d of \[5, 5, 5, 1\]",
-    "group": r"TypeError: group: expected a ProcessGroup, a DeviceMesh or None, got <class 'str'>",
-    "mesh": r"ValueError: group: expected a mesh of one dimension, got 2",
-    "Shard(0)": r"ValueError: target_logits: expected placements Shard\(-1\) or Replicate\(\), got S(hard)?\(.*0\)",
-    "Partial": r"ValueError: target_logits: expected placements Shard\(-1\) or Replicate\(\), got P",
-    "twice": r"ValueError: target_logits: expected Shard\(-1\) on one dimension of the mesh",
-    "other mesh": r"ValueError: target_logits: expected a DTensor sharded over the group of the call",
-    "sharded tokens": r"ValueError: draft_tokens: expected placements Replicate\(\)",
-    "sizes of a DTensor": r"ValueError: target_logits: expected a vocabulary of 17, as the shards have, got 16",
-    "vocabularies": r"ValueError: draft_logits: expected a vocabulary of 16, as the shards have, got 4",
-    "sample": r"ValueError: logits: expected 2 dimensions",
-    "sample uniforms": r"ValueError: uniforms: expected \[N\] = \[64\]",
-    "sample temperature": r"TypeError: temperature: expected a tensor",
-}
-
-
-def test_bad_arguments(ranks: Ranks) -> None:
-    for got in ranks(bad_calls):
-        assert got.keys() == MESSAGES.keys()
-        for name, message in MESSAGES.items():
-            assert re.match(message, got[name]), f"{name}: {got[name]}"
+def test_bad_arguments() -> None:
+    assert in_ranks(bad_calls) == [[]] * NUM_RANKS
 
 
 def test_no_process_group() -> None:
@@ -292,29 +274,24 @@ def disagreeing_calls() -> dict[str, str]:
     return got
 
 
-def test_check_ranks(ranks: Ranks) -> None:
-    for got in ranks(disagreeing_calls):
+def test_check_ranks() -> None:
+    for got in in_ranks(disagreeing_calls):
         assert got.pop("nothing") == "nothing"
         assert "check_ranks: expected False in a compiled call" in got.pop("compiled")
         for name, message in got.items():
             assert message == f"ValueError: {name}: expected the same on every rank, got another value on ranks [2]"
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
+def test_sizes() -> None:
+    for vocab_size, num_ranks in itertools.product([1, 5, 16, 50257], [1, 2, 4, 8]):
+        chunks = [len(chunk) for chunk in torch.zeros(vocab_size).chunk(num_ranks)]
+        assert shard_sizes(vocab_size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
+    assert wire_bytes(64, 5, 8) == 64 * 7 * wire_bytes(1, 5, 2)
+    for call, message in (
         (lambda: shard_sizes(0, 4), "vocab_size, num_ranks: expected numbers above 0, got 0, 4"),
         (lambda: shard_sizes(4, 0), "vocab_size, num_ranks: expected numbers above 0, got 4, 0"),
         (lambda: wire_bytes(1, 1, 2, "soft"), "draft: expected one of logits, lse, one_hot, got 'soft'"),
         (lambda: wire_bytes(1, -1, 2), "expected at least 0, 0 and 1, got 1, -1, 2"),
-    ],
-)
-def test_bad_sizes(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-@pytest.mark.parametrize("vocab_size, num_ranks", list(itertools.product([1, 5, 16, 50257], [1, 2, 4, 8])))
-def test_shard_sizes_are_those_of_chunk(vocab_size: int, num_ranks: int) -> None:
-    chunks = [len(chunk) for chunk in torch.zeros(vocab_size).chunk(num_ranks)]
-    assert shard_sizes(vocab_size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()

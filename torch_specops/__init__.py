@@ -11,9 +11,9 @@ from types import ModuleType
 
 from . import drafts, ops
 from .decode import GenerationOutput, SpeculativeDecoder, generate
-from .sampling import SamplingParams, filter_logits, sample
+from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
+from .sampling import SamplingParams
 from .uniforms import uniforms
-from .verification import verify_block, verify_exact, verify_sigmoid
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,61 +1,27 @@
-"""The contract: the ops `torch.ops.specops.*`, each registered once by `torch.library.triton_op`.
+"""The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
 
-The body checks its arguments and branches on the device: CPU (and fake or meta) tensors go to `cpu/`, whose torch
-code Inductor inlines and fuses; CUDA tensors to the Triton launchers of `kernels/`, which compile, export and
-AOTInductor inline as kernels. A separate CPU registration would not compile: a triton_op is decomposed to its
-Triton body on every device.
+A public function packs its arguments into the object that everything behind it is handed (`arguments.py`), refuses what
+is no plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches on the device: CPU
+(and fake or meta) tensors go to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors to the Triton
+launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from . import checks, cpu
+from . import checks, dense
+from .arguments import Filters, SigmoidArguments, VerifyArguments
+from .registration import register_op
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
 
-def _source_digest() -> str:
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-# torch caches compiled graphs on disk by the names of ops, not by their bodies: without this, a new version of the
-# package would go on running what was compiled from the old one.
-torch.compiler.config.cache_key_tag += f":torch_specops-{_source_digest()}"
-
-
-def _triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch.library.triton_op without its search of the body for kernels, which would import Triton and Inductor here
-    (2 s, and a warning for each op where there is no Triton) and cannot see behind the imports in the bodies anyway."""
-
-    def register(fn: Callable[..., Any]) -> Any:
-        library: Any = torch._library.triton
-        search = library.get_inner_triton_kernels
-        library.get_inner_triton_kernels = lambda fn: []
-        try:
-            return torch.library.triton_op(name, fn, mutates_args={})
-        finally:
-            library.get_inner_triton_kernels = search
-
-    return register
-
-
-def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whichever the tensors are on. A call that is traced launches nothing, and
-    what Inductor generates sets the device itself."""
-    return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
-
-
-@_triton_op("specops::verify_exact")
 def verify_exact(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -70,18 +36,72 @@ def verify_exact(
     min_p: Tensor | None = None,
     argmax_lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*data, temperature, draft_lse, lenience, top_k, top_p, min_p, argmax_lenience)
-    checks.check_verify_exact(*args)
-    if target_logits.device.type != "cuda":
-        return cpu.verify_exact(*args)
-    from .kernels import verify
+    """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
 
-    with _on_device_of(target_logits):
-        return verify.verify_exact(*args)
+    Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
+    token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
+    2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
+    have exactly the target's law. Arithmetic is float32 or better. The whole law, also for NaN, masked and padded
+    input, is in docs/math.md.
+
+    With filters p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
+    sampling with the same filters. No filtered copy is written.
+
+    Args:
+        target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
+            +inf as the largest float32. A row with no finite entry yields the token -1.
+        draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
+            token is drawn from p there. This is how drafts of different lengths share a batch.
+        draft_logits: [B, K, V] float32, bfloat16 or float16 (need not be the target's dtype): exactly the logits the
+            drafts were sampled from. None = deterministic drafts (q is one-hot).
+        accept_uniforms: [B, K] float32 or float64 in [0, 1).
+        sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
+        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. A negative or NaN value is no
+            law: nothing is accepted and the next token is -1.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it, with the same filters.
+            Saves reading the draft rows but one, where nothing is filtered. A value that is not finite makes q zero.
+        lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
+            al. appendix A.5). Greedy rows ignore it.
+        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature.
+        top_p: [B] float32, as in `filter_logits`. NaN is no law, as a NaN temperature is none.
+        min_p: [B] float32, as in `filter_logits`. NaN is no law.
+        argmax_lenience: l in (0, 1], of greedy rows. 1 accepts the argmax alone and is lossless; below, a draft x is
+            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5), and the output
+            is no longer the target's greedy one. Sampled rows ignore it.
+
+    Returns:
+        output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
+        num_accepted [B] int64 in 0..K: accepted drafts only.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, a lenience or argmax_lenience out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> target = torch.full((1, 3, 4), -torch.inf)
+        >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
+        >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
+        (tensor([[ 2,  3, -1]]), tensor([1]))
+    """
+    given = VerifyArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        lenience,
+        top_k,
+        top_p,
+        min_p,
+        argmax_lenience,
+    )
+    checks.check_kinds(given)
+    return torch.ops.specops.verify_exact.default(*given)
 
 
-@_triton_op("specops::verify_block")
 def verify_block(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -95,18 +115,65 @@ def verify_block(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*data, temperature, draft_lse, lenience, top_k, top_p, min_p)
-    checks.check_verify_block(*args)
-    if target_logits.device.type != "cuda":
-        return cpu.verify_block(*args)
-    from .kernels import verify
+    """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
 
-    with _on_device_of(target_logits):
-        return verify.verify_block(*args)
+    With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
+    h_K = P_K, and before K h_i = S_i / (S_i + 1 - P_i), S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i. A
+    failure does not end the walk: a likely token makes up for an unlikely one before it. The next token is drawn from
+    max(P_n p - q, 0), after K acceptances from p (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
+    emitted tokens have exactly the target's law, and every number of drafts is reached at least as often as by
+    `verify_exact`; for K = 1 the two are the same. The whole law and its proof are in docs/math.md.
+
+    It reads more than `verify_exact`: besides every row once, the row pairs at which the block may still end.
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; of the block, only what comes before a row with no finite
+            entry can be accepted.
+        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and what stands behind it is not looked at.
+        draft_logits: [B, K, V] or None, as in `verify_exact`.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        temperature: [B], as in `verify_exact`; greedy rows (0) are verified token by token, as there.
+        draft_lse: [B, K], as in `verify_exact`. Here it saves reading the draft rows once, not at all.
+        lenience: 1.0. There is no lenient block verification; the argument lets one function stand in for the other.
+        top_k: [B] int64 or int32, as in `verify_exact`.
+        top_p: [B] float32, as in `verify_exact`.
+        min_p: [B] float32, as in `verify_exact`.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, a lenience other than 1.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+        >>> rows = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2))
+        >>> block = (*rows, torch.tensor([[0.9, 0.9]]), torch.tensor([0.5]))
+        >>> torch_specops.verify_exact(*block)             # 0 is rejected: p / q = 1/2
+        (tensor([[ 1, -1, -1]]), tensor([0]))
+        >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
+        (tensor([[0, 1, 1]]), tensor([2]))
+    """
+    given = VerifyArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        lenience,
+        top_k,
+        top_p,
+        min_p,
+    )
+    checks.check_kinds(given)
+    return torch.ops.specops.verify_block.default(*given[:-1])
 
 
-@_triton_op("specops::verify_sigmoid")
 def verify_sigmoid(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -117,18 +184,52 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    data = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*data, alpha, beta, temperature)
-    checks.check_verify_sigmoid(*args)
-    if target_logits.device.type != "cuda":
-        return cpu.verify_sigmoid(*args)
-    from .kernels import verify
+    """Verify with sigmoid scores in place of probabilities: LOSSY, and reads two logits per draft instead of rows.
 
-    with _on_device_of(target_logits):
-        return verify.verify_sigmoid(*args)
+    p^ = sigmoid((z_p / T - alpha) / (beta - alpha)) and q^ likewise take the places of p and q in `verify_exact`
+    (Wagner et al. 2024, section 3.2.2, equation 5); the scores do not sum to one, so the emitted tokens do not have
+    the target's law. At large scales the scores are nearly constant: nearly every draft is accepted. The bonus token
+    (all K accepted) is drawn from softmax(target_logits[:, K] / T).
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
+        draft_tokens: [B, K], as in `verify_exact`.
+        draft_logits: [B, K, V], as in `verify_exact` but required.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        alpha: finite, below 0, in units of a scaled logit.
+        beta: finite, above 0.
+        temperature: [B], as in `verify_exact`; greedy rows (0) are exact.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is no tensor or number, or of another dtype.
+        ValueError: a shape that does not fit, another device, alpha or beta out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.zeros(1, 3, 4)
+        >>> out, n = torch_specops.verify_sigmoid(
+        ...     logits, torch.tensor([[2, -1]]), logits[:, :2], torch.zeros(1, 2), torch.zeros(1))
+        >>> out, n                                         # equal scores: 2 is accepted, -1 is padding
+        (tensor([[ 2,  0, -1]]), tensor([1]))
+    """
+    given = SigmoidArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        alpha,
+        beta,
+        temperature,
+    )
+    checks.check_kinds(given)
+    return torch.ops.specops.verify_sigmoid.default(*given)
 
 
-@_triton_op("specops::sample")
 def sample(
     logits: Tensor,
     uniforms: Tensor,
@@ -137,17 +238,44 @@ def sample(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    args = (logits, uniforms, temperature, top_k, top_p, min_p)
-    checks.check_sample(*args)
-    if logits.device.type != "cuda":
-        return cpu.sample(*args)
-    from .kernels import sample as kernel
+    """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
-    with _on_device_of(logits):
-        return kernel.sample(*args)
+    Sampling the draft with this op and passing the same logits, the same filters and the returned `lse` to
+    `verify_exact` keeps q the distribution that was really sampled from (Leviathan et al. 2023, Algorithm 1, the draws
+    from M_q). With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy
+    is written.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
+            largest float32.
+        uniforms: [N] float32 or float64 in [0, 1).
+        temperature: [N] float32 >= 0; None = 1, 0 = argmax (lowest index of the maximum).
+        top_k: [N] int64 or int32, as in `filter_logits`.
+        top_p: [N] float32, as in `filter_logits`.
+        min_p: [N] float32, as in `filter_logits`.
+
+    Returns:
+        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
+        row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
+        lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of another dtype.
+        ValueError: a shape that does not fit, or another device.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
+        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
+        (tensor([1, 1]), tensor([0.6931, 0.0000]))
+    """
+    filters = Filters(temperature, top_k, top_p, min_p)
+    checks.check_tensor("logits", logits)
+    checks.check_tensor("uniforms", uniforms)
+    checks.check_kinds(filters)
+    return torch.ops.specops.sample.default(logits, uniforms, *filters)
 
 
-@_triton_op("specops::filter_logits")
 def filter_logits(
     logits: Tensor,
     temperature: Tensor | None = None,
@@ -155,51 +283,104 @@ def filter_logits(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    args = (logits, temperature, top_k, top_p, min_p)
-    checks.check_filter_logits(*args)
+    """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
+
+    These are the filters of transformers' `generate`, ties included; `sample` and `verify_exact` take them as arguments
+    and write no filtered copy, so this op is for other samplers, and for a filter on one of the two models alone. The
+    law is in docs/math.md, section 15.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16; any strides.
+        temperature: [N] float32 >= 0; None = 1. It changes what top_p and min_p keep; the logits stay undivided.
+            Greedy rows (0) keep every token.
+        top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
+        top_p: [N] float32: of what top_k kept, keep each token before which less than top_p of the probability comes,
+            in descending order, of equal logits the higher index first; >= 1 keeps all, <= 0 the first alone.
+        min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
+            maxima.
+
+    Returns:
+        [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit as it came. A
+        negative or NaN temperature, or a NaN top_p or min_p, is no law and removes the whole row.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of another dtype.
+        ValueError: a shape that does not fit, or another device.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0]])
+        >>> torch_specops.filter_logits(logits, top_k=torch.tensor([2, 0]), top_p=torch.tensor([1.0, 0.7]))
+        tensor([[-inf, 3., 2., 2.],
+                [-inf, 3., -inf, 2.]])
+    """
+    filters = Filters(temperature, top_k, top_p, min_p)
+    checks.check_tensor("logits", logits)
+    checks.check_kinds(filters)
+    return torch.ops.specops.filter_logits.default(logits, *filters)
+
+
+def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whichever the tensors are on. A call that is traced launches nothing, and
+    what Inductor generates sets the device itself."""
+    return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
+
+
+@register_op(verify_exact)
+def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
+    given = VerifyArguments(*args)
+    checks.check_verify_exact(given)
+    if given.target_logits.device.type != "cuda":
+        return dense.verify_exact(given)
+    from .kernels import verify
+
+    with _on_device_of(given.target_logits):
+        return verify.verify_exact(given)
+
+
+@register_op(verify_block)
+def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
+    given = VerifyArguments(*args)
+    checks.check_verify_block(given)
+    if given.target_logits.device.type != "cuda":
+        return dense.verify_block(given)
+    from .kernels import verify
+
+    with _on_device_of(given.target_logits):
+        return verify.verify_block(given)
+
+
+@register_op(verify_sigmoid)
+def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
+    given = SigmoidArguments(*args)
+    checks.check_verify_sigmoid(given)
+    if given.target_logits.device.type != "cuda":
+        return dense.verify_sigmoid(given)
+    from .kernels import verify
+
+    with _on_device_of(given.target_logits):
+        return verify.verify_sigmoid(given)
+
+
+@register_op(sample)
+def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    filters = Filters(*args)
+    checks.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
-        return cpu.filter_logits(*args)
+        return dense.sample(logits, uniforms, filters)
+    from .kernels import sample as kernel
+
+    with _on_device_of(logits):
+        return kernel.sample(logits, uniforms, filters)
+
+
+@register_op(filter_logits)
+def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
+    filters = Filters(*args)
+    checks.check_filter_logits(logits, filters)
+    if logits.device.type != "cuda":
+        return dense.filter_logits(logits, filters)
     from .kernels import filter as kernel
 
     with _on_device_of(logits):
-        return kernel.filter_logits(*args)
-
-
-def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(*((output,) if isinstance(output, Tensor) else output))
-
-
-def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
-    raise RuntimeError("the specops ops have no gradient")
-
-
-# Without this, floating-point outputs ask for the gradient of logits that require one, and a compiled model outside
-# no_grad fails.
-sample.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
-filter_logits.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
-
-
-def _register_vmap(op: Any) -> None:
-    """torch.func.vmap: what is mapped over joins the rows, which do not see each other."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        def joined(value: Any, dim: int | None) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            mapped = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
-            return mapped.flatten(0, 1)
-
-        def parted(result: Tensor) -> Tensor:
-            # Said in full: a batch of none leaves no size to be inferred.
-            return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
-
-        result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))
-        if isinstance(result, Tensor):
-            return parted(result), 0
-        return tuple(parted(each) for each in result), (0,) * len(result)
-
-    op.register_vmap(rule)
-
-
-for _op in (verify_exact, verify_sigmoid, sample, filter_logits):
-    _register_vmap(_op)
+        return kernel.filter_logits(logits, filters)

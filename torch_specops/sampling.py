@@ -1,4 +1,4 @@
-"""Sampling parameters, the filters, and the draft's sampler: the one whose law `verify_exact` expects."""
+"""Sampling parameters: what a user says once, and what the ops take for each row of a batch."""
 
 from __future__ import annotations
 
@@ -9,96 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, ops
-
-__all__ = ["SamplingParams", "SamplingTensors", "filter_logits", "sample"]
-
-
-def sample(
-    logits: Tensor,
-    uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
-
-    Sampling the draft with this op and passing the same logits, the same filters and the returned `lse` to
-    `verify_exact` keeps q the distribution that was really sampled from (Leviathan et al. 2023, Algorithm 1, the draws
-    from M_q). With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy
-    is written.
-
-    Args:
-        logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
-            largest float32.
-        uniforms: [N] float32 or float64 in [0, 1).
-        temperature: [N] float32 >= 0; None = 1, 0 = argmax (lowest index of the maximum).
-        top_k: [N] int64 or int32, as in `filter_logits`.
-        top_p: [N] float32, as in `filter_logits`.
-        min_p: [N] float32, as in `filter_logits`.
-
-    Returns:
-        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
-        row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
-        lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
-
-    Raises:
-        TypeError: an argument that is no tensor, or of another dtype.
-        ValueError: a shape that does not fit, or another device.
-
-    Example:
-        >>> import torch, torch_specops
-        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
-        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
-        (tensor([1, 1]), tensor([0.6931, 0.0000]))
-    """
-    checks.check_plain_tensors(logits=logits, uniforms=uniforms)
-    checks.check_optional_plain_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return ops.sample(logits, uniforms, temperature, top_k, top_p, min_p)
-
-
-def filter_logits(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-) -> Tensor:
-    """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
-
-    These are the filters of transformers' `generate`, ties included; `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for a filter on one of the two models alone. The
-    law is in docs/math.md, section 15.
-
-    Args:
-        logits: [N, V] float32, bfloat16 or float16; any strides.
-        temperature: [N] float32 >= 0; None = 1. It changes what top_p and min_p keep; the logits stay undivided.
-            Greedy rows (0) keep every token.
-        top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
-        top_p: [N] float32: of what top_k kept, keep each token before which less than top_p of the probability comes,
-            in descending order, of equal logits the higher index first; >= 1 keeps all, <= 0 the first alone.
-        min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
-            maxima.
-
-    Returns:
-        [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit as it came. A
-        negative or NaN temperature, or a NaN top_p or min_p, is no law and removes the whole row.
-
-    Raises:
-        TypeError: an argument that is no tensor, or of another dtype.
-        ValueError: a shape that does not fit, or another device.
-
-    Example:
-        >>> import torch, torch_specops
-        >>> logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0]])
-        >>> torch_specops.filter_logits(logits, top_k=torch.tensor([2, 0]), top_p=torch.tensor([1.0, 0.7]))
-        tensor([[-inf, 3., 2., 2.],
-                [-inf, 3., -inf, 2.]])
-    """
-    checks.check_plain_tensors(logits=logits)
-    checks.check_optional_plain_tensors(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return ops.filter_logits(logits, temperature, top_k, top_p, min_p)
+__all__ = ["SamplingParams", "SamplingTensors"]
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,16 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from torch.autograd import DeviceType
-from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor
 
-from . import runtime
+from . import interpreter, runtime
 from .runtime import HOST, LAUNCHES, MEMORY, NUM_DEVICES, CUDAGraph, Event, Stream, current_stream, index_of
 from .tensors import DeviceTensor, StandIn, launch
 
-__all__ = ["DeviceTensor", "fuse_products", "install", "installed"]
+__all__ = ["DeviceTensor", "install", "installed"]
 
 PROPERTIES = SimpleNamespace(
     name="CUDA stand-in",
@@ -154,14 +153,6 @@ def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Callable[..
     return (lambda function: function) if model is None else model
 
 
-def fuse_products(
-    _: Any, x: interpreter.TensorHandle, y: interpreter.TensorHandle, z: interpreter.TensorHandle
-) -> interpreter.TensorHandle:
-    """`tl.fma` as devices have it, rounded once; the interpreter rounds the product too. Float64 holds it exactly."""
-    product = x.data.astype(np.float64) * y.data
-    return interpreter.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
-
-
 def nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -223,30 +214,9 @@ def install() -> None:
     torch.compiler.cudagraph_mark_step_begin = nothing
     torch.profiler.profile = Profile
     torch.cuda.profiler.profile = nullcontext
-    interpreter.InterpreterBuilder.create_fma = fuse_products
-    run_kernel = interpreter.GridExecutor.__call__
-
-    patch_language = interpreter._patch_lang
-
-    def run_quietly(*args: Any, **kwargs: Any) -> None:
-        patched: dict[int, Any] = {}
-
-        def patch_once(function: Any) -> Any:
-            module = id(function.__globals__)
-            if module not in patched:
-                patched[module] = patch_language(function)
-            return patched[module]
-
-        # The interpreter would look through all of Triton's language in every call of a device function.
-        interpreter._patch_lang = patch_once
-        try:
-            # numpy warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
-            with np.errstate(all="ignore"):
-                run_kernel(*args, **kwargs)
-        finally:
-            interpreter._patch_lang = patch_language
-
-    interpreter.GridExecutor.__call__ = lambda *args, **kwargs: launch(run_quietly, *args, **kwargs)
+    interpreter.prepare()
+    run_kernel = GridExecutor.__call__
+    GridExecutor.__call__ = lambda *args, **kwargs: launch(run_kernel, *args, **kwargs)
 
     # A thread that begins later has the stand-in too.
     run = threading.Thread.run

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import sampling as _sampling
-from .. import schedules, verification
+from .. import ops, schedules
 from ..drafts import DraftSource, LanguageModel, ModelDraft
 from ..sampling import SamplingParams, SamplingTensors
 from ..schedules import Schedule
-from ..verification import verify_exact, verify_sigmoid
 from .state import Verify
 
 __all__ = ["as_draft_source", "as_language_model", "as_sampling", "as_schedule", "as_verify", "resolve_compile"]
@@ -125,7 +123,7 @@ def _verify_exact(
     draft_lse: Tensor | None,
     **lenience: Any,
 ) -> tuple[Tensor, Tensor]:
-    return verify_exact(
+    return ops.verify_exact(
         target_logits,
         draft_tokens,
         draft_logits,
@@ -147,7 +145,7 @@ def _verify_block(
     sampling: SamplingTensors,
     draft_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return verification.verify_block(
+    return ops.verify_block(
         target_logits,
         draft_tokens,
         draft_logits,
@@ -172,9 +170,9 @@ def _verify_sigmoid(
     uniforms = accept_uniforms, sample_uniforms
     if draft_logits is None:
         # No drafts in this step: one token from the target.
-        return verify_exact(target_logits, draft_tokens, None, *uniforms, sampling.temperature)
+        return ops.verify_exact(target_logits, draft_tokens, None, *uniforms, sampling.temperature)
     draft_logits = _filtered(draft_logits, sampling)
-    return verify_sigmoid(target_logits, draft_tokens, draft_logits, *uniforms, temperature=sampling.temperature)
+    return ops.verify_sigmoid(target_logits, draft_tokens, draft_logits, *uniforms, temperature=sampling.temperature)
 
 
 def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -184,4 +182,4 @@ def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     rows = logits.shape[1]
     each = {name: value.repeat_interleave(rows) for name, value in sampling.filters.items()}
     temperature = sampling.temperature.repeat_interleave(rows)
-    return _sampling.filter_logits(logits.flatten(0, 1), temperature, **each).unflatten(0, logits.shape[:2])
+    return ops.filter_logits(logits.flatten(0, 1), temperature, **each).unflatten(0, logits.shape[:2])

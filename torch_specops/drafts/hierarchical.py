@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
+from ..ops import verify_exact
 from ..sampling import SamplingTensors
-from ..verification import verify_exact
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 from .model import ModelDraft
 from .prompt_lookup import PromptLookup

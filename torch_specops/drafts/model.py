@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..compilation import CompiledPieces
-from ..sampling import SamplingTensors, sample
+from ..ops import sample
+from ..sampling import SamplingTensors
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..sampling import SamplingTensors, sample
+from ..ops import sample
+from ..sampling import SamplingTensors
 from ..uniforms import uniforms
 from .base import Draft, DraftSource
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.generation import utils as generation
 
 from ..checks import check_numbers
-from ..verification import verify_exact, verify_sigmoid
+from ..ops import verify_exact, verify_sigmoid
 
 __all__ = ["AssistedStats", "assisted_generation", "code_digest"]
 

@@ -1,10 +1,11 @@
-"""Host side of every launch: how a kernel is built and wrapped, and tile sizes, chosen from shapes by a fixed table.
+"""Host side of every launch: how a kernel is built and called, and tile sizes, chosen from shapes by a fixed table.
 
-Axes of a grid are sequence, tile, row: programs find out where they are without a division, and only the first axis
+The axes of a grid are sequence, tile, row. So a program finds its place without a division, and only the first axis
 takes more than 65,535.
 
-A size may be symbolic while a call is traced. What any size may have is then chosen for the size of the example,
-without a guard (`hint`): a graph with a dynamic batch is one graph."""
+A size may be symbolic while a call is traced. Tile sizes are then chosen for the size of the example, without a guard
+(`hint`): a graph with a dynamic batch stays one graph.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from torch import Tensor
 
 __all__ = [
     "check_grid",
+    "contiguous",
     "hint",
     "jit",
     "lanes",
+    "logits_strides",
     "num_tiles",
     "num_warps",
+    "run",
     "stats_warps",
     "tile_size",
     "tiles_per_program",
@@ -36,9 +40,9 @@ FEW_PROGRAMS = 1024
 # About four of 8 warps for each multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 512
 MAX_TILES_PER_PROGRAM = 8
-# Of the second and third axis of a grid.
+# The longest second or third axis of a grid.
 MAX_AXIS = 65_535
-# The threads of a warp: fewer would not be faster, and every width is another build.
+# The threads of a warp. A narrower range would not be faster, and every width is another build.
 MIN_LANES = 32
 
 if triton.knobs.runtime.interpret:
@@ -50,11 +54,32 @@ else:
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit` with one build for all sizes, strides and addresses: the kernels need to know nothing that divides
-    them for wide loads (`rows.py`)."""
+    """`triton.jit` with one build for all sizes, strides and addresses: the kernels load 16 bytes at a time whatever
+    divides them (`rows.py`)."""
     parameters = inspect.signature(kernel).parameters.values()
     names = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
     return triton.jit(kernel, do_not_specialize=names, do_not_specialize_on_alignment=names)
+
+
+def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: int) -> None:
+    """Launch `kernel` with those of `values` that it has a parameter for. None = an argument that the call lacks: the
+    kernel is built without it."""
+    wrap_triton(kernel)[grid](**{name: values[name] for name in kernel.arg_names}, num_warps=num_warps)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """The kernels take strides of logits alone: of what is as small as [B, K], a strided tensor is copied."""
+    # Not x.contiguous(), which fails for a fake CUDA tensor where torch is built without CUDA.
+    return x if x is None or x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, int | None]:
+    """Strides under the names that kernels have for them. None for the last one = 1, the case that is built with wide
+    loads."""
+    if logits is None:
+        return dict.fromkeys(names, 0) | {names[-1]: None}
+    *outer, inner = logits.stride()
+    return dict(zip(names, (*outer, None if inner == 1 else inner), strict=True))
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -72,19 +97,19 @@ def tile_size(vocab_size: int, num_rows: int) -> int:
 
 
 def num_warps(tile: int) -> int:
-    """At least 8 values a thread, which are 16 bytes of a 16-bit type."""
+    """At least 8 values per thread, which are 16 bytes of a 16-bit type."""
     return min(max(tile // 256, 1), 8)
 
 
 def stats_warps(tile: int) -> int:
-    """Of a kernel that only sums a tile up: twice the values a thread, 32 in the largest, as half of what a thread of
-    such a kernel executes does not depend on them."""
+    """For a kernel that only sums up a tile: twice the values per thread, because half of the instructions of such a
+    thread do not depend on how many it has."""
     return min(max(tile // 512, 1), 4)
 
 
 def tiles_per_program(num_tiles: int) -> int:
-    """Tiles, of `num_tiles` in all, that a program takes one after another where much work comes before the first: as
-    many as still make RESIDENT_PROGRAMS programs."""
+    """Tiles that one program takes in turn, of `num_tiles` in all, where much work comes before the first: as many as
+    still leave RESIDENT_PROGRAMS programs."""
     count = 1
     while count < MAX_TILES_PER_PROGRAM and hint(num_tiles) >= 2 * count * RESIDENT_PROGRAMS:
         count *= 2
@@ -92,13 +117,14 @@ def tiles_per_program(num_tiles: int) -> int:
 
 
 def num_tiles(logits: Tensor, tile: int, draft_logits: Tensor | None = None) -> int:
-    """Tiles that cover a row, of either tensor, which may start anywhere behind a 16-byte boundary."""
+    """Tiles that cover a row of either tensor, wherever it starts behind a 16-byte boundary."""
     size = min(logits.element_size(), logits.element_size() if draft_logits is None else draft_logits.element_size())
     return triton.cdiv(logits.shape[-1] + 16 // size - 1, tile)
 
 
 def check_grid(name: str, logits: Tensor, num_rows: int, num_tiles: int) -> None:
-    """Rows of a sequence, the draft's among them, and tiles of a row: the axes that may be too long."""
+    """Raise ValueError if the rows of a sequence, the draft's included, or the tiles of a row are too many for a
+    grid."""
     for axis, count in (("rows of a sequence, the draft's included", num_rows), ("tiles of a row", num_tiles)):
         if count > MAX_AXIS:
             raise ValueError(
@@ -107,8 +133,8 @@ def check_grid(name: str, logits: Tensor, num_rows: int, num_tiles: int) -> None
 
 
 def lanes(count: int) -> int:
-    """The power of two that holds `count`, and a guard where that is symbolic, by comparisons alone: bit operations a
-    symbolic size refuses."""
+    """The power of two that holds `count`. By comparisons alone, because a symbolic size refuses bit operations; each
+    is a guard."""
     width = MIN_LANES
     while width < count:
         width *= 2

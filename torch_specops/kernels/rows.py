@@ -5,7 +5,12 @@ row's first entry, `lead` entries earlier, so that every load of a whole 16-byte
 vocabulary size, stride and offset. A tile inside the row is loaded without masks. The chunks that the row only partly
 fills, at most one at each end, are loaded entry by entry. No byte outside the row is read.
 
+`stride_v` is the stride between the logits of a row, None = 1. Strided rows have no wide loads, and a lead of 0.
+
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
+
+What a tile contributes to its row is a pair of float32 in memory, its partials: the maximum and the sum of
+exponentials, or in a greedy row the maximum and the bits of the token that has it.
 
 Kernels import these functions by name: Inductor writes a kernel's source anew and follows plain global names only.
 """
@@ -18,15 +23,24 @@ FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
 INT32_MAX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Of a power of two; its rounding, at most 2**-11, is corrected by the first terms of a series.
+# The rounding of a power of two below this one is at most 2**-11, and the first terms of a series correct it.
 LARGEST_PLAIN_EXPONENT = tl.constexpr(2.0**14)
 
 
 @triton.jit
-def inverse_temperature(temperature, HAS_TEMPERATURE: tl.constexpr):
-    """1 / T, finite and positive for every T; 1 for a greedy row, whose values must stay comparable."""
+def load_temperature(temperature_ptr, row):
+    """T of a row; 1 where no temperature is given."""
+    temperature = 1.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+    return temperature
+
+
+@triton.jit
+def inverse_temperature(temperature_ptr, temperature):
+    """1 / T: finite and positive for every T, and 1 for a greedy row, whose values must stay comparable."""
     inverse = 1.0
-    if HAS_TEMPERATURE:
+    if temperature_ptr is not None:
         inverse = tl.minimum(tl.maximum(tl.div_rn(1.0, temperature), FLOAT32_TINY), FLOAT32_MAX)
         inverse = tl.where(temperature > 0, inverse, 1.0)
     return inverse
@@ -55,12 +69,18 @@ def exponential(x):
 
 
 @triton.jit
-def row_lead(row_ptr, UNIT_STRIDE: tl.constexpr):
+def row_lead(row_ptr, stride_v):
     """Entries between the 16-byte boundary at or before the row and its first entry."""
     lead = 0
-    if UNIT_STRIDE:
+    if stride_v is None:
         lead = ((row_ptr.to(tl.int64) & 15) // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
     return lead
+
+
+@triton.jit
+def tile_tokens(lead, tile, TILE: tl.constexpr):
+    """[TILE] token ids of a tile; below 0 or past the vocabulary outside the row."""
+    return tile * TILE + tl.arange(0, TILE) - lead
 
 
 @triton.jit
@@ -87,18 +107,9 @@ def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.
 
 
 @triton.jit
-def load_own_logits(
-    row_ptr,
-    stride_v,
-    lead,
-    vocab_size,
-    tile,
-    TILE: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    WIDEN: tl.constexpr = False,
-):
+def load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """[TILE] raw logits of a tile counted from the row's own boundary, `lead` = row_lead(row_ptr)."""
-    if UNIT_STRIDE:
+    if stride_v is None:
         x = load_aligned(row_ptr, lead, vocab_size, tile, TILE, WIDEN)
     else:
         v = tile_tokens(lead, tile, TILE)
@@ -109,98 +120,62 @@ def load_own_logits(
 
 
 @triton.jit
-def load_kept_logits(
-    row_ptr,
-    stride_v,
-    lead,
-    vocab_size,
-    tile,
-    TILE: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    bounds_ptr=None,
-    FILTERED: tl.constexpr = False,
-):
-    """`load_own_logits`; -inf outside the bounds, if there are any."""
-    x = load_own_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, True)
-    if FILTERED:
-        x = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr)
+def load_logits_beside(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
+    """[TILE] raw logits of a tile counted from another row's boundary: wide where the two happen to agree."""
+    v = tile_tokens(lead, tile, TILE)
+    inside = (v >= 0) & (v < vocab_size)
+    if stride_v is None:
+        if ((row_ptr - lead).to(tl.int64) & 15) == 0:
+            x = load_aligned(row_ptr, lead, vocab_size, tile, TILE, WIDEN)
+        else:
+            x = tl.load(row_ptr + v, mask=inside, other=float("-inf"))
+            if WIDEN:
+                x = widen(x)
+    else:
+        x = tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf"))
+        if WIDEN:
+            x = widen(x)
     return x
 
 
 @triton.jit
-def load_own_tile(
-    row_ptr,
-    stride_v,
-    lead,
-    vocab_size,
-    tile,
-    inverse_t,
-    TILE: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    bounds_ptr=None,
-    FILTERED: tl.constexpr = False,
-):
-    """[TILE] scaled logits of a tile counted from the row's own boundary; -inf outside the bounds, if there are any."""
-    return scale(
-        load_kept_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, bounds_ptr, FILTERED), inverse_t
-    )
-
-
-@triton.jit
-def load_tile_of(
-    row_ptr,
-    stride_v,
-    lead,
-    vocab_size,
-    tile,
-    inverse_t,
-    TILE: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    bounds_ptr=None,
-    FILTERED: tl.constexpr = False,
-):
-    """[TILE] scaled logits of a tile counted from another row's boundary: wide where the two happen to agree."""
-    v = tile_tokens(lead, tile, TILE)
-    if UNIT_STRIDE:
-        if ((row_ptr - lead).to(tl.int64) & 15) == 0:
-            x = load_aligned(row_ptr, lead, vocab_size, tile, TILE, True)
-        else:
-            x = widen(tl.load(row_ptr + v, mask=(v >= 0) & (v < vocab_size), other=float("-inf")))
-    else:
-        inside = (v >= 0) & (v < vocab_size)
-        x = widen(tl.load(row_ptr + v.to(tl.int64) * stride_v, mask=inside, other=float("-inf")))
-    if FILTERED:
-        x = within_bounds(x, v, bounds_ptr)
-    return scale(x, inverse_t)
-
-
-@triton.jit
-def tile_tokens(lead, tile, TILE: tl.constexpr):
-    """[TILE] token ids of a tile; below 0 or past the vocabulary outside the row."""
-    return tile * TILE + tl.arange(0, TILE) - lead
-
-
-@triton.jit
-def keep(x, v, cut, first):
+def keep(x, v, cut, first_at_cut):
     """Raw logits of token ids v in float32, -inf where the filters removed them: what is kept lies above the cut, or at
-    it from id `first` on."""
+    it from id `first_at_cut` on."""
     x = x.to(tl.float32)
-    return tl.where((x > cut) | ((x == cut) & (v >= first)), x, float("-inf"))
+    return tl.where((x > cut) | ((x == cut) & (v >= first_at_cut)), x, float("-inf"))
 
 
 @triton.jit
-def within_bounds(x, v, bounds_ptr):
-    """`keep` by the bounds of one row, as `filter` stored them."""
-    return keep(x, v, tl.load(bounds_ptr), tl.load(bounds_ptr + 1).to(tl.int32, bitcast=True))
+def within_bounds(x, v, bounds_ptr, bounds_row):
+    """`keep` by the bounds of a row, as `filter` stored them; all of x where there are no bounds (None)."""
+    if bounds_ptr is not None:
+        cut = tl.load(bounds_ptr + bounds_row * 2)
+        first_at_cut = tl.load(bounds_ptr + bounds_row * 2 + 1).to(tl.int32, bitcast=True)
+        x = keep(x, v, cut, first_at_cut)
+    return x
 
 
 @triton.jit
-def bounds_of(bounds_ptr, b, row, num_bounds, FILTERED: tl.constexpr):
-    """Where the bounds of a sequence's row (or rows) are, of num_bounds a sequence."""
-    row_bounds_ptr = bounds_ptr
-    if FILTERED:
-        row_bounds_ptr = bounds_ptr + (b * num_bounds + row) * 2
-    return row_bounds_ptr
+def load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE: tl.constexpr):
+    """[TILE] logits of a tile in float32, -inf outside the row's bounds."""
+    x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, True)
+    return within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, bounds_row)
+
+
+@triton.jit
+def load_scaled(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE: tl.constexpr):
+    """[TILE] scaled logits of a tile, -inf outside the row's bounds."""
+    return scale(load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE), inverse_t)
+
+
+@triton.jit
+def load_scaled_beside(
+    row_ptr, stride_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE: tl.constexpr
+):
+    """`load_scaled` of a tile counted from another row's boundary."""
+    x = load_logits_beside(row_ptr, stride_v, lead, vocab_size, tile, TILE, True)
+    return scale(within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, bounds_row), inverse_t)
 
 
 @triton.jit
@@ -209,8 +184,8 @@ def tile_stats(x, inverse_t):
     finite entry.
 
     exp(z - maximum) is 2**(x c - s) / 2**(x_max c - s) with c = log2(e) / T. Where s is x_max c rounded, the divisor is
-    almost 1, and the sum is divided by it. So an entry costs one fused product and sum, the power of two and the
-    addition; what `scale` spends on NaN and on the ends of float32 is spent on the tiles that need it alone."""
+    almost 1, and the sum is divided by it. So an entry costs one fused multiply-add, one power of two and one addition.
+    Only a tile with NaN or values near the ends of float32 is scaled entry by entry."""
     x = widen(x)
     c = inverse_t * LOG2_E
     x_max = tl.max(x, 0)
@@ -218,13 +193,13 @@ def tile_stats(x, inverse_t):
     plain = tl.abs(shift) <= LARGEST_PLAIN_EXPONENT
     shift = tl.where(plain, shift, 0.0)
     total = tl.sum(tl.exp2(tl.fma(x, c, -shift)), 0)
-    first = x_max * inverse_t
+    z_max = x_max * inverse_t
     rest = tl.where(plain, tl.fma(x_max, c, -shift) * LN_2, 0.0)
-    second = tl.fma(total, rest * tl.fma(rest, 0.5, -1.0), total)
+    z_sum = tl.fma(total, rest * tl.fma(rest, 0.5, -1.0), total)
     # A masked tile is plain too: no entry has weight. A sum that is NaN is not >= 0.
     if ((plain | (x_max == float("-inf"))) & (total >= 0)) == 0:
-        first, second = scaled_stats(scale(x, inverse_t))
-    return first, second
+        z_max, z_sum = scaled_stats(scale(x, inverse_t))
+    return z_max, z_sum
 
 
 @triton.jit
@@ -243,14 +218,27 @@ def tile_argmax(z, v):
 
 
 @triton.jit
+def store_pair(pair_ptr, left, right):
+    tl.store(pair_ptr, left)
+    tl.store(pair_ptr + 1, right)
+
+
+@triton.jit
 def load_partials(partial_ptr, row, num_tiles, live, BLOCK_T: tl.constexpr):
     """[R, BLOCK_T] the two partials of every tile of rows [R]; (-inf, 0) where not live."""
     tile = tl.arange(0, BLOCK_T)
     offset = (row[:, None] * num_tiles + tile[None, :]) * 2
     mask = live[:, None] & (tile < num_tiles)[None, :]
-    first = tl.load(partial_ptr + offset, mask=mask, other=float("-inf"))
-    second = tl.load(partial_ptr + offset + 1, mask=mask, other=0.0)
-    return first, second
+    tile_max = tl.load(partial_ptr + offset, mask=mask, other=float("-inf"))
+    sum_or_token = tl.load(partial_ptr + offset + 1, mask=mask, other=0.0)
+    return tile_max, sum_or_token
+
+
+@triton.jit
+def load_row_partials(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
+    """[1, BLOCK_T] `load_partials` of a single row."""
+    rows = row + tl.zeros((1,), tl.int64)
+    return load_partials(partial_ptr, rows, num_tiles, rows >= 0, BLOCK_T)
 
 
 @triton.jit
@@ -267,6 +255,21 @@ def combine_argmax(tile_max, tile_token):
     z_max = tl.max(tile_max, 1)
     token = tl.where(tile_max == z_max[:, None], tile_token.to(tl.int32, bitcast=True), INT32_MAX)
     return tl.where(z_max > float("-inf"), tl.min(token, 1), -1)
+
+
+@triton.jit
+def row_stats(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
+    """Maximum and sum of exponentials of one row from its partials; the maximum is finite also where no entry is."""
+    tile_max, tile_sum = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
+    z_max, z_sum = combine_stats(tile_max, tile_sum)
+    return tl.maximum(tl.max(z_max, 0), -FLOAT32_MAX), tl.max(z_sum, 0)
+
+
+@triton.jit
+def row_argmax(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
+    """Lowest token id of one row's maximum from its partials; -1 for a row with no finite entry."""
+    tile_max, tile_token = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
+    return tl.max(combine_argmax(tile_max, tile_token), 0)
 
 
 @triton.jit

@@ -11,23 +11,25 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Filters
 from . import launch
 from .filter import filter_bounds
-from .launch import wrap_triton
 from .rows import (
     FLOAT32_MAX,
     combine_argmax,
     combine_stats,
     exponential,
     inverse_temperature,
-    load_kept_logits,
-    load_own_tile,
-    load_partials,
+    load_kept,
+    load_row_partials,
+    load_scaled,
+    load_temperature,
     pick_tile,
     pick_token,
     reciprocal,
     row_lead,
     scale,
+    store_pair,
     tile_argmax,
     tile_stats,
     tile_tokens,
@@ -39,90 +41,63 @@ __all__ = ["sample"]
 @launch.jit
 def stats_kernel(
     logits_ptr,  # [N, V]
-    temperature_ptr,  # [N]
+    temperature_ptr,  # [N] or None
+    bounds_ptr,  # [N, 2] or None
     partial_ptr,  # [N, num_tiles, 2]
-    bounds_ptr,  # [N, 2]
     stride_n,
     stride_v,
-    stride_t,
     vocab_size,
     num_tiles,
-    HAS_TEMPERATURE: tl.constexpr,
-    FILTERED: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row * stride_t)
+    temperature = load_temperature(temperature_ptr, row)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
     row_ptr = logits_ptr + row * stride_n
-    lead = row_lead(row_ptr, UNIT_STRIDE)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-    x = load_kept_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, UNIT_STRIDE, bounds_ptr + row * 2, FILTERED)
+    lead = row_lead(row_ptr, stride_v)
+    x = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, TILE)
     if temperature == 0:
-        first, second = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
+        tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
     else:
-        first, second = tile_stats(x, inverse_t)
-    own_partial_ptr = partial_ptr + (row * num_tiles + tile) * 2
-    tl.store(own_partial_ptr, first)
-    tl.store(own_partial_ptr + 1, second)
+        tile_max, sum_or_token = tile_stats(x, inverse_t)
+    store_pair(partial_ptr + (row * num_tiles + tile) * 2, tile_max, sum_or_token)
 
 
 @launch.jit
 def draw_kernel(
     logits_ptr,  # [N, V]
     uniforms_ptr,  # [N]
-    temperature_ptr,  # [N]
+    temperature_ptr,  # [N] or None
+    bounds_ptr,  # [N, 2] or None
     partial_ptr,  # [N, num_tiles, 2]
-    bounds_ptr,  # [N, 2]
     tokens_ptr,  # [N]
     lse_ptr,  # [N]
     stride_n,
     stride_v,
-    stride_u,
-    stride_t,
     vocab_size,
     num_tiles,
-    HAS_TEMPERATURE: tl.constexpr,
-    FILTERED: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row * stride_t)
-    only = row + tl.zeros((1,), tl.int64)
-    first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+    temperature = load_temperature(temperature_ptr, row)
+    tile_max, sum_or_token = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
     if temperature == 0:
-        token = tl.max(combine_argmax(first, second), 0)
+        token = tl.max(combine_argmax(tile_max, sum_or_token), 0)
         lse = tl.where(token >= 0, 0.0, float("-inf"))
     else:
-        z_max, z_sum = combine_stats(first, second)
+        z_max, z_sum = combine_stats(tile_max, sum_or_token)
         row_max = tl.max(z_max, 0)
         row_sum = tl.max(z_sum, 0)
         shift = tl.maximum(row_max, -FLOAT32_MAX)
         weight = reciprocal(row_sum)
-        mass = tl.max(second * exponential(first - shift) * weight, 0)
-        tile, threshold = pick_tile(mass, tl.load(uniforms_ptr + row * stride_u))
+        mass = tl.max(sum_or_token * exponential(tile_max - shift) * weight, 0)
+        tile, threshold = pick_tile(mass, tl.load(uniforms_ptr + row))
         row_ptr = logits_ptr + row * stride_n
-        lead = row_lead(row_ptr, UNIT_STRIDE)
-        inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-        z = load_own_tile(
-            row_ptr,
-            stride_v,
-            lead,
-            vocab_size,
-            tile,
-            inverse_t,
-            TILE,
-            UNIT_STRIDE,
-            bounds_ptr + row * 2,
-            FILTERED,
-        )
+        lead = row_lead(row_ptr, stride_v)
+        inverse_t = inverse_temperature(temperature_ptr, temperature)
+        z = load_scaled(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, bounds_ptr, row, TILE)
         token = pick_token(exponential(z - shift) * weight, tile_tokens(lead, tile, TILE), threshold)
         lse = row_max + tl.log(row_sum)
     lawful = (token >= 0) & (temperature >= 0)
@@ -130,18 +105,8 @@ def draw_kernel(
     tl.store(lse_ptr + row, tl.where(lawful, lse, float("-inf")))
 
 
-def sample(
-    logits: Tensor,
-    uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    *,
-    tile: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch `specops::sample`; arguments as the op's, checked there. `tile` overrides the table (tests,
-    benchmarks)."""
+def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """Launch `specops::sample`; the op has checked the arguments. `tile` overrides the table (tests, benchmarks)."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -150,46 +115,20 @@ def sample(
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)
-    partial = torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device)
-    filtered = top_k is not None or top_p is not None or min_p is not None
-    # An absent tensor is passed as a present one that the kernel does not touch.
-    bounds = partial
-    if filtered:
-        bounds = filter_bounds(logits.unsqueeze(1), temperature, top_k, top_p, min_p, tile=tile)
-    t = uniforms if temperature is None else temperature
-    flags = {
-        "HAS_TEMPERATURE": temperature is not None,
-        "FILTERED": filtered,
-        "UNIT_STRIDE": logits.stride(1) == 1,
+    values = {
+        "logits_ptr": logits,
+        "uniforms_ptr": launch.contiguous(uniforms),
+        "temperature_ptr": launch.contiguous(filters.temperature),
+        "bounds_ptr": filter_bounds(logits.unsqueeze(1), filters, tile=tile) if filters.removes_tokens else None,
+        "partial_ptr": torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device),
+        "tokens_ptr": tokens,
+        "lse_ptr": lse,
+        **launch.logits_strides(("stride_n", "stride_v"), logits),
+        "vocab_size": vocab_size,
+        "num_tiles": num_tiles,
         "TILE": tile,
-        "num_warps": launch.num_warps(tile),
+        "BLOCK_T": launch.lanes(num_tiles),
     }
-    wrap_triton(stats_kernel)[(num_rows, num_tiles)](
-        logits,
-        t,
-        partial,
-        bounds,
-        *logits.stride(),
-        t.stride(0),
-        vocab_size,
-        num_tiles,
-        **(flags | {"num_warps": launch.stats_warps(tile)}),
-    )
-    wrap_triton(draw_kernel)[(num_rows,)](
-        logits,
-        uniforms,
-        t,
-        partial,
-        bounds,
-        tokens,
-        lse,
-        logits.stride(0),
-        logits.stride(1),
-        uniforms.stride(0),
-        t.stride(0),
-        vocab_size,
-        num_tiles,
-        BLOCK_T=launch.lanes(num_tiles),
-        **flags,
-    )
+    launch.run(stats_kernel, (num_rows, num_tiles), values, launch.stats_warps(tile))
+    launch.run(draw_kernel, (num_rows,), values, launch.num_warps(tile))
     return tokens, lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
-from ..cpu.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
-from ..cpu.walk import apply_greedy, gather, leading, near_argmax, output, probability, stats_from_lse
-from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
+from ..arguments import VerifyArguments
+from ..dense.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+from ..dense.walk import (
+    accepts,
+    apply_greedy,
+    is_near_argmax,
+    logits_of,
+    num_leading,
+    output_rows,
+    probability,
+    stats_from_lse,
+)
+from .exchange import all_gather, check_agreement, exchange, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
 
 __all__ = ["verify_exact"]
@@ -78,125 +89,111 @@ def verify_exact(
         (tensor([[ 2,  3, -1]]), tensor([1]))
         >>> torch.distributed.destroy_process_group()
     """
-    checks.check_tensors(
-        target_logits=target_logits,
-        draft_tokens=draft_tokens,
-        accept_uniforms=accept_uniforms,
-        sample_uniforms=sample_uniforms,
+    given = VerifyArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        temperature,
+        draft_lse,
+        lenience,
+        argmax_lenience=argmax_lenience,
     )
-    checks.check_optional_tensors(draft_logits=draft_logits, temperature=temperature, draft_lse=draft_lse)
-    checks.check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
-    lenience, argmax_lenience = float(lenience), float(argmax_lenience)
-    logits = [columns("target_logits", target_logits, 3)]
-    if draft_logits is not None:
-        logits.append(columns("draft_logits", draft_logits, 3))
-    shards, parts = place(group, shard_sizes, logits)
-    target, draft = parts[0], parts[1] if len(parts) > 1 else None
-    draft_tokens = replicated("draft_tokens", draft_tokens)
-    accept_uniforms = replicated("accept_uniforms", accept_uniforms)
-    sample_uniforms = replicated("sample_uniforms", sample_uniforms)
-    temperature = None if temperature is None else replicated("temperature", temperature)
-    draft_lse = None if draft_lse is None else replicated("draft_lse", draft_lse)
-    data = (target, draft_tokens, draft, accept_uniforms, sample_uniforms, temperature, draft_lse, lenience)
-    checks.check_verify_exact(*data, top_k=None, top_p=None, min_p=None, argmax_lenience=argmax_lenience)
+    checks.check_kinds(given, plain=False)
+    shards, given = _local_part(given, group, shard_sizes)
+    checks.check_verify_exact(given)
     if check_ranks:
-        check_agreement(
-            shards,
-            ("target_logits", tuple(target.shape[:-1])),
-            ("draft_logits", None if draft is None else tuple(draft.shape[:-1])),
-            ("draft_tokens", draft_tokens),
-            ("accept_uniforms", accept_uniforms),
-            ("sample_uniforms", sample_uniforms),
-            ("temperature", temperature),
-            ("draft_lse", draft_lse),
-            ("lenience", (lenience,)),
-            ("argmax_lenience", (argmax_lenience,)),
-        )
-    return _verify(*data, argmax_lenience, shards)
+        check_agreement(shards, given._asdict())
+    return _verify(given, shards)
 
 
-def _verify(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    temperature: Tensor | None,
-    draft_lse: Tensor | None,
-    lenience: float,
-    argmax_lenience: float,
-    shards: Shards,
-) -> tuple[Tensor, Tensor]:
+def _local_part(
+    given: VerifyArguments, group: ProcessGroup | DeviceMesh | None, sizes: Sequence[int] | None
+) -> tuple[Shards, VerifyArguments]:
+    """The split, and the arguments as plain tensors: this rank's columns of the logits, everything else whole."""
+    names = ["target_logits"] if given.draft_logits is None else ["target_logits", "draft_logits"]
+    shards, logits = place(group, sizes, [columns(name, getattr(given, name), 3) for name in names])
+    local: dict[str, Any] = given._asdict() | dict(zip(names, logits, strict=True))
+    return shards, VerifyArguments(**{name: replicated(name, value) for name, value in local.items()})
+
+
+def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature = given.temperature
     batch, num_drafts = draft_tokens.shape
     if batch == 0:
         return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
-    inverse = inverse_temperature(temperature)
+    inverse_t = inverse_temperature(temperature)  # [B]
     in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
-    x = draft_tokens.long() - shards.offset
+    x = draft_tokens.long() - shards.offset  # [B, K] columns of this shard
     in_shard = (x >= 0) & (x < shards.size)
     x = torch.where(in_shard, x, 0)
 
-    # 1. The softmax statistics of every row, and the logits of the drafts, each from the rank that holds it.
-    scaled_target = scale(target_logits, inverse)
-    z_max, z_sum = softmax_stats(scaled_target)
-    z_px = torch.where(in_shard, scale(gather(target_logits[:, :num_drafts], x), inverse), -torch.inf)
-    own = [z_max, z_sum, z_px]
-    if temperature is not None:
-        own.append(lowest_argmax(scaled_target, z_max) + shards.offset)
-    if draft_logits is not None:
-        own.append(torch.where(in_shard, scale(gather(draft_logits, x), inverse), -torch.inf))
-        if draft_lse is None:
-            own.extend(softmax_stats(scale(draft_logits, inverse)))
-    widths = [number.shape[1] for number in own]
-    every = list(all_gather(torch.cat([number.double() for number in own], 1), shards).split(widths, 2))
+    def of_drafts(logits: Tensor) -> Tensor:
+        """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
+        return torch.where(in_shard, scale(logits_of(logits, x), inverse_t), -torch.inf)
 
-    p_top, p_total, _ = merge_stats(every[0], every[1])
-    z_px = every[2].amax(0)
-    p_x = probability(z_px, p_top[:, :-1], p_total[:, :-1])
-    greedy_tokens = None if temperature is None else merge_argmax(every[0], every[3])
+    # 1. The softmax statistics of every row, and the logits of the drafts, each from the rank that holds it.
+    z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
+    z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
+    own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
+    if temperature is not None:
+        own["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
+    if draft_logits is not None:
+        own["z_qx"] = of_drafts(draft_logits)
+        if given.draft_lse is None:
+            own["q_max"], own["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
+    every = exchange(own, shards)  # [R, B, ..] under each name
+
+    p_max, p_sum, _ = merge_stats(every["p_max"], every["p_sum"])
+    z_px = every["z_px"].amax(0)
+    p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
     if draft_logits is None:
         q_x = torch.ones_like(p_x)
     else:
-        of_draft = every[3 if temperature is None else 4 :]
-        if draft_lse is None:
-            q_top, q_total, _ = merge_stats(of_draft[1], of_draft[2])
+        if given.draft_lse is None:
+            q_max, q_sum, _ = merge_stats(every["q_max"], every["q_sum"])
         else:
-            q_top, q_total = stats_from_lse(draft_lse)
-        q_x = probability(of_draft[0].amax(0), q_top, q_total)
-    accepted = in_vocab & (q_x > 0) & (accept_uniforms.double() * lenience * q_x < p_x)
-    near = in_vocab & near_argmax(z_px, p_top[:, :-1], argmax_lenience) if argmax_lenience < 1 else None
-    n = leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near))
+            q_max, q_sum = stats_from_lse(given.draft_lse)
+        q_x = probability(every["z_qx"].amax(0), q_max, q_sum)
+    accepted = accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    greedy_tokens = None if temperature is None else merge_argmax(every["p_max"], every["argmax"])
+    near_argmax = None
+    if given.argmax_lenience < 1:
+        near_argmax = in_vocab & is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    n = num_leading(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
     # 2. The mass of p and of the residual in each shard of row n.
     rows = torch.arange(batch, device=n.device)
-    z_p = scaled_target[rows, n]
-    weights = softmax_row(z_p, p_top[rows, n].float(), p_total[rows, n])
-    own = [weights.sum(-1, dtype=torch.float64)]
+    z_p = z_target[rows, n]  # [B, V_r]
+    weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
+    masses = [weights.sum(-1, dtype=torch.float64)]
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
         if draft_logits is None:
             column = torch.arange(z_p.shape[-1], device=n.device)
             is_draft = (column == x[rows, rejected].unsqueeze(-1)) & in_shard[rows, rejected].unsqueeze(-1)
             residual = torch.where(is_draft, 0.0, weights)
-            differs = torch.ones_like(own[0])
+            differs = torch.ones_like(masses[0])
         else:
-            z_q = scale(draft_logits[rows, rejected], inverse)
-            q = softmax_row(z_q, q_top[rows, rejected].float(), q_total[rows, rejected])
+            z_q = scale(draft_logits[rows, rejected], inverse_t)
+            q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
             residual = (weights - q).clamp(min=0)
             # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
             differs = (z_p != z_q).any(-1).double()
-        own += [residual.sum(-1, dtype=torch.float64), differs]
-    every = list(all_gather(torch.stack(own), shards).unbind(1))
-    mass = every[0]
+        masses += [residual.sum(-1, dtype=torch.float64), differs]
+    mass, *of_residual = all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
     if num_drafts > 0:
-        use_residual = (n < num_drafts) & in_vocab[rows, rejected] & (every[1] > 0).any(0) & (every[2] > 0).any(0)
-        mass = torch.where(use_residual, every[1], mass)
+        residual_mass, differs = of_residual
+        use_residual = (n < num_drafts) & in_vocab[rows, rejected]
+        use_residual = use_residual & (residual_mass > 0).any(0) & (differs > 0).any(0)
+        mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), residual, weights)
-    shard, within = shard_of(mass, sample_uniforms)
+    shard, within = shard_of(mass, given.sample_uniforms)
 
-    # 3. The token, from the rank that holds it. All ranks have counted n alike; that they return the same n does not
-    # rest on their arithmetic, for all take rank 0's.
+    # 3. The token, from the rank that holds it. All ranks have counted the same n; taking rank 0's makes that certain.
     drawn = torch.where(shard == shards.rank, draw(weights, within) + shards.offset, -1)
     last = all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
-    return output(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
+    return output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n

@@ -4,15 +4,17 @@ rank."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cpu.rows import FLOAT32_MAX, draw
+from ..dense.rows import FLOAT32_MAX, draw
 from .shards import Shards
 
-__all__ = ["all_gather", "check_agreement", "merge_argmax", "merge_stats", "shard_of"]
+__all__ = ["all_gather", "check_agreement", "exchange", "merge_argmax", "merge_stats", "shard_of"]
 
 
 def all_gather(x: Tensor, shards: Shards) -> Tensor:
@@ -21,6 +23,13 @@ def all_gather(x: Tensor, shards: Shards) -> Tensor:
     collectives = torch.ops._c10d_functional
     gathered = collectives.all_gather_into_tensor(x.contiguous(), num_ranks, shards.group.group_name)
     return collectives.wait_tensor(gathered).view(num_ranks, *x.shape)
+
+
+def exchange(own: dict[str, Tensor], shards: Shards) -> dict[str, Tensor]:
+    """What every rank sends under each name: [B, k] -> [R, B, k] in float64, by one all-gather."""
+    widths = [numbers.shape[1] for numbers in own.values()]
+    every = all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
+    return dict(zip(own, every.split(widths, 2), strict=True))
 
 
 def merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,24 +60,25 @@ def shard_of(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return shard, within.clamp(0.0, 1.0)
 
 
-def check_agreement(shards: Shards, *values: tuple[str, Tensor | tuple[float, ...] | None]) -> None:
-    """Compare arguments that must be the same on every rank, and raise on all ranks alike."""
+def check_agreement(shards: Shards, arguments: Mapping[str, Any]) -> None:
+    """Compare arguments that must be the same on every rank (of logits the shape but for the columns), and raise on all
+    ranks alike."""
     if torch.compiler.is_compiling():
         raise ValueError("check_ranks: expected False in a compiled call, for it reads data; got True")
-    own = {"shard_sizes": str(shards.sizes)} | {name: _digest(value) for name, value in values}
-    gathered: list[dict[str, str] | None] = [None] * len(shards.sizes)
+    own = {"shard_sizes": str(shards.sizes)} | {name: _digest(name, value) for name, value in arguments.items()}
+    gathered: list[dict[str, str]] = [{}] * len(shards.sizes)
     dist.all_gather_object(gathered, own, group=shards.group)
     # Every rank walks over rank 0's names, so that all raise for the same argument.
-    first = gathered[0]
-    assert first is not None
-    for name, expected in first.items():
-        differing = [rank for rank, other in enumerate(gathered) if other is None or other.get(name) != expected]
+    for name, expected in gathered[0].items():
+        differing = [rank for rank, other in enumerate(gathered) if other.get(name) != expected]
         if differing:
             raise ValueError(f"{name}: expected the same on every rank, got another value on ranks {differing}")
 
 
-def _digest(value: Tensor | tuple[float, ...] | None) -> str:
+def _digest(name: str, value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
+    if name.endswith("logits"):
+        return str(list(value.shape[:-1]))
     data = bytes(value.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
     return f"{list(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()}"

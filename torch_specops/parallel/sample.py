@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
-from ..cpu.rows import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, scale, softmax_stats
+from ..arguments import Filters
+from ..dense.rows import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, scale, softmax_stats
 from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
 
@@ -55,17 +56,16 @@ def sample(
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
         >>> torch.distributed.destroy_process_group()
     """
-    checks.check_tensors(logits=logits, uniforms=uniforms)
-    checks.check_optional_tensors(temperature=temperature)
+    filters = Filters(temperature)
+    checks.check_tensor("logits", logits, plain=False)
+    checks.check_tensor("uniforms", uniforms, plain=False)
+    checks.check_kinds(filters, plain=False)
     shards, (local,) = place(group, shard_sizes, [columns("logits", logits, 2)])
-    uniforms = replicated("uniforms", uniforms)
-    temperature = None if temperature is None else replicated("temperature", temperature)
-    checks.check_sample(local, uniforms, temperature, top_k=None, top_p=None, min_p=None)
+    uniforms, filters = replicated("uniforms", uniforms), Filters(replicated("temperature", temperature))
+    checks.check_sample(local, uniforms, filters)
     if check_ranks:
-        check_agreement(
-            shards, ("logits", tuple(local.shape[:-1])), ("uniforms", uniforms), ("temperature", temperature)
-        )
-    return _sample(local, uniforms, temperature, shards)
+        check_agreement(shards, {"logits": local, "uniforms": uniforms, "temperature": filters.temperature})
+    return _sample(local, uniforms, filters.temperature, shards)
 
 
 def _sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, shards: Shards) -> tuple[Tensor, Tensor]:

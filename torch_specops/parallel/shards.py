@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -139,8 +139,8 @@ def _cut(logits: Columns, shards: Shards, may_be_whole: bool) -> Tensor:
     return local if shards.size > 0 else pad(local, (0, 1), value=float("-inf"))
 
 
-def replicated(name: str, value: Tensor) -> Tensor:
-    """The local tensor of an argument that every rank has whole."""
+def replicated(name: str, value: Any) -> Any:
+    """An argument that every rank has whole; of a DTensor the local tensor."""
     if not isinstance(value, DTensor):
         return value
     if not all(isinstance(placement, Replicate) for placement in value.placements):

@@ -29,11 +29,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...arguments import Filters
 from .. import launch
-from ..launch import wrap_triton
-from .finish import finish_kernel
-from .narrow import narrow_kernel
-from .search import BUCKETS, ENTRIES, MASS, NOTHING
+from .buckets import BUCKETS, ENTRIES, MASS, NOTHING
+from .search import finish_kernel, narrow_kernel
 
 __all__ = ["filter_bounds"]
 
@@ -49,21 +48,14 @@ def search_passes(key_bits: int, by_entries: bool, by_mass: bool) -> list[tuple[
 
 
 def filter_bounds(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    *,
-    tile: int | None = None,
+    logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int | None = None
 ) -> Tensor:
-    """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and `first` as the bits of a
-    float32. With `draft_logits` [B, K, V] the bounds [B, R + K, 2] of its rows stand behind those of the others."""
+    """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
+    as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], its rows behind the others."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
-    filters = (temperature, top_k, top_p, min_p)
+    filters = Filters(*map(launch.contiguous, filters))
     if draft_logits is None or num_drafts == 0:
         _search(logits, None, filters, bounds, 0, tile)
     elif draft_logits.dtype == logits.dtype and (draft_logits.stride(2) == 1) == (logits.stride(2) == 1):
@@ -75,13 +67,9 @@ def filter_bounds(
 
 
 def _search(
-    logits: Tensor,
-    draft_logits: Tensor | None,
-    filters: tuple[Tensor | None, ...],
-    bounds: Tensor,
-    first_row: int,
-    tile: int | None,
+    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int | None
 ) -> None:
+    """Write the bounds of the rows of both tensors, in each sequence from row `first_row` on."""
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     rows = batch * (num_rows + num_drafts)
@@ -93,62 +81,44 @@ def _search(
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    top = scratch(num_tiles, dtype=torch.int32)
     # A pass writes one and reads what the pass before wrote into the other.
     amounts = [scratch(num_tiles, BUCKETS.value, dtype=torch.float32) for _ in range(2)]
-    states = [scratch(4, dtype=torch.float64) for _ in range(2)]
-
-    # An absent tensor is passed as a present one that the kernels do not touch.
-    draft = logits if draft_logits is None else draft_logits
-    present = [bounds if given is None else given for given in filters]
-    temperature, top_k, top_p, min_p = filters
-    strides = (*logits.stride(), *draft.stride(), *(given.stride(0) for given in present), num_rows, num_drafts)
-    flags = {
-        "HAS_TEMPERATURE": temperature is not None,
-        "HAS_TOP_K": top_k is not None,
-        "HAS_TOP_P": top_p is not None,
-        "HAS_MIN_P": min_p is not None,
-        "UNIT_STRIDE": logits.stride(2) == 1,
+    searches = [scratch(4, dtype=torch.float64) for _ in range(2)]
+    values = {
+        "logits_ptr": logits,
+        "draft_ptr": draft_logits,
+        "temperature_ptr": filters.temperature,
+        "top_k_ptr": filters.top_k,
+        "top_p_ptr": filters.top_p,
+        "min_p_ptr": filters.min_p,
+        "top_ptr": scratch(num_tiles, dtype=torch.int32),
+        "bounds_ptr": bounds,
+        **launch.logits_strides(("stride_b", "stride_r", "stride_v"), logits),
+        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft_logits),
+        "num_rows": num_rows,
+        "num_drafts": num_drafts,
+        "first_row": first_row,
+        "num_bounds": bounds.shape[1],
+        "vocab_size": vocab_size,
+        "num_tiles": num_tiles,
         "TILE": tile,
         "BLOCK_T": launch.lanes(num_tiles),
-        "num_warps": launch.num_warps(tile),
     }
-    passes = search_passes(8 * logits.element_size(), top_k is not None, top_p is not None)
+    num_warps = launch.num_warps(tile)
+    passes = search_passes(8 * logits.element_size(), filters.top_k is not None, filters.top_p is not None)
     for index, (search, shift) in enumerate(passes):
-        current, previous = index % 2, (index + 1) % 2
-        wrap_triton(narrow_kernel)[(batch, num_tiles, num_rows + num_drafts)](
-            logits,
-            draft,
-            *present,
-            top,
-            amounts[previous],
-            amounts[current],
-            states[previous],
-            states[current],
-            *strides,
-            vocab_size,
-            num_tiles,
-            index,
-            search,
-            shift,
-            *passes[max(index - 1, 0)],
-            FIRST=index == 0,
-            **flags,
-        )
-    last = (len(passes) - 1) % 2
-    wrap_triton(finish_kernel)[(batch, num_rows + num_drafts)](
-        logits,
-        draft,
-        *present,
-        top,
-        amounts[last],
-        states[last],
-        bounds,
-        *strides,
-        first_row,
-        bounds.shape[1],
-        vocab_size,
-        num_tiles,
-        passes[-1][0],
-        **flags,
-    )
+        previous_search, previous_shift = passes[max(index - 1, 0)]
+        values |= {
+            "previous_ptr": amounts[(index + 1) % 2] if index > 0 else None,
+            "current_ptr": amounts[index % 2],
+            "previous_search_ptr": searches[(index + 1) % 2] if index > 0 else None,
+            "search_ptr": searches[index % 2],
+            "index": index,
+            "search": search,
+            "shift": shift,
+            "previous_search": previous_search,
+            "previous_shift": previous_shift,
+        }
+        launch.run(narrow_kernel, (batch, num_tiles, num_rows + num_drafts), values, num_warps)
+    values["amounts_ptr"] = values["current_ptr"]
+    launch.run(finish_kernel, (batch, num_rows + num_drafts), values, num_warps)

@@ -20,31 +20,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...arguments import SigmoidArguments
 from .. import launch
-from ..launch import wrap_triton
 from ..rows import (
     FLOAT32_MAX,
     combine_argmax,
     combine_stats,
     exponential,
     inverse_temperature,
-    load_own_tile,
     load_partials,
-    load_tile_of,
+    load_row_partials,
+    load_scaled,
+    load_scaled_beside,
+    load_temperature,
     pick_tile,
     pick_token,
+    row_argmax,
     row_lead,
     scaled_stats,
+    store_pair,
     tile_argmax,
     tile_tokens,
 )
-from . import walk
-from .walk import count_valid, load_scaled, store_output
+from .accept import accept_scored, count_valid, leading, load_token_logits, store_output, walk_width
 
 __all__ = ["verify_sigmoid"]
 
 # Drafts per turn of the walk over single logits, which holds no partials.
-SCORE_WALK = 16
+SCORE_WALK = tl.constexpr(16)
 
 
 @triton.jit
@@ -88,7 +91,7 @@ def score_kernel(
     draft_ptr,  # [B, K, V]
     draft_tokens_ptr,  # [B, K]
     accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B]
+    temperature_ptr,  # [B] or None
     partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses row 0
     num_accepted_ptr,  # [B]
     stride_target_b,
@@ -97,35 +100,26 @@ def score_kernel(
     stride_draft_b,
     stride_draft_k,
     stride_draft_v,
-    stride_tokens_b,
-    stride_tokens_k,
-    stride_u_b,
-    stride_u_k,
-    stride_t,
     num_drafts,
     vocab_size,
     num_tiles,
     alpha,
     inverse_range,
     lowest,
-    HAS_TEMPERATURE: tl.constexpr,
-    TARGET_UNIT_STRIDE: tl.constexpr,
-    DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     # Inductor passes a Python float as float64, a launch as float32.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
-    tile = tl.program_id(1)
-    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
+    target_ptr += b * stride_target_b
+    draft_ptr += b * stride_draft_b
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
     partial_row_ptr = partial_ptr + (b * (num_drafts + 1) * num_tiles + tile) * 2
 
     if temperature == 0:
@@ -133,60 +127,43 @@ def score_kernel(
         for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:
-                row_ptr = target_ptr + b * stride_target_b + r * stride_target_k
-                lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-                z = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
-                first, second = tile_argmax(z, tile_tokens(lead, tile, TILE))
-                tl.store(partial_row_ptr + r * num_tiles * 2, first)
-                tl.store(partial_row_ptr + r * num_tiles * 2 + 1, second)
+                row_ptr = target_ptr + r * stride_target_k
+                lead = row_lead(row_ptr, stride_target_v)
+                z = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, None, 0, TILE)
+                tile_max, token = tile_argmax(z, tile_tokens(lead, tile, TILE))
+                store_pair(partial_row_ptr + r * num_tiles * 2, tile_max, token)
 
     if temperature > 0:
         n = 0
         walking = num_valid > 0
-        for start in range(0, num_drafts, WALK):
-            lane = tl.arange(0, WALK)
-            i = (start + lane).to(tl.int64)
+        for start in range(0, num_drafts, SCORE_WALK):
+            i = (start + tl.arange(0, SCORE_WALK)).to(tl.int64)
             live = walking & (i < num_valid)
-            x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-            z_p = load_scaled(
-                target_ptr + b * stride_target_b, i * stride_target_k, x * stride_target_v, inverse_t, live
-            )
-            z_q = load_scaled(draft_ptr + b * stride_draft_b, i * stride_draft_k, x * stride_draft_v, inverse_t, live)
-            z_p = floor(z_p, lowest)
-            z_q = floor(z_q, lowest)
-            u = tl.load(accept_uniforms_ptr + b * stride_u_b + i * stride_u_k, mask=live, other=0.0)
-            # u * q^ < p^ with both sides multiplied by the two denominators: float64 division would cost a call.
-            p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
-            q_denominator = 1.0 + tl.exp((alpha - z_q.to(tl.float64)) * inverse_range)
-            scored = (z_p > float("-inf")) & (z_q > float("-inf"))
-            accepted = live & scored & (u.to(tl.float64) * p_denominator < q_denominator)
-            run = tl.min(tl.where(accepted, WALK, lane), 0)
+            x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+            z_p = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
+            z_q = load_token_logits(draft_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, None, 0)
+            u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
+            accepted = live & accept_scored(u, floor(z_p, lowest), floor(z_q, lowest), alpha, inverse_range)
+            run = leading(accepted)
             n += run
-            walking = walking & (run == WALK)
+            walking = walking & (run == SCORE_WALK)
 
-        row_ptr = target_ptr + b * stride_target_b + n.to(tl.int64) * stride_target_k
-        lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+        row_ptr = target_ptr + n.to(tl.int64) * stride_target_k
+        lead = row_lead(row_ptr, stride_target_v)
+        z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, None, 0, TILE)
         if n == num_drafts:
-            first, second = scaled_stats(z_p)
+            residual_or_max, weight_sum = scaled_stats(z_p)
         else:
             z_p = floor(z_p, lowest)
-            second = tl.sum(score(z_p, alpha, inverse_range), 0)
-            first = 0.0
+            weight_sum = tl.sum(score(z_p, alpha, inverse_range), 0)
+            residual_or_max = 0.0
             if n < num_valid:
-                z_q = load_tile_of(
-                    draft_ptr + b * stride_draft_b + n.to(tl.int64) * stride_draft_k,
-                    stride_draft_v,
-                    lead,
-                    vocab_size,
-                    tile,
-                    inverse_t,
-                    TILE,
-                    DRAFT_UNIT_STRIDE,
+                draft_row_ptr = draft_ptr + n.to(tl.int64) * stride_draft_k
+                z_q = load_scaled_beside(
+                    draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, None, 0, TILE
                 )
-                first = tl.sum(residual_score(z_p, floor(z_q, lowest), alpha, inverse_range), 0)
-        tl.store(partial_row_ptr, first)
-        tl.store(partial_row_ptr + 1, second)
+                residual_or_max = tl.sum(residual_score(z_p, floor(z_q, lowest), alpha, inverse_range), 0)
+        store_pair(partial_row_ptr, residual_or_max, weight_sum)
         if tile == 0:
             tl.store(num_accepted_ptr + b, n.to(tl.int64))
 
@@ -197,7 +174,7 @@ def draw_kernel(
     draft_ptr,  # [B, K, V]
     draft_tokens_ptr,  # [B, K]
     sample_uniforms_ptr,  # [B]
-    temperature_ptr,  # [B]
+    temperature_ptr,  # [B] or None
     partial_ptr,  # [B, K+1, num_tiles, 2]
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
@@ -207,169 +184,106 @@ def draw_kernel(
     stride_draft_b,
     stride_draft_k,
     stride_draft_v,
-    stride_tokens_b,
-    stride_tokens_k,
-    stride_s,
-    stride_t,
     num_drafts,
     vocab_size,
     num_tiles,
     alpha,
     inverse_range,
     lowest,
-    HAS_TEMPERATURE: tl.constexpr,
-    TARGET_UNIT_STRIDE: tl.constexpr,
-    DRAFT_UNIT_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WALK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     # Inductor passes a Python float as float64, a launch as float32.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
-    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     first_row = b * (num_drafts + 1)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
+    temperature = load_temperature(temperature_ptr, b)
 
     n = tl.zeros((), tl.int64)
     next_token = -1
     if temperature == 0:
         walking = num_valid > 0
         for start in range(0, num_drafts, WALK):
-            lane = tl.arange(0, WALK)
-            i = (start + lane).to(tl.int64)
+            i = (start + tl.arange(0, WALK)).to(tl.int64)
             live = walking & (i < num_valid)
-            x = tl.load(tokens_ptr + i * stride_tokens_k, mask=live, other=0).to(tl.int64)
-            first, second = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-            accepted = live & (combine_argmax(first, second).to(tl.int64) == x)
-            run = tl.min(tl.where(accepted, WALK, lane), 0)
+            x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+            tile_max, token = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+            run = leading(live & (combine_argmax(tile_max, token).to(tl.int64) == x))
             n += run
             walking = walking & (run == WALK)
-        only = first_row + n + tl.zeros((1,), tl.int64)
-        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        next_token = tl.max(combine_argmax(first, second), 0)
+        next_token = row_argmax(partial_ptr, first_row + n, num_tiles, BLOCK_T)
     if temperature > 0:
         n = tl.load(num_accepted_ptr + b)
-        inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-        only = first_row + tl.zeros((1,), tl.int64)
-        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-        row_max, _ = combine_stats(first, second)
+        inverse_t = inverse_temperature(temperature_ptr, temperature)
+        residual_or_max, weight_sum = load_row_partials(partial_ptr, first_row, num_tiles, BLOCK_T)
+        row_max, _ = combine_stats(residual_or_max, weight_sum)
         shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
-        residual = tl.where(first > 0, first, 0.0)
+        residual = tl.where(residual_or_max > 0, residual_or_max, 0.0)
         has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
         # The residual after a rejection; p^ after padding and for an empty residual; softmax for the bonus.
-        mass = tl.where(has_residual, residual, tl.where(n == num_drafts, second * exponential(first - shift), second))
-        tile, threshold = pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b * stride_s))
+        bonus = weight_sum * exponential(residual_or_max - shift)
+        mass = tl.where(has_residual, residual, tl.where(n == num_drafts, bonus, weight_sum))
+        tile, threshold = pick_tile(tl.max(mass, 0), tl.load(sample_uniforms_ptr + b))
 
         row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
-        lead = row_lead(row_ptr, TARGET_UNIT_STRIDE)
-        z_p = load_own_tile(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, TILE, TARGET_UNIT_STRIDE)
+        lead = row_lead(row_ptr, stride_target_v)
+        z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, None, 0, TILE)
         weight = exponential(z_p - shift)
         if n < num_drafts:
             z_p = floor(z_p, lowest)
             weight = score(z_p, alpha, inverse_range)
         if has_residual:
-            z_q = load_tile_of(
-                draft_ptr + b * stride_draft_b + n * stride_draft_k,
-                stride_draft_v,
-                lead,
-                vocab_size,
-                tile,
-                inverse_t,
-                TILE,
-                DRAFT_UNIT_STRIDE,
-            )
+            draft_row_ptr = draft_ptr + b * stride_draft_b + n * stride_draft_k
+            z_q = load_scaled_beside(draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, None, 0, TILE)
             weight = residual_score(z_p, floor(z_q, lowest), alpha, inverse_range)
         next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     tl.store(num_accepted_ptr + b, n)
-    store_output(
-        output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, stride_tokens_k, n, num_drafts, next_token, BLOCK_K
-    )
+    store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 
-def verify_sigmoid(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor,
-    accept_uniforms: Tensor,
-    sample_uniforms: Tensor,
-    alpha: float = -1e3,
-    beta: float = 1e3,
-    temperature: Tensor | None = None,
-    *,
-    tile: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_sigmoid`; arguments as the op's, checked there. `tile` overrides the table (tests,
+def verify_sigmoid(given: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """Launch `specops::verify_sigmoid`; the op has checked the arguments. `tile` overrides the table (tests,
     benchmarks)."""
-    batch, num_rows, vocab_size = target_logits.shape
-    num_drafts = num_rows - 1
-    device = target_logits.device
-    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
+    target, alpha, width = given.target_logits, given.alpha, given.beta - given.alpha
+    batch, num_rows, vocab_size = target.shape
+    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=target.device)
+    num_accepted = torch.empty(batch, dtype=torch.int64, device=target.device)
     if launch.hint(batch) == 0:
         return output_tokens, num_accepted
 
     tile = tile or launch.tile_size(vocab_size, batch)
-    num_tiles = launch.num_tiles(target_logits, tile)
-    launch.check_grid("target_logits", target_logits, 1, num_tiles)
+    num_tiles = launch.num_tiles(target, tile)
+    launch.check_grid("target_logits", target, 1, num_tiles)
     block_t = launch.lanes(num_tiles)
-    partial = torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device)
-    # An absent tensor is passed as a present one that the kernels do not touch.
-    t = sample_uniforms if temperature is None else temperature
-    flags = {
-        "HAS_TEMPERATURE": temperature is not None,
-        "TARGET_UNIT_STRIDE": target_logits.stride(2) == 1,
-        "DRAFT_UNIT_STRIDE": draft_logits.stride(2) == 1,
+    values = {
+        "target_ptr": target,
+        "draft_ptr": given.draft_logits,
+        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
+        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
+        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
+        "temperature_ptr": launch.contiguous(given.temperature),
+        "partial_ptr": torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=target.device),
+        "num_accepted_ptr": num_accepted,
+        "output_tokens_ptr": output_tokens,
+        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
+        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), given.draft_logits),
+        "num_drafts": num_rows - 1,
+        "vocab_size": vocab_size,
+        "num_tiles": num_tiles,
+        "alpha": alpha,
+        "inverse_range": 1.0 / width,
+        "lowest": alpha - 80.0 * width,
         "TILE": tile,
         "BLOCK_K": launch.lanes(num_rows),
-        "num_warps": launch.num_warps(tile),
+        "BLOCK_T": block_t,
+        "WALK": walk_width(block_t),
     }
-    score_range = (alpha, 1.0 / (beta - alpha), alpha - 80.0 * (beta - alpha))
-    wrap_triton(score_kernel)[(batch, num_tiles)](
-        target_logits,
-        draft_logits,
-        draft_tokens,
-        accept_uniforms,
-        t,
-        partial,
-        num_accepted,
-        *target_logits.stride(),
-        *draft_logits.stride(),
-        *draft_tokens.stride(),
-        *accept_uniforms.stride(),
-        t.stride(0),
-        num_drafts,
-        vocab_size,
-        num_tiles,
-        *score_range,
-        WALK=SCORE_WALK,
-        **flags,
-    )
-    wrap_triton(draw_kernel)[(batch,)](
-        target_logits,
-        draft_logits,
-        draft_tokens,
-        sample_uniforms,
-        t,
-        partial,
-        num_accepted,
-        output_tokens,
-        *target_logits.stride(),
-        *draft_logits.stride(),
-        *draft_tokens.stride(),
-        sample_uniforms.stride(0),
-        t.stride(0),
-        num_drafts,
-        vocab_size,
-        num_tiles,
-        *score_range,
-        WALK=walk.width(block_t),
-        BLOCK_T=block_t,
-        **flags,
-    )
+    num_warps = launch.num_warps(tile)
+    launch.run(score_kernel, (batch, num_tiles), values, num_warps)
+    launch.run(draw_kernel, (batch,), values, num_warps)
     return output_tokens, num_accepted

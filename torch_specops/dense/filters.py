@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p on CPU.
+"""top_k, top_p and min_p in plain torch.
 
 Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import Filters
 from .rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
@@ -38,14 +39,12 @@ class Bounds(NamedTuple):
         return Bounds(self.cut[index], None if self.first is None else self.first[index])
 
 
-def row_bounds(
-    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Bounds | None:
-    """[B, ..., V] and filters [B] -> the bounds of every row; None without a filter."""
-    if top_k is None and top_p is None and min_p is None:
+def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
+    """[B, ..., V] and filters [B] -> the bounds [B, ...] of every row; None without a filter."""
+    if not filters.removes_tokens:
         return None
-    cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
-    return Bounds(cut, None if top_p is None else first)
+    cut, first = filter_bounds(logits, *filters)
+    return Bounds(cut, None if filters.top_p is None else first)
 
 
 def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
@@ -73,10 +72,9 @@ def _kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
     return (x > cut) | ((x == cut) & (index >= bounds.first.unsqueeze(-1)))
 
 
-def filter_logits(
-    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
-    bounds = row_bounds(logits, temperature, top_k, top_p, min_p)
+def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
+    """[N, V] -> [N, V], removed tokens and NaN as -inf."""
+    temperature, bounds = filters.temperature, row_bounds(logits, filters)
     if bounds is not None:
         kept = _kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
     else:

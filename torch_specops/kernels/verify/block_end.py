@@ -4,20 +4,13 @@ import triton
 import triton.language as tl
 
 from .. import launch
-from ..rows import (
-    FLOAT32_MAX,
-    bounds_of,
-    combine_argmax,
-    combine_stats,
-    inverse_temperature,
-    load_partials,
-    reciprocal,
-)
-from .walk import count_valid, load_scaled, stats_from_lse
+from ..rows import inverse_temperature, load_partials, load_temperature, reciprocal, row_argmax, row_stats
+from .accept import count_valid, load_token_logits
+from .residual import draft_row_stats, load_state, store_state
 
 __all__ = ["decide_kernel", "ratio_kernel", "reach_kernel"]
 
-# The exponential of the first is finite in float64; so is the product of the second with it.
+# exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)
 LARGEST_SCALE = tl.constexpr(1e150)
 
@@ -31,13 +24,13 @@ def compose(scale, cap, next_scale, next_cap):
 @launch.jit
 def ratio_kernel(
     target_ptr,  # [B, K+1, V]
-    draft_ptr,  # [B, K, V]
+    draft_ptr,  # [B, K, V]; None: drafts are one-hot
     draft_tokens_ptr,  # [B, K]
-    temperature_ptr,  # [B]
-    draft_lse_ptr,  # [B, K]
-    partial_ptr,  # [B, R, num_tiles, 2], R = K+1 target rows, then K draft rows if they are read
-    bounds_ptr,  # [B, K+1 or 2K+1, 2]
-    state_ptr,  # [B, K, 4] shift and weight of p_i, of q_i
+    temperature_ptr,  # [B] or None
+    draft_lse_ptr,  # [B, K] or None
+    bounds_ptr,  # [B, num_bounds, 2] or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
+    state_ptr,  # [B, K, 4]
     ratio_ptr,  # [B, K] float64 p / q of draft i; -1 where the block ends before it, or a greedy sequence rejects it
     stride_target_b,
     stride_target_k,
@@ -45,77 +38,60 @@ def ratio_kernel(
     stride_draft_b,
     stride_draft_k,
     stride_draft_v,
-    stride_tokens_b,
-    stride_tokens_k,
-    stride_t,
-    stride_lse_b,
-    stride_lse_k,
     num_drafts,
     vocab_size,
     num_tiles,
+    rows_per_sequence,
     num_bounds,
-    HAS_TEMPERATURE: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-    DRAFT_STATS: tl.constexpr,
-    FILTERED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1).to(tl.int64)
     row = b * num_drafts + i
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
-    inverse_t = inverse_temperature(temperature, HAS_TEMPERATURE)
-    tokens_ptr = draft_tokens_ptr + b * stride_tokens_b
-    num_valid = count_valid(tokens_ptr, stride_tokens_k, num_drafts, vocab_size, BLOCK_K)
+    partial_row = b * rows_per_sequence + i
+    bounds_row = b * num_bounds + i
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
 
     ratio = tl.full((), -1.0, tl.float64)
     if (i < num_valid) & (temperature >= 0):
-        x = tl.load(tokens_ptr + i * stride_tokens_k).to(tl.int64)
-        rows_per_sequence = num_drafts + 1
-        if DRAFT_STATS:
-            rows_per_sequence += num_drafts
-        only = b * rows_per_sequence + i + tl.zeros((1,), tl.int64)
-        first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
+        x = tl.load(tokens_ptr + i).to(tl.int64)
         if temperature == 0:
-            ratio = tl.where(tl.max(combine_argmax(first, second), 0).to(tl.int64) == x, 1.0, ratio)
+            argmax = row_argmax(partial_ptr, partial_row, num_tiles, BLOCK_T)
+            ratio = tl.where(argmax.to(tl.int64) == x, 1.0, ratio)
         else:
-            row_max, row_sum = combine_stats(first, second)
-            p_max = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
-            p_sum = tl.max(row_sum, 0)
-            q_max = 0.0
-            q_sum = 1.0
-            z_p = load_scaled(
+            p_max, p_sum = row_stats(partial_ptr, partial_row, num_tiles, BLOCK_T)
+            z_p = load_token_logits(
                 target_ptr + b * stride_target_b,
-                i * stride_target_k,
-                x * stride_target_v,
-                inverse_t,
-                True,
+                stride_target_k,
+                stride_target_v,
+                i,
                 x,
-                bounds_of(bounds_ptr, b, i, num_bounds, FILTERED),
-                FILTERED,
+                True,
+                inverse_t,
+                bounds_ptr,
+                bounds_row,
             )
             exponent = z_p.to(tl.float64) - p_max.to(tl.float64)
             has_ratio = z_p > float("-inf")
-            if not ONE_HOT:
-                if DRAFT_STATS:
-                    first, second = load_partials(partial_ptr, only + num_drafts + 1, num_tiles, only >= 0, BLOCK_T)
-                    row_max, row_sum = combine_stats(first, second)
-                    q_max = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
-                    q_sum = tl.max(row_sum, 0)
-                else:
-                    q_max, q_sum = stats_from_lse(tl.load(draft_lse_ptr + b * stride_lse_b + i * stride_lse_k))
-                z_q = load_scaled(
+            q_max = 0.0
+            q_sum = 1.0
+            if draft_ptr is not None:
+                draft_row = partial_row + num_drafts + 1
+                q_max, q_sum = draft_row_stats(partial_ptr, draft_row, draft_lse_ptr, row, num_tiles, BLOCK_T)
+                z_q = load_token_logits(
                     draft_ptr + b * stride_draft_b,
-                    i * stride_draft_k,
-                    x * stride_draft_v,
-                    inverse_t,
-                    True,
+                    stride_draft_k,
+                    stride_draft_v,
+                    i,
                     x,
-                    bounds_of(bounds_ptr, b, num_drafts + 1 + i, num_bounds, FILTERED),
-                    FILTERED,
+                    True,
+                    inverse_t,
+                    bounds_ptr,
+                    bounds_row + num_drafts + 1,
                 )
                 has_ratio = has_ratio & (z_q > float("-inf")) & (q_sum > 0)
                 exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)
@@ -124,32 +100,22 @@ def ratio_kernel(
             exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_EXPONENT), 0.0)
             value = tl.where(has_ratio, tl.exp(exponent) * sums, 0.0)
             ratio = tl.where(p_sum > 0, value, ratio)
-            state = state_ptr + row * 4
-            tl.store(state, p_max)
-            tl.store(state + 1, reciprocal(p_sum))
-            tl.store(state + 2, q_max)
-            tl.store(state + 3, reciprocal(q_sum))
+            store_state(state_ptr + row * 4, p_max, reciprocal(p_sum), q_max, reciprocal(q_sum))
     tl.store(ratio_ptr + row, ratio)
 
 
 @launch.jit
 def reach_kernel(
     accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B]
+    temperature_ptr,  # [B] or None
     ratio_ptr,  # [B, K] float64
     reach_ptr,  # [B, K] float64 P_i where the block may end before draft i, else -1
     num_accepted_ptr,  # [B]; -1 where the residuals are to decide
-    stride_u_b,
-    stride_u_k,
-    stride_t,
     num_drafts,
-    HAS_TEMPERATURE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
+    temperature = load_temperature(temperature_ptr, b)
     k = tl.arange(0, BLOCK_K)
     ratio = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
     # The length of the block, or what a greedy sequence accepts.
@@ -159,7 +125,7 @@ def reach_kernel(
 
     # Lane k has what concerns the end of the block behind draft k, that is before draft k + 1.
     reach = tl.minimum(scale, cap)
-    u = tl.load(accept_uniforms_ptr + b * stride_u_b + k.to(tl.int64) * stride_u_k, mask=k < n, other=0.0)
+    u = tl.load(accept_uniforms_ptr + b * num_drafts + k, mask=k < n, other=0.0)
     passed = (k < n) & (reach > 0) & (u.to(tl.float64) < reach)
     last_certain = tl.max(tl.where((k + 1 < n) & (reach == 1), k + 1, 0), 0)
     end = tl.max(tl.where(passed, k + 1, 0), 0)
@@ -174,31 +140,26 @@ def reach_kernel(
 @launch.jit
 def decide_kernel(
     accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B]
-    partial_ptr,  # [B, R, num_tiles, 2]
+    temperature_ptr,  # [B] or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
     mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
-    row_state_ptr,  # [B, 4] shift and weight of P p_n, of q_n
+    row_state_ptr,  # [B, 4] the state of row n, with P p_n in the place of p_n
     row_mass_ptr,  # [B, num_tiles, 2] the masses of row n; zero where the next token is drawn from p_n
     num_accepted_ptr,  # [B]
-    stride_u_b,
-    stride_u_k,
-    stride_t,
     num_drafts,
     num_tiles,
-    HAS_TEMPERATURE: tl.constexpr,
-    DRAFT_STATS: tl.constexpr,
-    WALK: tl.constexpr,
+    rows_per_sequence,
     BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + b * stride_t)
+    temperature = load_temperature(temperature_ptr, b)
     if temperature > 0:
         n = tl.load(num_accepted_ptr + b)
         tile = tl.arange(0, BLOCK_T)
+        is_tile = tile < num_tiles
         chosen_ptr = row_mass_ptr + (b * num_tiles + tile) * 2
         if n < 0:
             for start in range(0, num_drafts, WALK):
@@ -208,7 +169,7 @@ def decide_kernel(
                 mass, differs = load_partials(mass_ptr, b * num_drafts + i, num_tiles, candidate, BLOCK_T)
                 total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
                 total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
-                u_ptr = accept_uniforms_ptr + b * stride_u_b + (i - 1) * stride_u_k
+                u_ptr = accept_uniforms_ptr + b * num_drafts + i - 1
                 u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
                 # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
                 accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
@@ -217,22 +178,12 @@ def decide_kernel(
             row = b * num_drafts + n
             source_ptr = mass_ptr + (row * num_tiles + tile) * 2
             for part in tl.static_range(2):
-                tl.store(chosen_ptr + part, tl.load(source_ptr + part, mask=tile < num_tiles), mask=tile < num_tiles)
-            weight = tl.load(state_ptr + row * 4 + 1) * tl.load(reach_ptr + row).to(tl.float32)
-            tl.store(row_state_ptr + b * 4, tl.load(state_ptr + row * 4))
-            tl.store(row_state_ptr + b * 4 + 1, weight)
-            tl.store(row_state_ptr + b * 4 + 2, tl.load(state_ptr + row * 4 + 2))
-            tl.store(row_state_ptr + b * 4 + 3, tl.load(state_ptr + row * 4 + 3))
+                tl.store(chosen_ptr + part, tl.load(source_ptr + part, mask=is_tile), mask=is_tile)
+            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
+            p_weight = p_weight * tl.load(reach_ptr + row).to(tl.float32)
+            store_state(row_state_ptr + b * 4, p_shift, p_weight, q_shift, q_weight)
         else:
-            rows_per_sequence = num_drafts + 1
-            if DRAFT_STATS:
-                rows_per_sequence += num_drafts
-            only = b * rows_per_sequence + n + tl.zeros((1,), tl.int64)
-            first, second = load_partials(partial_ptr, only, num_tiles, only >= 0, BLOCK_T)
-            row_max, row_sum = combine_stats(first, second)
-            tl.store(chosen_ptr, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
-            tl.store(chosen_ptr + 1, tl.zeros((BLOCK_T,), tl.float32), mask=tile < num_tiles)
-            tl.store(row_state_ptr + b * 4, tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX))
-            tl.store(row_state_ptr + b * 4 + 1, reciprocal(tl.max(row_sum, 0)))
-            tl.store(row_state_ptr + b * 4 + 2, 0.0)
-            tl.store(row_state_ptr + b * 4 + 3, 0.0)
+            p_shift, p_sum = row_stats(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+            for part in tl.static_range(2):
+                tl.store(chosen_ptr + part, tl.zeros((BLOCK_T,), tl.float32), mask=is_tile)
+            store_state(row_state_ptr + b * 4, p_shift, reciprocal(p_sum), 0.0, 0.0)

@@ -1,0 +1,44 @@
+"""Triton's interpreter, quicker, and with the arithmetic of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from triton.runtime import interpreter
+
+__all__ = ["prepare"]
+
+
+def fuse_products(
+    _: Any, x: interpreter.TensorHandle, y: interpreter.TensorHandle, z: interpreter.TensorHandle
+) -> interpreter.TensorHandle:
+    """`tl.fma` as devices have it, rounded once; the interpreter rounds the product too. Float64 holds it exactly."""
+    product = x.data.astype(np.float64) * y.data
+    return interpreter.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
+
+
+def prepare() -> None:
+    """Change the interpreter for as long as this process lives."""
+    interpreter.InterpreterBuilder.create_fma = fuse_products
+    run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
+
+    def run_quietly(*args: Any, **kwargs: Any) -> None:
+        patched: dict[int, Any] = {}
+
+        def patch_once(function: Any) -> Any:
+            module = id(function.__globals__)
+            if module not in patched:
+                patched[module] = patch_language(function)
+            return patched[module]
+
+        # The interpreter would look through all of Triton's language in every call of a device function.
+        interpreter._patch_lang = patch_once
+        try:
+            # numpy warns of what the law makes ordinary: 1 / 0, inf - inf, log 0.
+            with np.errstate(all="ignore"):
+                run_kernel(*args, **kwargs)
+        finally:
+            interpreter._patch_lang = patch_language
+
+    interpreter.GridExecutor.__call__ = run_quietly

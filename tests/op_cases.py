@@ -1,0 +1,77 @@
+"""One call of each op, for the tests that ask the same of all five."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_specops
+
+VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid")
+OPS = (*VERIFY_OPS, "sample", "filter_logits")
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+def op_arguments(
+    op: str,
+    batch: int = 4,
+    num_drafts: int = 3,
+    vocab_size: int = 37,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    filtered: bool = True,
+) -> dict[str, Any]:
+    """Every argument that the op has, in its order: rows with and without a law, greedy and sampled, padded drafts.
+
+    Drafts are sampled near the target, so that every number of accepted drafts occurs.
+    """
+    g = torch.Generator().manual_seed(seed)
+    target_logits = 3 * torch.randn(batch, num_drafts + 1, vocab_size, generator=g)
+    draft_logits = target_logits[:, :-1] + torch.randn(batch, num_drafts, vocab_size, generator=g)
+    noise = torch.rand(batch, num_drafts, vocab_size, generator=g)
+    draft_tokens = (draft_logits - 0.5 * (-noise.log()).log()).argmax(-1)
+    draft_tokens[torch.rand(batch, num_drafts, generator=g) < 0.1] = -1
+    uniforms = torch.rand(batch, num_drafts + 1, generator=g)
+    temperature = torch.tensor([0.7, 0.0, 1.3, -1.0]).repeat(batch // 4 + 1)[:batch].roll(seed)
+    scaled = draft_logits / torch.where(temperature > 0, temperature, 1.0).view(-1, 1, 1)
+    values: dict[str, Any] = {
+        "logits": target_logits[:, 0].to(dtype, copy=True, memory_format=torch.contiguous_format),
+        "uniforms": uniforms[:, 0].contiguous(),
+        "target_logits": target_logits.to(dtype),
+        "draft_tokens": draft_tokens,
+        "draft_logits": draft_logits.to(dtype),
+        "accept_uniforms": uniforms[:, :-1].contiguous(),
+        "sample_uniforms": uniforms[:, -1].contiguous(),
+        "temperature": temperature,
+        "draft_lse": scaled.to(dtype).float().logsumexp(-1),
+        "lenience": 0.9 if op == "verify_exact" else 1.0,
+        "argmax_lenience": 0.8,
+        "alpha": -4.0,
+        "beta": 3.0,
+        # Some rows keep every token.
+        "top_k": torch.arange(batch) % 3 * (vocab_size // 4),
+        "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch // 4 + 1)[:batch],
+        "min_p": torch.tensor([0.0, 0.02, 0.1, 0.0]).repeat(batch // 4 + 1)[:batch],
+    }
+    schema = getattr(torch.ops.specops, op).default._schema
+    names = [argument.name for argument in schema.arguments if filtered or argument.name not in FILTERS]
+    return {name: values[name] for name in names}
+
+
+def call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The public function, its result always a tuple."""
+    outputs = getattr(torch_specops, op)(**arguments)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Integers to the bit; a compiled logsumexp may differ in its last one."""
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if a.is_floating_point() else 0, atol=0)

@@ -1,0 +1,123 @@
+"""`specops::verify_block` in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..arguments import VerifyArguments
+from .filters import row_bounds, scale_kept, scale_kept_tokens
+from .rows import all_greedy, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .walk import (
+    apply_greedy,
+    draft_indices,
+    logits_of,
+    num_leading,
+    output_rows,
+    probability,
+    residual_or_target,
+    stats_from_lse,
+    verify_greedy_rows,
+)
+
+
+def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature, filters = given.temperature, given.filters
+    if temperature is not None and all_greedy(temperature):
+        return verify_greedy_rows(target_logits, draft_tokens, temperature)
+    num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
+    inverse_t = inverse_temperature(temperature)  # [B]
+    x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
+
+    # p(x) and q(x), [B, K], from the maximum and the sum of each row.
+    bounds = row_bounds(target_logits, filters)
+    z_p = scale_kept(target_logits, inverse_t, bounds)  # [B, K+1, V]
+    p_max, p_sum = softmax_stats(z_p)  # [B, K+1]
+    bounds = None if bounds is None else bounds.at(slice(None), slice(num_drafts))
+    z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
+    p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
+    if draft_logits is None:
+        z_q, q_x = None, torch.ones_like(p_x)
+        q_max, q_sum = q_x.float(), q_x
+    else:
+        bounds = row_bounds(draft_logits, filters)
+        z_q = scale_kept(draft_logits, inverse_t, bounds)  # [B, K, V]
+        q_max, q_sum = softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse)
+        q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)
+
+    # The block ends at padding, or where the target has no law.
+    end = num_leading(in_vocab & (p_sum[:, :-1] > 0))  # [B]
+    n = end
+    if num_drafts > 0:
+        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
+        inner = slice(1, num_drafts)
+        residual = _residual(
+            z_p[:, inner],
+            softmax_row(z_p[:, inner], p_max[:, inner], p_sum[:, inner]),
+            reach[:, inner],
+            None if z_q is None else z_q[:, inner],
+            q_max[:, inner],
+            q_sum[:, inner],
+            x[:, inner],
+        )
+        mass = pad(residual.sum(-1, dtype=torch.float64), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, with 0 around it
+        u = pad(given.accept_uniforms.double(), (1, 0))
+        position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
+        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), and P_i at its end. P_i = 1 accepts, also
+        # where the residual is empty.
+        accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
+        accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
+        n = torch.where(accepted, position, 0).amax(1)
+    greedy_tokens = None if temperature is None else lowest_argmax(z_p, p_max)
+    if temperature is not None:
+        # Greedy rows are verified token by token.
+        by_token = num_leading(apply_greedy(torch.zeros_like(in_vocab), greedy_tokens, draft_tokens, temperature))
+        n = torch.where(temperature > 0, n, by_token)
+
+    # The next token, from the residual max(P_n p - q, 0) of row n, or from p.
+    rows = torch.arange(n.shape[0], device=n.device)
+    p = softmax_row(z_p[rows, n], p_max[rows, n], p_sum[rows, n])  # [B, V]
+    if num_drafts > 0:
+        rejected = n.clamp(max=num_drafts - 1)
+        residual = _residual(
+            z_p[rows, n],
+            p,
+            reach[rows, n],
+            None if z_q is None else z_q[rows, rejected],
+            q_max[rows, rejected],
+            q_sum[rows, rejected],
+            x[rows, rejected],
+        )
+        p = residual_or_target(residual, p, n < end)
+    drawn = draw(p, given.sample_uniforms)
+    return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
+
+
+def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """[B, K] P_1 .. P_K, P_i = min(P_{i-1} p / q, 1): the least of 1 and of the products of ratios that end at i."""
+    ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
+    index = torch.arange(ratio.shape[1], device=ratio.device)
+    products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
+    # NaN is an overflow times a ratio of zero.
+    return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)
+
+
+def _residual(
+    z_p: Tensor,  # [..., V]
+    p: Tensor,  # [..., V], the softmax of z_p
+    reach: Tensor,  # [...]
+    z_q: Tensor | None,  # [..., V]
+    q_max: Tensor,  # [...]
+    q_sum: Tensor,  # [...]
+    x: Tensor,  # [...]
+) -> Tensor:
+    """[..., V] max(P p - q, 0), q the softmax of z_q or one-hot at x."""
+    weights = p * reach.float().unsqueeze(-1)
+    if z_q is None:
+        is_draft = torch.arange(p.shape[-1], device=p.device) == x.unsqueeze(-1)
+        return torch.where(is_draft, 0.0, weights)
+    # Equal logits mean p = q, which rounding would hide.
+    differs = (z_p != z_q).any(-1, keepdim=True)
+    return torch.where(differs, (weights - softmax_row(z_q, q_max, q_sum)).clamp(min=0), 0.0)

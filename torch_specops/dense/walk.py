@@ -1,0 +1,114 @@
+"""What the verify ops share: the accept rule, the walk over the drafts, greedy rows, the output row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .rows import FLOAT32_MAX, argmax_by_tiles, scale
+
+
+def accepts(u: Tensor, p_x: Tensor, q_x: Tensor, in_vocab: Tensor) -> Tensor:
+    """[B, K] the accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
+
+    u is the uniform number in float64, times the lenience of appendix A.5. Padding and drafts of q(x) = 0 fail.
+    """
+    return in_vocab & (q_x > 0) & (u * q_x < p_x)
+
+
+def num_leading(accepted: Tensor) -> Tensor:
+    """[B, K] -> [B] how many are accepted before the first that is not."""
+    return accepted.long().cumprod(1).sum(1)
+
+
+def draft_indices(draft_tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """[B, K] the tokens as indices, 0 for padding, and whether they are in the vocabulary."""
+    in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
+    return torch.where(in_vocab, draft_tokens, 0).long(), in_vocab
+
+
+def logits_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K, V], [B, K] -> [B, K] of each row the logit of one token."""
+    return logits.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def probability(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
+    """[B, K] exp(z - max) / sum in float64, for single logits; 0 where the row has no finite entry."""
+    shift = z_max.clamp(min=-FLOAT32_MAX).double()
+    return torch.where(z_sum > 0, torch.exp(z.double() - shift) / z_sum, 0.0)
+
+
+def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, K] the maximum and sum for which `probability` is exp(z - lse), and 0 where lse is not finite."""
+    finite = lse.isfinite()
+    return torch.where(finite, lse, 0.0), finite.double()
+
+
+def apply_greedy(
+    accepted: Tensor,  # [B, K]
+    greedy_tokens: Tensor | None,  # [B, K+1]
+    draft_tokens: Tensor,  # [B, K]
+    temperature: Tensor | None,  # [B]
+    near_argmax: Tensor | None = None,  # [B, K]
+) -> Tensor:
+    """[B, K] what is accepted: in greedy rows the argmax, or what is near it where that is given; in rows whose
+    temperature is no law nothing."""
+    if temperature is None or greedy_tokens is None:
+        return accepted
+    if near_argmax is None:
+        near_argmax = (draft_tokens == greedy_tokens[:, :-1]) & (draft_tokens >= 0)
+    t = temperature.unsqueeze(-1)
+    return torch.where(t == 0, near_argmax, accepted & (t > 0))
+
+
+def is_near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
+    """[B, K] whether exp(z - max) >= l: the accept rule of greedy rows with lenience (Leviathan et al. A.5)."""
+    return (z > -math.inf) & (z.double() - z_max.double() >= math.log(argmax_lenience))
+
+
+def verify_greedy_rows(
+    target_logits: Tensor,  # [B, K+1, V]
+    draft_tokens: Tensor,  # [B, K]
+    temperature: Tensor,  # [B], none above 0
+    argmax_lenience: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    greedy_tokens = argmax_by_tiles(target_logits)
+    near_argmax = None
+    if argmax_lenience < 1:
+        x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
+        best = greedy_tokens[:, :-1].clamp(min=0)
+        z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best))
+        near_argmax = in_vocab & is_near_argmax(z, z_max, argmax_lenience)
+    nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
+    n = num_leading(apply_greedy(nothing, greedy_tokens, draft_tokens, temperature, near_argmax))
+    # No row is sampled, so the drawn tokens are never used: n stands in for them.
+    return output_rows(draft_tokens, n, n, greedy_tokens, temperature), n
+
+
+def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Tensor:
+    """[B, V], [B, V], [B] -> [B, V] the weights of the next token: the residual after a rejection; p after K
+    acceptances, after padding, and where the residual is empty."""
+    use_residual = use_residual & (residual.amax(-1) > 0)
+    return torch.where(use_residual.unsqueeze(-1), residual, p)
+
+
+def output_rows(
+    draft_tokens: Tensor,  # [B, K]
+    n: Tensor,  # [B] drafts accepted
+    drawn: Tensor,  # [B] next token of sampled rows
+    greedy_tokens: Tensor | None,  # [B, K+1]
+    temperature: Tensor | None,  # [B]
+) -> Tensor:
+    """[B, K+1] the accepted drafts, the next token, then -1."""
+    next_token = drawn
+    if temperature is not None and greedy_tokens is not None:
+        rows = torch.arange(n.shape[0], device=n.device)
+        next_token = torch.where(temperature == 0, greedy_tokens[rows, n], drawn)
+        next_token = torch.where(temperature >= 0, next_token, -1)
+    position = torch.arange(draft_tokens.shape[1] + 1, device=n.device)
+    drafts = pad(draft_tokens.long(), (0, 1), value=-1)
+    kept = torch.where(position < n.unsqueeze(-1), drafts, -1)
+    return torch.where(position == n.unsqueeze(-1), next_token.unsqueeze(-1), kept)

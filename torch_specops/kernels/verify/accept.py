@@ -1,0 +1,96 @@
+"""The accept rules of the verify ops, and what their walks over the drafts share.
+
+    accept_sampled    u l q(x) < p(x)                  `verify_exact`
+    accept_greedy     x is the argmax, or nearly       a greedy sequence of `verify_exact`
+    accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
+
+A walk takes WALK drafts at a time, side by side. The rule of `verify_block`, which sees a block as a whole, is in
+`block_end.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..rows import FLOAT32_MAX, combine_argmax, keep, scale
+
+# Drafts tested side by side, and the partials held for them. A longer chain takes several turns, so that registers stay
+# bounded for any K and V.
+MAX_WALK = 8
+MAX_PARTIALS = 1024
+
+
+def walk_width(block_t: int) -> int:
+    """Drafts per turn of a walk that holds `block_t` partials for each; a power of two, whatever K is."""
+    return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
+
+
+@triton.jit
+def accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum):
+    """u * l * q < p for p = p_x / p_sum and q = q_x / q_sum, and q > 0. Both sides are multiplied by the two sums,
+    because float64 division would cost a call."""
+    threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
+    return (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
+
+
+@triton.jit
+def accept_greedy(x, z_x, tile_max, tile_token, argmax_gap):
+    """Whether x is the argmax of its row; with a gap, log of the lenience, whether z(x) is that near to the maximum."""
+    if argmax_gap is None:
+        accepted = combine_argmax(tile_max, tile_token).to(tl.int64) == x
+    else:
+        accepted = (z_x > float("-inf")) & (z_x - tl.max(tile_max, 1) >= argmax_gap)
+    return accepted
+
+
+@triton.jit
+def accept_scored(u, z_p, z_q, alpha, inverse_range):
+    """u * q^ < p^ for scores sigmoid((z - alpha) * inverse_range). Both sides are multiplied by the two denominators,
+    because float64 division would cost a call."""
+    p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
+    q_denominator = 1.0 + tl.exp((alpha - z_q.to(tl.float64)) * inverse_range)
+    scored = (z_p > float("-inf")) & (z_q > float("-inf"))
+    return scored & (u.to(tl.float64) * p_denominator < q_denominator)
+
+
+@triton.jit
+def leading(accepted):
+    """How many of [WALK] are accepted before the first that is not."""
+    WALK: tl.constexpr = accepted.shape[0]
+    return tl.min(tl.where(accepted, WALK, tl.arange(0, WALK)), 0)
+
+
+@triton.jit
+def count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
+    """Drafts before the first padding token; nothing behind it can matter."""
+    # The minimum over a whole warp is one instruction, over part of it one exchange after another: BLOCK_K is >= 32.
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(tokens_ptr + k, mask=k < num_drafts, other=-1)
+    return tl.min(tl.where((x >= 0) & (x < vocab_size), BLOCK_K, k), 0)
+
+
+@triton.jit
+def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, bounds_ptr, bounds_row):
+    """Scaled logits of tokens x, one in each of rows i of a sequence; -inf where not live or outside the row's
+    bounds."""
+    offset = x if stride_v is None else x * stride_v
+    z = tl.load(sequence_ptr + i * stride_k + offset, mask=live, other=float("-inf"))
+    if bounds_ptr is not None:
+        cut = tl.load(bounds_ptr + bounds_row * 2, mask=live, other=float("inf"))
+        first_at_cut = tl.load(bounds_ptr + bounds_row * 2 + 1, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        z = keep(z, x, cut, first_at_cut)
+    return scale(z, inverse_t)
+
+
+@triton.jit
+def token_weights(z, z_max, z_sum):
+    """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 for a row without one."""
+    weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64))
+    return tl.where(z_sum > 0, weight, 0.0)
+
+
+@triton.jit
+def store_output(output_ptr, tokens_ptr, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
+    """[K+1] the accepted drafts, the next token, then -1."""
+    k = tl.arange(0, BLOCK_K)
+    kept = tl.load(tokens_ptr + k, mask=k < n, other=-1).to(tl.int64)
+    tl.store(output_ptr + k, tl.where(k == n, next_token, kept), mask=k <= num_drafts)

@@ -1,0 +1,98 @@
+"""How the ops are registered with torch: schema, fake kernel, decomposition, vmap, and no gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._library.triton import set_wrap_triton_enabled
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+__all__ = ["compiled_sources", "digest", "register_op"]
+
+
+def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
+
+    This is `torch.library.triton_op` without its search of the body's source for kernels: that imports Triton and
+    Inductor (2 s, and a warning for each op where there is no Triton), and does not see kernels behind an import.
+    """
+
+    def register(body: Callable[..., Any]) -> Any:
+        def run(*args: Any) -> Any:
+            # Nothing is traced: a kernel is launched as it is, which takes a tenth of the time.
+            with set_wrap_triton_enabled(False):
+                return body(*args)
+
+        def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """What a compiler sees of the op: its body. An exported program keeps the op."""
+            if not functorch_config.decompose_custom_triton_ops:
+                return mode.__torch_dispatch__(op, types, args, kwargs)
+            if not all(kind in (Tensor, FunctionalTensor) or issubclass(kind, FakeTensor) for kind in types):
+                return NotImplemented
+            with mode:
+                return body(*args, **kwargs)
+
+        schema = torch.library.infer_schema(public, mutates_args=())
+        op = torch.library.custom_op(f"specops::{public.__name__}", run, mutates_args=(), schema=schema)
+        op.register_fake(body)
+        op.register_torch_dispatch(FunctionalTensorMode, decompose)
+        op.register_vmap(_map_over_rows(op))
+        # Without a formula of its own, an op asks for the gradient of logits that require one, and a compiled model
+        # outside no_grad fails.
+        op.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
+        return op
+
+    return register
+
+
+def _map_over_rows(op: Any) -> Callable[..., Any]:
+    """The rule of torch.func.vmap: what is mapped over joins the rows, which do not see each other."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def joined(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            mapped = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            return mapped.flatten(0, 1)
+
+        def parted(result: Tensor) -> Tensor:
+            # Without rows a size of -1 would be ambiguous.
+            return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
+
+        result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))
+        if isinstance(result, Tensor):
+            return parted(result), 0
+        return tuple(parted(each) for each in result), (0,) * len(result)
+
+    return rule
+
+
+def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*((output,) if isinstance(output, Tensor) else output))
+
+
+def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError("the specops ops have no gradient")
+
+
+def compiled_sources() -> list[Path]:
+    """The files whose code ends in a compiled graph, or in its guards."""
+    folder = Path(__file__).parent
+    files = [folder / f"{name}.py" for name in ("arguments", "checks", "ops", "registration", "uniforms")]
+    return files + sorted([*folder.glob("dense/*.py"), *folder.glob("kernels/**/*.py")])
+
+
+def digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+# torch's caches on disk know a graph by the names of its ops, not by their bodies: without this tag, a new version of
+# the package would go on running what was compiled from the old one.
+torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"
