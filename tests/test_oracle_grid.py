@@ -265,6 +265,14 @@ def test_wrong_spelling_is_caught() -> None:
     assert caught == MISTAKES
 
 
+def test_a_boundary_belongs_to_the_token_above_it() -> None:
+    """Equal weights of a power of two add up without rounding, so that s lies on a boundary exactly."""
+    for vocab_size in (4, 2048):
+        s = torch.arange(vocab_size) / vocab_size
+        tokens, _ = torch_specops.sample(torch.zeros(vocab_size, vocab_size), s)
+        assert torch.equal(tokens, torch.arange(vocab_size))
+
+
 def test_wrong_lse_is_caught() -> None:
     """An lse that is off by 2e-5, a hundred times float32's rounding there, or not -inf where no token is."""
     for case in sample_inputs("sample", vocab_sizes=[17]):

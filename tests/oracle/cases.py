@@ -203,7 +203,9 @@ def _verify_args(
         args["temperature"] = t
     if lse:
         bad = _cycle(bad_lse, batch * num_drafts).float() if bad_lse else None
-        args["draft_lse"] = (draft_lse if bad is None else torch.where(bad == 0, draft_lse, bad)).view(batch, num_drafts)
+        args["draft_lse"] = (draft_lse if bad is None else torch.where(bad == 0, draft_lse, bad)).view(
+            batch, num_drafts
+        )
     if lenience != 1.0:
         args["lenience"] = lenience
     if argmax_lenience != 1.0:

@@ -66,8 +66,8 @@ class MarkovModel:
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
-    """A target and a draft on which mistakes show: few tokens, none of them rare, a law of its own for each context, and
-    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
+    """A target and a draft on which mistakes show: few tokens, none of them rare, another law for each context, and an
+    overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
 
     With order two, a cache that lags by one token gives the model another context; with order one it would not, as the
     newest token is always passed. On a wide vocabulary, or with two models that agree, most mistakes change too little

@@ -18,10 +18,10 @@ class LawTest:
         position: 0 for the first generated token; None for the joint law.
         total_variation: half the sum of |count - expected count|, divided by the number of tokens or texts counted.
         expected_total_variation: its mean if the law holds.
-        total_variation_bound: the total variation of the loop's own law is below this with 99 % confidence (McDiarmid's
-            inequality; no approximation).
-        statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that the
-            target excludes, the statistic is infinite and the p-value 0.
+        total_variation_bound: the total variation of the loop's own law is below this with 99 % confidence, by
+            McDiarmid's inequality, without an approximation.
+        statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that
+            the target excludes, the statistic is infinite and the p-value 0.
         detectable_effect: w. If the loop has a law r with sum (r - p)**2 / p >= w**2 over the tested cells, the test
             rejects it with a probability of 99 % or more.
         detectable_total_variation: w / 2 and at most 1. Every bias whose total variation over the tested cells is at
