@@ -83,7 +83,7 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
         with assisted_generation(method) as stats:
             assert [sampled(models, seed, **options) for seed in range(4)] == plain
         counted.append((stats.calls, stats.num_draft_tokens, stats.num_accepted, stats.num_new_tokens))
-    # So many steps that a difference would have shown, with both outcomes among them.
+    # Enough steps for a difference to show, with accepted and rejected drafts among them.
     calls, num_draft_tokens, num_accepted, _ = counted[0]
     assert calls > 8 and 0 < num_accepted < num_draft_tokens
     assert counted[0] == counted[1]
@@ -169,7 +169,7 @@ def test_the_numbers_are_those_of_the_calls() -> None:
     for (ids, _, num_drafts, _, _), (tokens, num_matches) in calls:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
-        # By definition: the drafts that lead what was returned. No recovered token equals the draft that it replaces.
+        # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
         leading = next(
             (i for i, (a, b) in enumerate(zip(own, drafts, strict=False)) if a != b), min(len(own), num_drafts)
         )
@@ -375,7 +375,7 @@ def test_each_thread_has_its_own_context() -> None:
     with assisted_generation("exact") as stats:
         calls, third = in_thread(other_thread)
         assert calls > 0 and stats.calls == 0
-        # Which of the two would it be?
+        # It is not clear which of the two is meant.
         assert isinstance(third, RuntimeError) and "several others have" in str(third)
         sampled(models, 0)
         assert stats.calls > 0

@@ -1,6 +1,7 @@
 """`check_law`: right loops pass as often as it says, and each wrong one is caught where it breaks.
 
-The loops here are a user's: PyTorch, `torch.Generator`, none of the package's ops unless the test is about them.
+The loops are written as a user would write them, in PyTorch with a `torch.Generator`; those of the package have tests
+of their own.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def law(model: MarkovModel, context: Tensor, top_k: int | None = None) -> Tensor
 
 @dataclass(frozen=True)
 class Loop:
-    """Speculative decoding with one draft a step, by rows of different lengths. What follows `top_k` are mistakes."""
+    """Speculative decoding with one draft a step, in rows of other lengths. The fields after `top_k` are mistakes."""
 
     target: MarkovModel = TARGET
     draft: MarkovModel = DRAFT
     top_k: int | None = None
     q_before_top_k: bool = False
-    # "target" or "draft": after an accepted draft, its cache lacks it.
+    # "target" or "draft": the cache of that model lacks an accepted draft.
     cache_behind: str = ""
     q_recomputed: bool = False
     # "accept" or "sample": reuses the uniform that drew the draft.
@@ -149,7 +150,7 @@ def test_one_step_of_variable_length_passes(verify: str) -> None:
     report.assert_lossless()
     emitted = [test.emitted for test in report.tests[:3]]
     assert emitted[0] == 1.0 > emitted[1] > emitted[2] > 0.1
-    # Fewer tokens show less.
+    # With fewer tokens only a larger bias is seen.
     assert report.tests[1].detectable_effect > check(Loop()).tests[1].detectable_effect
 
 
@@ -178,7 +179,7 @@ def test_a_text_that_ends_at_its_eos_passes() -> None:
 @pytest.mark.parametrize("kind", ["pairs", "transformer"])
 def test_the_loop_of_the_package_passes(kind: str) -> None:
     if kind == "pairs":
-        # Two tokens before the first one there always are.
+        # The prompt has two tokens, so the entries for missing ones are not needed.
         tables = TARGET.table[:, :V].contiguous(), DRAFT.table[:, :V].contiguous()
         models, laws, trials = [PairModel(table) for table in tables], tables, 40_000
     else:
@@ -239,7 +240,7 @@ def test_a_wrong_loop_is_caught(name: str) -> None:
 
 
 def test_a_draft_cache_one_token_behind_is_lossless_where_q_is_what_was_sampled() -> None:
-    """What such a loop loses is acceptance: with a draft that equals the target, all of it would be accepted."""
+    """Such a loop only accepts fewer drafts. With a draft that equals the target, a right loop accepts them all."""
     right, behind = (check(Loop(draft=TARGET, cache_behind=cache)) for cache in ("", "draft"))
     assert right and behind
     assert [round(test.overlap, 9) for test in behind.tests[:3]] == [1.0, 1.0, 1.0]
@@ -255,7 +256,7 @@ def test_equality_at_zero_cannot_be_seen() -> None:
 
 
 def test_tokens_that_the_target_excludes_are_caught() -> None:
-    """However rare: here a handful in 40,000."""
+    """Even a handful in 40,000."""
 
     def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
         tokens, _, _ = Loop(top_k=3)(prompts, seeds)
@@ -281,7 +282,7 @@ def test_a_greedy_loop() -> None:
 
 
 def test_a_draft_that_agrees_leaves_mistakes_unseen() -> None:
-    """And the report says so."""
+    """The report says that they would not be seen."""
     report = check(Loop(draft=MarkovModel(TARGET.table + 1e-3 * DRAFT.table), residual_is_p=True))
     assert report
     assert report.mistakes["a recovered token from p"] < report.tests[0].detectable_total_variation
@@ -300,7 +301,7 @@ def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stats.kstest([report.tests[index].p_value for report in reports], "uniform").pvalue > 1e-4
 
 
-# How it calls, and what it refuses.
+# How it calls the loop, and what it refuses.
 
 
 def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> None:
@@ -386,7 +387,7 @@ BAD_ARGUMENTS = [
     ({"target": lambda text: torch.full((len(text), V), -torch.inf)}, "target: expected finite logits, or"),
     ({"draft": lambda text: torch.full((len(text), V), torch.nan)}, "draft: expected finite logits, or"),
 ]
-# What becomes of the tokens [200, 8] of a right loop.
+# A change of the tokens [200, 8] of a right loop, and the error.
 BAD_OUTPUTS = [
     (lambda tokens: tokens[:, :2], r"expected tokens \[200, >= 3\], got \[200, 2\]"),
     (lambda tokens: tokens[1:], r"expected tokens \[200, >= 3\]"),

@@ -1,5 +1,5 @@
-"""The statistics of `check_law`: p-values are uniform where the law holds, and the bias that it calls visible is seen
-as often as it says. Texts are drawn from known laws, without a loop.
+"""The statistics of `check_law`: p-values are uniform if the law holds, and a bias that it calls visible is seen as
+often as it says. Texts are drawn from known laws, without a loop.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_p_values_of_a_right_loop_are_uniform(trials: int) -> None:
     for index in range(4):
         values = [tests[index].p_value for tests in results]
         assert stats.kstest(values, "uniform").pvalue > 1e-4
-        # Also far out, where the verdict falls: at most as often as said, up to chance.
+        # In the tail, which decides: at most as often as said, up to chance.
         assert sum(value < 0.01 for value in values) <= stats.binom.isf(1e-4, repetitions, 0.01)
 
 
@@ -158,7 +158,8 @@ def test_mean_absolute_deviation_by_summation() -> None:
 
 
 def test_rare_outcomes_are_pooled() -> None:
-    """Rows are judged on their own: a large one keeps its cells, a small one becomes few or says nothing."""
+    """Each row is pooled on its own: a large one keeps all its cells, a small one has few or only one, which tells
+    nothing."""
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
 
     def pooled_test(sizes: list[int]) -> tuple[float, int, float]:

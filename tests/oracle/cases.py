@@ -362,7 +362,7 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
     "lse_k8_bf16": {"lse": True, "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
     "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": edits.vocab_sliced},
     "lse_nonfinite": {"lse": True, "edit": edits.fill_mixed},
-    "lse_not_finite": {"lse": True, "bad_lse": (0.0, NAN, 0.0, 0.0, INF, 0.0, -INF, 0.0, 0.0)},
+    "lse_not_finite": {"lse": True, "bad_lse": (NAN, 0.0, INF, 0.0, -INF, 0.0), "accept": (0.0, 0.5)},
     "lse_masked": {"lse": True, "edit": edits.mask, "tokens": edits.pad_middle},
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
