@@ -66,7 +66,7 @@ MISTAKES = ["stops at a failure", "residual without P", "the row before", "P wit
 
 
 def test_own_block_without_a_mistake_is_verify_block() -> None:
-    """So that nothing but its mistake makes a wrong sampler wrong."""
+    """Without a mistake it agrees with the op: only the mistake makes a sampler below wrong."""
     target, draft = tables(47, "close")
     differing = []
 
@@ -114,7 +114,7 @@ def test_shared_uniforms_are_caught(shared: str, report: Report) -> None:
 
 
 def test_residual_at_padding_is_caught(report: Report) -> None:
-    """A padded position filled with a draft after the fact: the residual compensates an acceptance that never was."""
+    """The residual makes up for drafts that were accepted; at padding none could be, and p is right."""
     target, draft = tables(43, "close")
 
     def wrong(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def test_residual_at_padding_is_caught(report: Report) -> None:
 
 @pytest.mark.parametrize("mistake", ["", *MISTAKES])
 def test_the_comparison_catches_a_wrong_block(mistake: str) -> None:
-    """Row by row, where no rounding decides, against the oracle. Without a mistake nothing is wrong."""
+    """Row by row against the oracle. Without a mistake nothing is wrong."""
     names = ["k3", "k8", "fp32_bf16"]
     cases = [
         case for seed in range(12) for case in sample_inputs("verify_block", vocab_sizes=[17], seed=seed, names=names)
@@ -185,7 +185,7 @@ def random_model(seed: int, vocab_size: int, spread: float) -> Model:
 
 @pytest.mark.parametrize("vocab_size, num_drafts, spread", [(2, 5, 1.0), (3, 3, 3.0), (5, 2, 0.3)])
 def test_never_shorter_than_verify_exact(vocab_size: int, num_drafts: int, spread: float) -> None:
-    """By enumeration, of every number of drafts: not on average only. Strictly more often for some."""
+    """By enumeration: at least i drafts are accepted at least as often, for every i, and more often for some."""
     gains = []
     for seed in range(6):
         p, q = random_model(2 * seed, vocab_size, spread), random_model(2 * seed + 1, vocab_size, spread)

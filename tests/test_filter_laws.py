@@ -101,7 +101,7 @@ def q_before_the_filters(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
 
 
 def other_order(*names: str) -> Verify:
-    """One filter after the other, in this order, on both sides, as were the drafts: lossless, for another target."""
+    """The filters one by one in this order, on both sides: lossless, but for another target."""
 
     def verify(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
         filters = {name: args.pop(name) for name in ALL}
@@ -133,7 +133,7 @@ def without_renormalisation(propose: Tensor, **args: Any) -> tuple[Tensor, Tenso
 
 
 def no_filter(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """On neither side, though the drafts were sampled with all."""
+    """No filter on either side, though the drafts were sampled with all."""
     return torch_specops.verify_exact(**{name: value for name, value in args.items() if name not in ALL})
 
 
@@ -219,7 +219,7 @@ def test_argmax_lenience_by_enumeration(verify: Any, argmax_lenience: float) -> 
 
 
 def test_argmax_lenience_is_for_greedy_rows_alone() -> None:
-    """And lenience is for the others."""
+    """The other lenience is for sampled rows."""
     generator = torch.Generator().manual_seed(15)
     args: dict[str, Any] = {
         "target_logits": torch.randn(64, 4, V, generator=generator),

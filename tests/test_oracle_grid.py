@@ -39,8 +39,8 @@ LARGE_CASES = (
 
 
 def share_left_out(cases: Iterable[Case], report: Report) -> float:
-    """Run an op on cases, compare every row with the oracle, and return the share of rows that are left out, but of the
-    cases that were built to tie."""
+    """Run an op on cases, compare every row with the oracle, and return the share of rows that are left out. Cases that
+    were built to tie do not count."""
     left_out, rows = 0, 0
     for case in cases:
         with poison_memory():
@@ -121,7 +121,7 @@ def shifted_cdf(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def not_strict(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Accepts u l q <= p: for u > 0, as though u were a little smaller; u = 0 accepts what the target excludes."""
+    """Accepts u l q <= p, which differs at u = 0: tokens that the target excludes are accepted."""
     target = args["target_logits"].clone()
     target[target == -torch.inf] = -80.0
     return getattr(reference, op)(**args | {"target_logits": target})
@@ -191,7 +191,7 @@ WRONG = [
     [pytest.param(wrong, op, id=f"{wrong.__name__}-{op}") for wrong, ops in WRONG for op in ops],
 )
 def test_wrong_implementation_is_caught(wrong: Callable[..., tuple[Tensor, ...]], op: str) -> None:
-    """The oracle with one mistake: off the margin the comparison must see it."""
+    """The oracle with one mistake."""
     assert any(compare(case, wrong(op, case.args)).wrong for case in sample_inputs(op, vocab_sizes=[17]))
 
 
