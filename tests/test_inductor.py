@@ -27,7 +27,6 @@ from naive_verification import (
     spelled,
     with_output,
 )
-from oracle import Case, rounding_rows, sample_inputs
 from torch import Tensor
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._inductor import config
@@ -42,6 +41,7 @@ import torch_specops
 from torch_specops.inductor import counters, install, rewrite, uninstall
 from torch_specops.inductor.graph_pass import RewritePass, digest, source_digest
 from torch_specops.inductor.rewriter import Counters, rewrite_graph
+from torch_specops.testing import Case, rounding_rows, sample_inputs
 
 OP = "specops.verify_exact.default"
 # All of B = 6, K = 3, V = 17: near the draft and far from it, masked logits, equal logits, u = 0, s = 0, p = q.

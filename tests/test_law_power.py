@@ -1,5 +1,5 @@
-"""The statistics of `check_law`: p-values are uniform where the law holds, and the bias that it calls visible is seen
-as often as it says. Texts are drawn from known laws, without a loop.
+"""The statistics of `check_law`: p-values are uniform if the law holds, and a bias that it calls visible is seen as
+often as it says. Texts are drawn from known laws, without a loop.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_specops.laws import LawTest, judgement, markov_pair
+from torch_specops.laws.pearson import pearson
 from torch_specops.laws.power import (
     chi_square_tail,
     critical_value,
@@ -78,7 +79,7 @@ def test_p_values_of_a_right_loop_are_uniform(trials: int) -> None:
     for index in range(4):
         values = [tests[index].p_value for tests in results]
         assert stats.kstest(values, "uniform").pvalue > 1e-4
-        # Also far out, where the verdict falls: at most as often as said, up to chance.
+        # In the tail, which decides: at most as often as said, up to chance.
         assert sum(value < 0.01 for value in values) <= stats.binom.isf(1e-4, repetitions, 0.01)
 
 
@@ -157,20 +158,21 @@ def test_mean_absolute_deviation_by_summation() -> None:
 
 
 def test_rare_outcomes_are_pooled() -> None:
-    """Rows are judged on their own: a large one keeps its cells, a small one becomes few or says nothing."""
+    """Each row is pooled on its own: a large one keeps all its cells, a small one has few or only one, which tells
+    nothing."""
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
 
-    def pearson(sizes: list[int]) -> tuple[float, int, float]:
+    def pooled_test(sizes: list[int]) -> tuple[float, int, float]:
         expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return judgement._pearson(expected, expected)
+        return pearson(expected, expected, 10.0)
 
-    assert pearson([1000]) == (0.0, 3, 0.0)
+    assert pooled_test([1000]) == (0.0, 3, 0.0)
     # 5 expected in the last cell: it joins the next one.
-    statistic, dof, pooled = pearson([100])
+    statistic, dof, pooled = pooled_test([100])
     assert (statistic, dof) == (0.0, 2) and pooled == pytest.approx(20)
     # 15, 9 and 6: two are pooled, which is enough.
-    statistic, dof, pooled = pearson([30])
+    statistic, dof, pooled = pooled_test([30])
     assert dof == 1 and pooled == pytest.approx(15)
-    statistic, dof, pooled = pearson([12])
+    statistic, dof, pooled = pooled_test([12])
     assert dof == 0 and pooled == pytest.approx(12)
-    assert pearson([1000, 12])[1] == 3
+    assert pooled_test([1000, 12])[1] == 3

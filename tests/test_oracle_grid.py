@@ -1,12 +1,12 @@
 """Every op against the float64 oracle, on the cases that all backends share.
 
-A row may differ from the oracle only where float32 rounding decides, and only in a way that rounding can cause
-(`oracle.rounding_rows`). How many rows that leaves open is counted and bounded.
+A row must equal the oracle's, but where a decision is too close for float32 (`oracle/margins.py`). Such rows are left
+out, and their share is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,9 +21,9 @@ from torch_specops import reference
 VERIFY_OPS = ["verify_exact", "verify_block", "verify_sigmoid"]
 OPS = [*VERIFY_OPS, "sample"]
 # Smaller than a tile of any backend, odd, around the tile of the CPU search, and of several tiles with a rest.
-VOCAB_SIZES = [1, 2, 3, 17, 600, 1025]
+VOCAB_SIZES = [1, 2, 17, 600, 1025]
 # Some of the cases only: the oracle is slow.
-LARGE_VOCAB_SIZES = [1023, 1024, 5000, 50257]
+LARGE_VOCAB_SIZES = [1023, 1024, 50257]
 LARGE_CASES = (
     "k3",
     "bf16",
@@ -38,64 +38,48 @@ LARGE_CASES = (
 )
 
 
-def check(case: Case, got: tuple[Tensor, ...], report: Report) -> tuple[int, int]:
-    comparison = compare(case, got)
-    report.add(case, comparison)
-    assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle off the margin"
-    return (0, 0) if case.name.startswith("tie_") else (comparison.rounding, comparison.rows)
-
-
-def run_grid(
-    op: str, cases: list[Case], report: Report, record_property: Callable[[str, object], None]
-) -> tuple[int, int]:
-    open_rows, rows = 0, 0
+def share_left_out(cases: Iterable[Case], report: Report) -> float:
+    """Run an op on cases, compare every row with the oracle, and return the share of rows that are left out. Cases that
+    were built to tie do not count."""
+    left_out, rows = 0, 0
     for case in cases:
-        got = getattr(torch_specops, op)(**case.args)
-        case_open, case_rows = check(case, got, report)
-        open_rows, rows = open_rows + case_open, rows + case_rows
-        direct = getattr(torch.ops.specops, op)(**case.args)
+        with poison_memory():
+            got = getattr(torch_specops, case.op)(**case.args)
+        comparison = compare(case, got)
+        report.add(case, comparison)
+        assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle"
+        direct = getattr(torch.ops.specops, case.op)(**case.args)
         assert all(torch.equal(a, b) for a, b in zip(got, direct, strict=True)), case.name
-    record_property("rows", rows)
-    record_property("rounding_rows", open_rows)
-    return open_rows, rows
+        if not case.name.startswith("tie_"):
+            left_out, rows = left_out + comparison.rounding, rows + comparison.rows
+    return left_out / rows
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle(
-    op: str, vocab_size: int, report: Report, record_property: Callable[[str, object], None]
-) -> None:
-    with poison_memory():
-        open_rows, rows = run_grid(op, list(sample_inputs(op, vocab_sizes=[vocab_size])), report, record_property)
-    assert open_rows < 0.02 * rows
+def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
+    assert share_left_out(sample_inputs(op, vocab_sizes=[vocab_size]), report) < 0.02
 
 
 @pytest.mark.parametrize("vocab_size", LARGE_VOCAB_SIZES)
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle_on_a_large_vocabulary(
-    op: str, vocab_size: int, report: Report, record_property: Callable[[str, object], None]
-) -> None:
+def test_op_equals_oracle_on_a_large_vocabulary(op: str, vocab_size: int, report: Report) -> None:
     """The bound on a prefix sum does not shrink with the vocabulary, but the tokens' shares of it do: at 50,257 nearly
-    equal weights it spans tenths of a token. Of these 42 to 60 rows, fewer than a tenth may be open."""
-    cases = list(sample_inputs(op, vocab_sizes=[vocab_size], names=LARGE_CASES))
+    equal weights (the case "hot") it spans tenths of a token."""
+    cases = list(sample_inputs(op, vocab_sizes=[vocab_size], names=LARGE_CASES, max_rows=3, max_drafts=2))
     assert len(cases) >= 6
-    open_rows, rows = run_grid(op, cases, report, record_property)
-    assert open_rows < 0.1 * rows
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle_for_other_seeds(
-    op: str, seed: int, report: Report, record_property: Callable[[str, object], None]
-) -> None:
-    open_rows, rows = run_grid(op, list(sample_inputs(op, vocab_sizes=[29], seed=seed)), report, record_property)
-    assert open_rows < 0.02 * rows
+    assert share_left_out(cases, report) < 0.15
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_oracle_itself_is_lawful(op: str) -> None:
-    """The set of lawful results of every row holds the oracle's own, and where no rounding decides nothing else."""
-    for case in sample_inputs(op, vocab_sizes=[5, 130]):
+def test_op_equals_oracle_for_other_seeds(op: str, report: Report) -> None:
+    cases = [case for seed in (1, 2) for case in sample_inputs(op, vocab_sizes=[29], seed=seed)]
+    assert share_left_out(cases, report) < 0.02
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_oracle_equals_itself(op: str) -> None:
+    for case in sample_inputs(op, vocab_sizes=[5]):
         comparison = compare(case, getattr(reference, op)(**case.args))
         assert (comparison.wrong, comparison.disagreements) == ([], 0), case.name
         assert comparison.rounding == int(rounding_rows(case).sum()), case.name
@@ -137,7 +121,7 @@ def shifted_cdf(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def not_strict(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Accepts u l q <= p: for u > 0, as though u were a little smaller; u = 0 accepts what the target excludes."""
+    """Accepts u l q <= p, which differs at u = 0: tokens that the target excludes are accepted."""
     target = args["target_logits"].clone()
     target[target == -torch.inf] = -80.0
     return getattr(reference, op)(**args | {"target_logits": target})
@@ -207,8 +191,86 @@ WRONG = [
     [pytest.param(wrong, op, id=f"{wrong.__name__}-{op}") for wrong, ops in WRONG for op in ops],
 )
 def test_wrong_implementation_is_caught(wrong: Callable[..., tuple[Tensor, ...]], op: str) -> None:
-    """The oracle with one mistake: off the margin the comparison must see it."""
+    """The oracle with one mistake."""
     assert any(compare(case, wrong(op, case.args)).wrong for case in sample_inputs(op, vocab_sizes=[17]))
+
+
+def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:
+    """`verify_exact` of plain batches (softmax drafts, no padding, no temperature), with a mistake or none."""
+    p, q = (args[name].double().softmax(-1) for name in ("target_logits", "draft_logits"))
+    x, u, s = args["draft_tokens"].unsqueeze(-1), args["accept_uniforms"], args["sample_uniforms"].unsqueeze(-1)
+    num_drafts, rows = x.shape[1], torch.arange(len(x))
+    p_x, q_x = p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
+    acceptance = {
+        "u < p": u < p_x,
+        "u < q / p": u * p_x < q_x,
+        "u < (p / q) ** 2": u < (p_x / q_x) ** 2,
+        "u < min(p / q, 0.9)": u < (p_x / q_x).clamp(max=0.9),
+        "p of the row after": u * q_x < p[:, 1:].gather(2, x).squeeze(-1),
+        "q of another token": u * q.gather(2, x.roll(1, 1)).squeeze(-1) < p_x,
+    }
+    accepted = acceptance.get(mistake, u * q_x < p_x)
+    n = accepted.sum(1) if mistake == "counts all acceptances" else accepted.long().cumprod(1).sum(1)
+    p_n, q_n = p[rows, n], torch.nn.functional.pad(q, (0, 0, 0, 1))[rows, n]
+    row_weights = {
+        "p in place of the residual": p_n,
+        "|p - q|": (p_n - q_n).abs(),
+        "q - p": torch.where((n < num_drafts).unsqueeze(-1), (q_n - p_n).clamp(min=0), p_n),
+        "residual of the first row": (p[:, 0] - q[:, 0]).clamp(min=0),
+        "q of the row before": (p_n - q[rows, (n - 1).clamp(min=0)]).clamp(min=0),
+        "bonus from the row before": torch.where((n < num_drafts).unsqueeze(-1), (p_n - q_n).clamp(min=0), p[:, -2]),
+    }
+    weights = row_weights.get(mistake, (p_n - q_n).clamp(min=0))
+    sums, total = weights.cumsum(-1), weights.sum(-1, keepdim=True)
+    above = {
+        "1 - s": sums > (1 - s) * total,
+        "sum before the token": sums - weights > s * total,
+        "not normalised": sums > s,
+    }
+    next_token = above.get(mistake, sums > s * total).int().argmax(-1)
+    output = torch.where(torch.arange(num_drafts + 1) < n.unsqueeze(-1), torch.nn.functional.pad(x[..., 0], (0, 1)), -1)
+    output[rows, n] = next_token
+    return output, n
+
+
+MISTAKES = [
+    "u < p",
+    "u < q / p",
+    "u < (p / q) ** 2",
+    "u < min(p / q, 0.9)",
+    "p of the row after",
+    "q of another token",
+    "counts all acceptances",
+    "p in place of the residual",
+    "|p - q|",
+    "q - p",
+    "residual of the first row",
+    "q of the row before",
+    "bonus from the row before",
+    "1 - s",
+    "sum before the token",
+    "not normalised",
+]
+
+
+def test_wrong_spelling_is_caught() -> None:
+    """What a loop written by hand may get wrong. Without a mistake nothing is wrong."""
+    seeds = range(6)
+    cases = [
+        case for seed in seeds for case in sample_inputs("verify_exact", vocab_sizes=[17], seed=seed, names=["k3"])
+    ]
+    caught = [
+        mistake for mistake in ("", *MISTAKES) if any(compare(c, own_exact(mistake, **c.args)).wrong for c in cases)
+    ]
+    assert caught == MISTAKES
+
+
+def test_a_boundary_belongs_to_the_token_above_it() -> None:
+    """Equal weights of a power of two add up without rounding, so that s lies on a boundary exactly."""
+    for vocab_size in (4, 2048):
+        s = torch.arange(vocab_size) / vocab_size
+        tokens, _ = torch_specops.sample(torch.zeros(vocab_size, vocab_size), s)
+        assert torch.equal(tokens, torch.arange(vocab_size))
 
 
 def test_wrong_lse_is_caught() -> None:

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from chains import TRIALS, Uniforms, V, chain_p_values, emit, tables
 from conftest import Report
 from oracle import Case, sample_inputs
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks, run_cases
-from test_laws import TRIALS, Uniforms, V, chain_p_values, emit, tables
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch_specops import reference
 
 from . import edits
 
-__all__ = ["Case", "case_names", "sample_inputs"]
+__all__ = ["Case", "case_names", "mixed_inputs", "sample_inputs"]
 
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
@@ -87,6 +88,27 @@ def sample_inputs(
             yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
 
 
+def mixed_inputs(op: str, count: int) -> Iterator[Case]:
+    """Cases that mix the options of three cases each, on few tokens.
+
+    Example:
+        >>> from oracle import mixed_inputs
+        >>> [case.name for case in mixed_inputs("sample", 1)]
+        ['filters_without_law+filters_temperature+mixed_nonfinite_greedy-V2']
+    """
+    build, table = _builder(op)
+    for number in range(count):
+        choice = random.Random(f"{op} {number}")
+        names = choice.sample(sorted(table), 3)
+        options = {key: value for name in names for key, value in table[name].items()}
+        if options.get("one_hot"):
+            options.pop("lse", None)
+        vocab_size = choice.choice((1, 2, 3, 7, 33))
+        generator = torch.Generator().manual_seed(number)
+        name = f"{'+'.join(names)}-V{vocab_size}"
+        yield Case(name, op, build(generator, vocab_size, name, **options))
+
+
 def case_names(op: str) -> list[str]:
     """The cases of an op, without the vocabulary's size.
 
@@ -131,6 +153,7 @@ def _verify_args(
     token_dtype: torch.dtype = torch.int64,
     one_hot: bool = False,
     lse: bool = False,
+    bad_lse: Sequence[float] | None = None,
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
     filters: dict[str, Sequence[float]] | None = None,
@@ -179,7 +202,10 @@ def _verify_args(
     if t is not None:
         args["temperature"] = t
     if lse:
-        args["draft_lse"] = draft_lse.view(batch, num_drafts)
+        bad = _cycle(bad_lse, batch * num_drafts).float() if bad_lse else None
+        args["draft_lse"] = (draft_lse if bad is None else torch.where(bad == 0, draft_lse, bad)).view(
+            batch, num_drafts
+        )
     if lenience != 1.0:
         args["lenience"] = lenience
     if argmax_lenience != 1.0:
@@ -336,6 +362,7 @@ EXACT_OPTIONS: dict[str, dict[str, Any]] = FILTER_OPTIONS | {
     "lse_k8_bf16": {"lse": True, "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
     "lse_temperature": {"lse": True, "temperature": (0.7, 0.0, 1.5), "layout": edits.vocab_sliced},
     "lse_nonfinite": {"lse": True, "edit": edits.fill_mixed},
+    "lse_not_finite": {"lse": True, "bad_lse": (NAN, 0.0, INF, 0.0, -INF, 0.0), "accept": (0.0, 0.5)},
     "lse_masked": {"lse": True, "edit": edits.mask, "tokens": edits.pad_middle},
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
@@ -353,6 +380,7 @@ ARGMAX_OPTIONS: dict[str, dict[str, Any]] = {
         "tokens": edits.token_zero,
     },
     "argmax_lenience_nonfinite": {"argmax_lenience": 0.5, "temperature": (0.0, 1.0), "edit": edits.fill_mixed},
+    "argmax_lenience_nonfinite_greedy": {"argmax_lenience": 0.5, "temperature": (0.0,), "edit": edits.fill_mixed},
     "argmax_lenience_padded": {"argmax_lenience": 0.2, "temperature": (0.0,), "tokens": edits.pad_middle},
 }
 

@@ -45,13 +45,13 @@ def sequence_sliced(x: Tensor) -> Tensor:
 
 
 def pad_head(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, 0] = -1
-    tokens[1::2, 0] = vocab_size
+    tokens[::2, :1] = -1
+    tokens[1::2, :1] = vocab_size
 
 
 def pad_middle(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, 1] = vocab_size + 7
-    tokens[1::2, 1] = -(2**31) + 1
+    tokens[::2, 1:2] = vocab_size + 7
+    tokens[1::2, 1:2] = -(2**31) + 1
 
 
 def pad_ragged(tokens: Tensor, vocab_size: int) -> None:
@@ -80,18 +80,18 @@ def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
 def _fill(logits: Tensor, value: float) -> None:
     """Row 0 at every position, row 1 at the first one, row 2 at the last one; half of row 3."""
     logits[:1] = value
-    logits[1:2, 0] = value
-    logits[2:3, -1] = value
+    logits[1:2, :1] = value
+    logits[2:3, -1:] = value
     logits[3:4, :, ::2] = value
 
 
 def fill_mixed(target: Tensor, draft: Tensor) -> None:
     for x in (target, draft):
-        x[0, :, 0::3], x[0, :, 1::3], x[0, :, 2::3] = NAN, INF, -INF
+        x[:1, :, 0::3], x[:1, :, 1::3], x[:1, :, 2::3] = NAN, INF, -INF
         x[1:2, :, 0::2], x[1:2, :, 1::2] = NAN, -INF
-        x[2:3, 0, -1], x[3:4, :, 0] = INF, NAN
+        x[2:3, :1, -1], x[3:4, :, 0] = INF, NAN
     target[4:5], draft[4:5] = -INF, NAN
-    target[5:6, 0], draft[5:6, -1:] = INF, -INF
+    target[5:6, :1], draft[5:6, -1:] = INF, -INF
 
 
 def mask(target: Tensor, draft: Tensor) -> None:

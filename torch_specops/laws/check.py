@@ -1,4 +1,4 @@
-"""Is a decoding loop lossless? Its tokens are counted and compared with the target's law."""
+"""Whether a decoding loop is lossless: its tokens are counted and compared with the target's law."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_law(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LawReport:
-    """Test whether the tokens that a loop of one's own emits have the target's law.
+    """Test whether the tokens that a decoding loop emits have the target's law.
 
     The loop continues one prompt `trials` times. At each position the tokens are compared with the target's law given
     the tokens before them, and all `num_tokens` tokens with their joint law, by Pearson's chi-square test. The report
@@ -46,9 +46,8 @@ def check_law(
 
     A loop may emit fewer than `num_tokens` tokens in a row, followed by -1: one verification step emits between 1 and
     K + 1, and a text may end early. The test of a position takes the rows that emitted it; the joint test takes all
-    rows, completed by draws from the target, as later steps without a mistake would do. A lossless step passes both,
-    whether it decides about each token in turn or about a block (docs/testing.md). What a loop rarely emits is rarely
-    tested: the report shows the share.
+    rows, completed by draws from the target. A lossless step passes both, token by token or by blocks
+    (docs/testing.md). The report shows how often each position was emitted.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
@@ -59,10 +58,10 @@ def check_law(
             rejected, which leaves out those after a rejection.
         target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
             which the last is read), for a transformers model `lambda ids: model(ids).logits`; a `MarkovModel`; or its
-            table of logits, [V, V] or [V + 1, V] for order one. Temperature and filters of the loop belong into it;
-            -inf excludes a token.
-        draft: what the loop drafts with, in the same form. It is not tested. It serves to report the overlap
-            sum min(p, q), and how large a bias well-known mistakes would give.
+            table of logits, [V, V] or [V + 1, V] for order one. Apply the loop's temperature and filters to these
+            logits; -inf excludes a token.
+        draft: the loop's draft, in the same form. It is not tested: the report shows the overlap sum min(p, q), and how
+            large a bias well-known mistakes would give.
         vocab_size: V >= 2.
         num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20. Two or more steps of the loop
             should fit, as mistakes in caches show from the second step on.

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .pearson import pearson
 from .power import chi_square_tail, detectable_effect, mean_absolute_deviation
 from .report import CONFIDENCE, LawTest
 
@@ -36,7 +37,7 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
     trials = max(int(sizes.sum()), 1)
     expected = sizes * law
     impossible = int(counts[law == 0].sum())
-    statistic, dof, pooled = _pearson(counts, expected)
+    statistic, dof, pooled = pearson(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
     # Under a law without chance any other token is seen, and one comes with probability 1 - (1 - TV)**trials.
@@ -57,30 +58,3 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
         pooled=pooled / trials,
         impossible=impossible,
     )
-
-
-def _pearson(counts: Tensor, expected: Tensor) -> tuple[float, int, float]:
-    """Chi-square of rows of counts, its degrees of freedom, and how many outcomes were expected in cells pooled.
-
-    In each row the cells below MIN_EXPECTED become one, with the next larger one where it still is too small. A row
-    that ends up as one cell tells nothing. The choice depends on the rows' sizes alone, which are given.
-    """
-    expected, order = expected.sort(-1)
-    counts = counts.gather(-1, order)
-    possible = expected > 0
-    rare = possible & (expected < MIN_EXPECTED)
-    small = (expected * rare).sum(-1, keepdim=True)
-    # Ascending order: the first cell that is not rare comes next.
-    frequent = possible & ~rare
-    next_cell = frequent & (frequent.cumsum(-1) == 1)
-    joined = rare | (next_cell & (small > 0) & (small < MIN_EXPECTED))
-    alone = possible & ~joined
-    pool_expected, pool_counts = (expected * joined).sum(-1), (counts * joined).sum(-1)
-    has_pool = pool_expected > 0
-    cells = alone.sum(-1) + has_pool
-    tested = cells > 1
-    terms = torch.where(alone & tested.unsqueeze(-1), (counts - expected) ** 2 / expected, 0.0).sum(-1)
-    pool_terms = torch.where(has_pool & tested, (pool_counts - pool_expected) ** 2 / pool_expected, 0.0)
-    # A single cell that is a row's only possible outcome was not pooled.
-    pooled = pool_expected[joined.sum(-1) > 1].sum()
-    return float((terms + pool_terms).sum()), int((cells - 1).clamp(min=0).sum()), float(pooled)

@@ -1,4 +1,4 @@
-"""Language models that are a table: their laws are known exactly, and wrong loops show on them."""
+"""Language models that are tables, so that their laws are known exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["MarkovModel", "markov_pair"]
 
 
 class MarkovModel:
-    """A model whose next token depends on the last tokens alone.
+    """A language model whose next token depends on the last few tokens only.
 
     Args:
         table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
@@ -66,12 +66,12 @@ class MarkovModel:
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
-    """A target and a draft that wrong loops are wrong on: few tokens, no rare one, each context with a law of its own,
-    and an overlap sum min(p, q) near 0.6, so that drafts are accepted and rejected often.
+    """A target and a draft on which mistakes show: few tokens, none of them rare, another law for each context, and an
+    overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
 
-    With order two, a cache one token behind reads another context than the right one; with order one it would not,
-    as long as the newest token is passed along. On tables of a wide vocabulary, or of two models that agree, most
-    mistakes change too little to be seen.
+    With order two, a cache that lags by one token gives the model another context; with order one it would not, as the
+    newest token is always passed. On a wide vocabulary, or with two models that agree, most mistakes change too little
+    to be seen.
 
     Args:
         vocab_size: V >= 2; 6 to 16 is best.

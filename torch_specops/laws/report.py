@@ -16,19 +16,18 @@ class LawTest:
 
     Attributes:
         position: 0 for the first generated token; None for the joint law.
-        total_variation: half the sum of |count - expected count|, over the number of tokens or texts counted; so the
-            mean over what came before a position.
-        expected_total_variation: what chance alone makes of it on average, where the law holds.
-        total_variation_bound: the loop's own total variation, averaged over the pasts that came up, lies below this
-            with a confidence of 99 % (McDiarmid's inequality; no approximation).
-        statistic, dof, p_value: of Pearson's test, after outcomes expected too rarely were pooled. Where a token came
-            that the target excludes, the statistic is infinite and the p-value 0.
-        detectable_effect: the effect w, w**2 = sum (r - p)**2 / p over the tested cells, from which on a law r of the
-            loop is rejected with a probability of 99 % or more.
+        total_variation: half the sum of |count - expected count|, divided by the number of tokens or texts counted.
+        expected_total_variation: its mean if the law holds.
+        total_variation_bound: the total variation of the loop's own law is below this with 99 % confidence, by
+            McDiarmid's inequality, without an approximation.
+        statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that
+            the target excludes, the statistic is infinite and the p-value 0.
+        detectable_effect: w. If the loop has a law r with sum (r - p)**2 / p >= w**2 over the tested cells, the test
+            rejects it with a probability of 99 % or more.
         detectable_total_variation: w / 2 and at most 1. Every bias whose total variation over the tested cells is at
             least this has an effect of at least w.
-        pooled: probability of the outcomes that were too rare to be tested apart; a bias among them is not seen.
-        impossible: how often a token came that the target excludes.
+        pooled: probability of the outcomes that were too rare for a cell of their own; a bias among them is not seen.
+        impossible: how many tokens the target excludes.
         emitted: share of the trials in which the loop emitted this position; None for the joint law.
         overlap: mean of sum min(p, q), the acceptance rate of a draft that reads all of the text; None without a draft.
     """
@@ -54,17 +53,17 @@ class LawTest:
 
 @dataclass(frozen=True)
 class LawReport:
-    """The verdict of `check_law`. It is true where no test rejects the target's law; `str` makes a table of it.
+    """What `check_law` found. It is true if no test rejects the target's law, and `str` gives a table.
 
-    A test that rejects nothing proves nothing about a smaller bias: `detectable_total_variation` of each test says how
-    small, and `total_variation_bound` what is excluded.
+    A true report is no proof: a bias below the tests' `detectable_total_variation` may be there. One above their
+    `total_variation_bound` is excluded.
 
     Attributes:
         tests: one for each position, then the joint one.
         trials: how many texts were generated.
         significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
-        mistakes: name -> total variation, at position 0, of the law that a well-known mistake would give with this
-            target and draft; empty without a draft.
+        mistakes: name of a well-known mistake -> the total variation at position 0 that it would give with this target
+            and draft; empty without a draft.
         beta: drafts accepted / drafts reached, as `step_fn` counted them; None where it does not.
     """
 
@@ -86,12 +85,12 @@ class LawReport:
 
     @property
     def first_break(self) -> int | None:
-        """The first position whose law, given the tokens before it, is rejected; None where none is."""
+        """The first position whose law, given the tokens before it, is rejected; None if there is none."""
         return next((test.position for test in self.broken), None)
 
     @property
     def lossless(self) -> bool:
-        """No bias was seen. Not a proof: a bias below the detectable one may be there."""
+        """Whether no bias was seen."""
         return not self.broken
 
     def __bool__(self) -> bool:
