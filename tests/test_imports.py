@@ -27,7 +27,7 @@ ALLOWED = {
     "kv_cache": set(),
     "sampling": {"checks", "ops"},
     "verification": {"checks", "ops"},
-    "inductor": {"ops"},
+    "inductor": set(),
     "ops": {"checks", "cpu", "kernels"},
     "parallel": {"checks", "cpu"},
     "testing": {"reference"},
