@@ -1,0 +1,250 @@
+"""An opt-in pass for `torch.compile`: what a graph does to logits just before one of our ops is left to the op.
+
+The ops read bfloat16, float16 and float32 logits of any strides, and they take a temperature. In
+
+    verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
+
+casts and divisions therefore only write float32 copies. Compiled inside `with absorb():`, or after `install()`, the op
+is given the logits as they came and a temperature of 2. The pass absorbs
+
+- a cast of bfloat16 or float16 to float32, and a copy (`.clone()`, `.contiguous()`) of contiguous rows,
+- a division in float32 by a constant power of two, if target and draft are divided alike and the op has no temperature.
+
+The op then computes with the same scaled logits, bit for bit, unless the division takes a finite logit beyond float32.
+On a CPU it returns the same tokens. On CUDA the order in which a kernel adds up a row depends on dtype and alignment,
+so a token can differ where the rounding of a sum decides.
+
+The op multiplies by 1 / T, which for other temperatures is not the quotient to the last bit. They are absorbed only on
+request: `any_temperature=True` also takes any other positive constant, and float32 tensors with one temperature for all
+rows or one per sequence, which must be positive. Scaled logits then differ in their last bits. Such a division stays if
+the op has a `draft_lse`, which was computed from the quotient.
+
+Left alone are steps whose result something else reads too, divisors per token, casts to a narrower dtype, logits or
+temperatures that are written to before the op reads them, and everything before `filter_logits`, which returns logits
+in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code: there is
+little to gain except before an op with filters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import types
+from collections import Counter
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["absorb", "install", "uninstall"]
+
+_aten, _specops = torch.ops.aten, torch.ops.specops
+# A graph names an op or its one overload.
+_OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.sample}
+_OPS |= {op.default for op in _OPS}
+# Methods by their names. What a call really does is judged by the dtypes and shapes of its input and result.
+_COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
+_COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
+_DIVISIONS = {"div", "true_divide", operator.truediv, torch.div, torch.true_divide, _aten.div.Tensor}
+
+
+def install(*, any_temperature: bool = False) -> None:
+    """Run the pass on all that this thread compiles from now on; `any_temperature` as in `absorb`.
+
+    Other passes at the same hook of Inductor stay, and run first.
+
+    Example:
+        >>> torch_specops.inductor.install()
+        >>> torch_specops.inductor.uninstall()
+    """
+    config.pre_grad_custom_pass = AbsorbPass(_other_passes(), any_temperature, Counter())
+
+
+def uninstall() -> None:
+    """Take our pass away; other passes at its hook stay."""
+    others = _other_passes()
+    config.pre_grad_custom_pass = list(others) if len(others) > 1 else next(iter(others), None)
+
+
+@contextlib.contextmanager
+def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
+    """Run the pass on what is compiled inside. A function is compiled when it is first called.
+
+    Args:
+        any_temperature: absorb divisions by temperatures that are no powers of two; rounding may change a token.
+
+    Yields:
+        How many steps were absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted.
+
+    Example:
+        >>> import torch, torch_specops.inductor
+        >>> def draw(logits, u):
+        ...     return torch_specops.sample(logits.float() / 2, u)[0]
+        >>> with torch_specops.inductor.absorb():
+        ...     torch.compile(draw)(torch.tensor([[1.0, 9.0]], dtype=torch.bfloat16), torch.tensor([0.5]))
+        tensor([1])
+    """
+    absorbed: Counter[str] = Counter()
+    with config.patch(pre_grad_custom_pass=AbsorbPass(_other_passes(), any_temperature, absorbed)):
+        yield absorbed
+
+
+def _other_passes() -> tuple[Any, ...]:
+    """The passes at the hook that are not ours."""
+    current = config.pre_grad_custom_pass
+    passes = current if isinstance(current, (list, tuple)) else () if current is None else (current,)
+    return tuple(other for each in passes for other in (each.others if isinstance(each, AbsorbPass) else (each,)))
+
+
+class AbsorbPass(CustomGraphPass):
+    """The other passes at the hook, then ours. It runs before the graph is traced, which takes the ops apart."""
+
+    def __init__(self, others: tuple[Any, ...], any_temperature: bool, absorbed: Counter[str]) -> None:
+        self.others = others
+        self.any_temperature = any_temperature
+        self.absorbed = absorbed
+
+    def __call__(self, graph: Graph) -> None:
+        for other in self.others:
+            other(graph)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in _OPS:
+                self.absorbed.update(_absorb_before(node, self.any_temperature))
+
+    def uuid(self) -> Any:
+        """None, which switches Inductor's cache off, if another pass has none."""
+        uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
+        return (get_hash_for_files((__file__,)), self.any_temperature, *uuids) if all(uuids) else None
+
+
+def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
+    """Give the op the logits from before the steps that it can do itself. Returns the kinds of these steps."""
+    target: Any = op.target
+    parameters = getattr(target, "default", target)._schema.arguments
+    given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
+    logits = [name for name in given if name.endswith("logits") and given[name] is not None]
+    steps = {name: _steps_before(op, given[name]) for name in logits}
+    divisors = [next((node.args[1] for kind, node in each if kind == "division"), None) for each in steps.values()]
+    divisor = divisors[0]
+    is_exact = isinstance(divisor, (int, float)) and math.frexp(divisor)[0] == 0.5
+    is_wanted = is_exact or (any_temperature and given.get("draft_lse") is None)
+    if is_wanted and given.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
+        if divisor != 1:
+            given["temperature"] = _temperature(op, divisor, given.get("uniforms", given.get("sample_uniforms")))
+    else:
+        steps = {name: list(takewhile(lambda step: step[0] != "division", each)) for name, each in steps.items()}
+    op.args, op.kwargs = (), given | {name: each[-1][1].args[0] for name, each in steps.items() if each}
+    absorbed = [step for each in steps.values() for step in each]
+    for _, node in dict.fromkeys(absorbed):
+        if not node.users:
+            op.graph.erase_node(node)
+    return [kind for kind, _ in absorbed]
+
+
+def _steps_before(op: Node, node: Node) -> list[tuple[str, Node]]:
+    """From the op backwards, the steps whose result only our ops read: their kinds and nodes, at most one division."""
+    steps: list[tuple[str, Node]] = []
+    while all(user.target in _OPS or (steps and user is steps[-1][1]) for user in node.users):
+        kind = _kind(node)
+        is_second_division = kind == "division" and kind in dict(steps)
+        # The op reads later what the step reads.
+        if kind is None or is_second_division or not all(_unchanged(each, node, op) for each in node.all_input_nodes):
+            break
+        steps.append((kind, node))
+        node = node.all_input_nodes[0]
+    return steps
+
+
+def _kind(node: Node) -> str | None:
+    before, after = _value(next(iter(node.args), None)), _value(node)
+    if node.op not in ("call_method", "call_function") or before is None or after is None:
+        return None
+    if before.device != after.device or not _same(before.shape, after.shape):
+        return None
+    is_wider = before.dtype in (torch.bfloat16, torch.float16) and after.dtype == torch.float32
+    is_float32 = before.dtype == after.dtype == torch.float32
+    if node.target in _DIVISIONS and (is_wider or is_float32) and len(node.args) == 2 and not node.kwargs:
+        return "division" if _is_shared(node.args[1], before) else None
+    # The ops read some rows twice, which takes longer than a copy if their entries lie apart.
+    is_copy = before.dtype == after.dtype and statically_known_true(before.stride(-1) == 1)
+    return None if node.target not in _COPIES else "cast" if is_wider else "copy" if is_copy else None
+
+
+def _is_shared(divisor: Any, logits: Tensor) -> bool:
+    """Whether one number divides the rows of a sequence. If it is known, its inverse must be a normal number."""
+    if not isinstance(divisor, Node):
+        return isinstance(divisor, (int, float)) and not isinstance(divisor, bool) and 2**-126 <= divisor <= 2**126
+    value = _value(divisor)
+    if value is None or value.dtype != torch.float32 or value.device != logits.device:
+        return False
+    return _same(value.shape, [1] * value.dim()) or _same(value.shape, [logits.shape[0], *[1] * (logits.dim() - 1)])
+
+
+def _same_divisor(one: Any, other: Any) -> bool:
+    """The same number, or the same view of the same memory."""
+    a, b = _value(one), _value(other)
+    if a is None or b is None:
+        return one is not None and one == other
+    views = [[each.storage_offset(), *each.shape, *each.stride()[:1]] for each in (a, b)]
+    return _same(*views) and _memory(one) == _memory(other)
+
+
+def _temperature(op: Node, divisor: Any, uniforms: Any) -> Node:
+    """[B] or [N] float32, as there are uniform numbers; computed in front of the op."""
+    with op.graph.inserting_before(op):
+        if isinstance(divisor, Node):
+            return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), uniforms))
+        return op.graph.call_function(torch.full_like, (uniforms, divisor), {"dtype": torch.float32})
+
+
+def _unchanged(source: Node, start: Node, end: Node) -> bool:
+    """Whether no node between the two can write to the memory of `source`."""
+    node, memory = start.next, _memory(source)
+    while node is not end:
+        if _may_write(node) and any(_memory(each) is None or _memory(each) & memory for each in node.all_input_nodes):
+            return False
+        node = node.next
+    return True
+
+
+def _may_write(node: Node) -> bool:
+    """To its arguments, judged by the form of the call. A form that is not known may."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name.endswith("_") or name == "setitem" or (name[:1] == "i" and hasattr(operator, name)):
+        return True
+    # True may stand for `inplace`.
+    if "out" in node.kwargs or any(each is True for each in (*node.args, *node.kwargs.values())):
+        return True
+    is_torch = isinstance(target, types.FunctionType) and target.__module__.startswith("torch.")
+    return not (node.op == "call_method" or is_torch or isinstance(target, types.BuiltinFunctionType))
+
+
+def _value(node: Any) -> Tensor | None:
+    fake = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+    return fake if isinstance(fake, Tensor) and fake.layout == torch.strided else None
+
+
+def _memory(node: Node) -> Any:
+    """The storages of a node's tensors; None if they are not known."""
+    fake = node.meta.get("example_value", node.meta.get("val"))
+    tensors = [each for each in tree_leaves(fake) if isinstance(each, Tensor)]
+    if fake is None or any(each.layout != torch.strided for each in tensors):
+        return None
+    return {each.untyped_storage()._cdata for each in tensors}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
