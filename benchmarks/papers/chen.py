@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 from chen_code import PROBLEMS, Problem, parses, passes, prompt
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import HELDOUT, PAIR, draft_source, missing, target
 from torch import Tensor
@@ -259,69 +257,33 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
-    cells = cells_of(chosen)
-    console = wide_console()
-    found = Cells(results_path("chen", chosen), cells, chosen.device, packages=["rouge-score"]).run(
-        chosen.only, console
-    )
-    show(console, found)
-    if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
-        draw(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table("task", "law", "measure", *METHODS, "difference", "ms/token", "speed", title="Table 1")
-    for subject, law in ROWS:
-        own, timed = found.get(f"quality/{subject}/{law}"), found.get(f"speed/{subject}/{law}")
-        if own is None or timed is None:
-            continue
-        times = ", ".join(f"{timed[number]['token_ms']:.1f}" for number in ("0", str(NUM_DRAFT_TOKENS)))
-        for name in MEASURES[subject]:
-            low, high = own[name]["interval"]
-            values = (f"{own[name][method]:.3f}" for method in METHODS)
-            difference = f"{own[name]['difference']:+.3f} ({low:+.3f} to {high:+.3f})"
-            table.add_row(
-                subject, law, name, *values, difference, times, f"{timed[str(NUM_DRAFT_TOKENS)]['speed']:.2f}"
-            )
-    console.print(table)
-    table = Table("task", "law", "K", "s for 128 tokens", "efficiency", "ms per loop", title="Figure 1")
-    for subject, law in CURVES:
-        for number, own in found.get(f"figure 1/{subject}/{law}", {}).items():
-            time = f"{own['seconds_of_128']:.2f} +- {own['seconds_of_128_deviation']:.2f}"
-            table.add_row(subject, law, number, time, f"{own['efficiency']:.2f}", f"{own['loop_ms']:.1f}")
-    console.print(table)
-
-
 def draw(found: Mapping[str, Any]) -> None:
-    import matplotlib
+    with figure("chen_figure_1", 3, (10, 3.2)) as axes:
+        for subject, law in CURVES:
+            own = found[f"figure 1/{subject}/{law}"]
+            numbers = [int(number) for number in own]
+            # Models of different sizes in one plot: in times of plain decoding.
+            plain = own["0"]["seconds_of_128"]
+            axes[0].errorbar(
+                numbers,
+                [each["seconds_of_128"] / plain for each in own.values()],
+                [each["seconds_of_128_deviation"] / plain for each in own.values()],
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=f"{subject}, {law}",
+            )
+            axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
+            loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
+            axes[2].plot(numbers, loop, "o-", markersize=3)
+        for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
+            axis.set(xlabel="K", title=label, ylim=(0, None))
+        axes[0].set_ylabel("in times of K = 0")
+        axes[0].legend(frameon=False, fontsize="small")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
-    for subject, law in CURVES:
-        own = found[f"figure 1/{subject}/{law}"]
-        numbers = [int(number) for number in own]
-        # Models of different sizes in one plot: in times of plain decoding.
-        plain = own["0"]["seconds_of_128"]
-        axes[0].errorbar(
-            numbers,
-            [each["seconds_of_128"] / plain for each in own.values()],
-            [each["seconds_of_128_deviation"] / plain for each in own.values()],
-            marker="o", markersize=3, capsize=2, label=f"{subject}, {law}",
-        )  # fmt: skip
-        axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
-        loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
-        axes[2].plot(numbers, loop, "o-", markersize=3)
-    for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
-        axis.set(xlabel="K", title=label, ylim=(0, None))
-    axes[0].set_ylabel("in times of K = 0")
-    axes[0].legend(frameon=False, fontsize="small")
-    save_svg(figure, FIGURES / "chen_figure_1.svg")
-    pyplot.close(figure)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("chen", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """Wagner et al. 2024 on speech: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
 
-    python benchmarks/papers/wagner_asr.py [--speech DIR] [--large] [--only PREFIX]
+    python benchmarks/papers/wagner_asr.py [--large] [--only PREFIX]
 
-Whisper base transcribes with Whisper tiny.en as its draft; `python benchmarks/pairs/whisper.py fetch` brings both.
+Whisper base transcribes and Whisper tiny.en drafts; `python benchmarks/models/whisper.py fetch` downloads both.
 
-    librivox    people read; DIR has the clips (16 kHz, mono, 16 bits) and the file `transcription`, a line
-                `<s> words </s> (clip)` for each. Default: the directory librivox in the cache directory. The Debian
-                package pocketsphinx-testdata has five: `apt-get download pocketsphinx-testdata`, `dpkg -x` it, and copy
-                usr/share/pocketsphinx/test/data/librivox
-    espeak      the program espeak-ng speaks sentences of Austen
+    librivox    recordings of people who read. The directory librivox in the cache directory has the clips (16 kHz, mono,
+                16 bits) and the file `transcription`, with a line `<s> words </s> (clip)` for each. The Debian package
+                pocketsphinx-testdata has five clips: `apt-get download pocketsphinx-testdata`, unpack it with `dpkg -x`,
+                and copy usr/share/pocketsphinx/test/data/librivox
+    espeak      sentences of Austen, spoken by the program espeak-ng
 
-What is not there is left out. Transformers' assisted generation wants one vocabulary, so the draft is tiny.en with its
-rows in the order of the target's tokens; the 43 percent of the target's tokens that it has no twin for it never drafts.
-Both encoders run once per clip, outside of everything that is timed.
+What is not installed is left out. Transformers' assisted generation needs one vocabulary for both models, so the rows of
+tiny.en are put in the order of the target's tokens. 43 percent of these have no counterpart in tiny.en and are never
+drafted. Both encoders run once per clip, before anything is timed.
 
 Everything is drawn at temperature 1 from the 50 likeliest tokens (transformers' default), the number of drafts follows
 transformers' heuristic from 5 on in each clip (tables 1, 5, 6, 2 and 7) or stays constant (table 8). Word error rates
@@ -22,7 +22,6 @@ torch_specops[hf,evidence].
 
 from __future__ import annotations
 
-import functools
 import importlib
 import shutil
 import subprocess
@@ -30,26 +29,23 @@ import sys
 import tempfile
 import wave
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, reproduce
 from torch import Tensor, nn
 from transformers import GenerationMixin, WhisperFeatureExtractor
 from transformers.utils import logging
 from wagner_laws import distances, filtered
-from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
+from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
 
 from torch_specops.hf.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 # With the prompt, the paper's 256 tokens.
 MAX_NEW_TOKENS = 252
@@ -58,8 +54,8 @@ SAMPLE_RATE = 16_000
 
 @cache
 def whisper() -> Any:
-    """The module of `benchmarks/pairs` that loads both models."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "pairs"))
+    """The module of `benchmarks/models` that loads both models."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
     return importlib.import_module("whisper")
 
 
@@ -74,7 +70,7 @@ def pair(device: str) -> tuple[Any, Any, Tensor]:
         encoder = each.model.get_encoder()
         encoder.forward = remembering(encoder.forward)
         # Whisper's own `generate` forces and suppresses tokens, and assisted generation would call it for the drafts.
-        each.model.generate = functools.partial(GenerationMixin.generate, each.model)
+        each.model.generate = partial(GenerationMixin.generate, each.model)
     return target, draft, torch.tensor([[target.tokens[name] for name in own.TARGET_PROMPT]], device=device)
 
 
@@ -230,7 +226,7 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
 def missing(source: str) -> str:
     """What a kind of speech needs and is not there; "" if nothing is missing."""
     if not all((cache_directory() / name).is_dir() for name in (whisper().TARGET, whisper().DRAFT)):
-        return "no Whisper models; `python benchmarks/pairs/whisper.py fetch` brings them"
+        return "no Whisper models; `python benchmarks/models/whisper.py fetch` downloads them"
     if source == "librivox" and not (SPEECH / "transcription").exists():
         return f"{SPEECH} has no file transcription"
     if source == "espeak" and shutil.which("espeak-ng") is None:
@@ -266,57 +262,10 @@ def cells_of(chosen: Any) -> list[Cell]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    global SPEECH
-    chosen = options(
-        __doc__, arguments, lambda parser: parser.add_argument("--speech", type=Path, default=SPEECH, metavar="DIR")
-    )
-    SPEECH = chosen.speech
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    console = wide_console()
-    cells = cells_of(chosen)
-    runner = Cells(results_path("wagner_asr", chosen), cells, chosen.device, packages=["jiwer"])
-    found = runner.run(chosen.only, console)
-    show(console, found)
-    if chosen.out is None and not chosen.large and all(f"gamma/librivox/{gamma}" in found for gamma in GAMMAS):
-        draw(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
-    console.print(steps_table("Tables 1, 5, 6 and 8", "WER", iter(rows)))
-    table = Table("", "scale", "WER", "sampling", "accepted", "steps", title="Tables 2 and 7")
-    for key in (key for key in found if key.startswith("scales/")):
-        for name, own in found[key].items():
-            cost = reduction(own["seconds"], found[key][BASELINE]["seconds"])
-            rate = f"{own['accepted'] / own['drafted']:.3f}"
-            table.add_row(key, name, f"{own['quality']:.3f}", cost, rate, str(own["steps"]))
-    for key in (key for key in found if key.startswith("alone/")):
-        table.add_row(key, "", f"{found[key]['quality']:.3f}", "", "", "")
-    console.print(table)
-    table = Table(
-        "", "scores", "from target", "from draft", "accepted", "rare tokens", title="Law of the emitted token"
-    )
-    for key in (key for key in found if key.startswith("laws/")):
-        for name, own in found[key].items():
-            values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
-            table.add_row(key.removeprefix("laws/"), name, *values)
-    console.print(table)
-
-
-def draw(found: Mapping[str, Any]) -> None:
-    """Figure 3b on this machine."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
-    for method in METHODS:
-        times = [found[f"gamma/librivox/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-        axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-    axis.set(xlabel="drafts per step", ylabel="ms in the sampling function, median step", ylim=(0, None), xticks=GAMMAS)
-    axis.legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_step_time_asr.svg")
-    pyplot.close(figure)
+    draw = partial(draw_steps, "wagner_step_time_asr", ("librivox",))
+    return reproduce("wagner_asr", __doc__, cells_of, draw, arguments=arguments, packages=["jiwer"])
 
 
 if __name__ == "__main__":

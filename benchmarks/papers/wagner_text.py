@@ -22,27 +22,14 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
-from wagner_methods import (
-    BASELINE,
-    EAGER,
-    METHODS,
-    calls,
-    calls_table,
-    measure,
-    reduction,
-    scales,
-    steps_table,
-    without_outputs,
-)
+from wagner_methods import EAGER, GAMMAS, METHODS, calls, draw_steps, measure, scales, without_outputs
 
 import torch_specops
 from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
@@ -54,7 +41,6 @@ EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 
 
@@ -235,96 +221,25 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
+def draw(found: Mapping[str, Any]) -> None:
+    draw_steps("wagner_step_time", SUBJECTS, found)
+    # How far the law is from the target's at each scale.
+    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
+    with figure("wagner_sigmoid_law") as axis:
+        for subject in SUBJECTS:
+            own = found[f"laws/{subject}/top_k=0"]
+            distances = [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes]
+            (line,) = axis.plot(sizes, distances, marker="o", markersize=3, label=subject)
+            axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
+        axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
+        axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
+        axis.legend(frameon=False, fontsize=8)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    cells = cells_of(chosen)
-    runner = Cells(results_path("wagner_text", chosen), cells, chosen.device, packages=["rouge-score"])
-    console = wide_console()
-    found = runner.run(chosen.only, console)
-    show(console, found)
-    if chosen.out is None and not chosen.large:
-        if all(f"laws/{subject}/top_k=0" in found for subject in SUBJECTS):
-            draw_laws(found)
-        if all(f"gamma/{subject}/{gamma}" in found for subject in SUBJECTS for gamma in GAMMAS):
-            draw_steps(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
-    console.print(steps_table("Tables 1, 5, 6 and 8", "ROUGE-1", iter(rows)))
-    rows = [(key, found[key]) for key in found if key.startswith("calls/")]
-    console.print(calls_table("Random logits, no model", iter(rows)))
-    table = Table("", "scale", "ROUGE-1", "nats", "sampling", "accepted", "steps", title="Tables 2 and 7")
-    for key in (key for key in found if key.startswith("scales/")):
-        for name, own in found[key].items():
-            cost = reduction(own["seconds"], found[key][BASELINE]["seconds"])
-            table.add_row(
-                key, name, *qualities(own), cost, f"{own['accepted'] / own['drafted']:.3f}", str(own["steps"])
-            )
-        alone = found.get(key.replace("scales", "draft alone"))
-        if alone:
-            table.add_row(key, "the draft alone", *qualities(alone), "", "", "")
-    console.print(table)
-    show_laws(console, found)
-
-
-def qualities(own: Mapping[str, float]) -> tuple[str, str]:
-    return f"{own['quality']:.3f} +- {own['quality_error']:.3f}", f"{own['nats']:.3f}"
-
-
-def show_laws(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table(
-        "", "scores", "from target", "from draft", "accepted", "rare tokens", title="Law of the emitted token"
-    )
-    for key in (key for key in found if key.startswith("laws/")):
-        for name, own in found[key].items():
-            values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
-            table.add_row(key.removeprefix("laws/"), name, *values)
-    console.print(table)
-    for key in (key for key in found if key.startswith("constants/")):
-        own = found[key]
-        console.print(
-            f"{key}: of all constants, sigmoid((z - mean lse {-own['offset']:+g}) / {own['width']:g}) loses least: "
-            f"{own['distance']:.4f}, the draft alone {own['distance_of_draft']:.4f}"
-        )
-
-
-def draw_steps(found: Mapping[str, Any]) -> None:
-    """Figure 3a on this machine."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for subject, axis in zip(SUBJECTS, axes, strict=True):
-        for method in METHODS:
-            times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-            axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-        axis.set(title=subject, xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS)
-    axes[0].set_ylabel("ms in the sampling function, median step")
-    axes[1].legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_step_time.svg")
-    pyplot.close(figure)
-
-
-def draw_laws(found: Mapping[str, Any]) -> None:
-    """How far each scale is from the target's law."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
-    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-    for subject in SUBJECTS:
-        own = found[f"laws/{subject}/top_k=0"]
-        (line,) = axis.plot(
-            sizes, [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes], marker="o", markersize=3, label=subject
-        )
-        axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
-    axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
-    axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
-    axis.legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_sigmoid_law.svg")
-    pyplot.close(figure)
+    return reproduce("wagner_text", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":
