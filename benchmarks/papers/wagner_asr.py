@@ -4,14 +4,14 @@
 
 Whisper base transcribes and Whisper tiny.en drafts; `python benchmarks/models/whisper.py fetch` downloads both.
 
-    librivox    recordings of people who read. The directory librivox in the cache directory has the clips (16 kHz, mono,
-                16 bits) and the file `transcription`, with a line `<s> words </s> (clip)` for each. The Debian package
-                pocketsphinx-testdata has five clips: `apt-get download pocketsphinx-testdata`, unpack it with `dpkg -x`,
-                and copy usr/share/pocketsphinx/test/data/librivox
+    librivox    recordings of people who read. The directory librivox in the cache directory has the clips (16 kHz,
+                mono, 16 bits) and the file `transcription`, with a line `<s> words </s> (clip)` for each. The Debian
+                package pocketsphinx-testdata has five clips: `apt-get download pocketsphinx-testdata`, unpack it with
+                `dpkg -x`, and copy usr/share/pocketsphinx/test/data/librivox
     espeak      sentences of Austen, spoken by the program espeak-ng
 
-What is not installed is left out. Transformers' assisted generation needs one vocabulary for both models, so the rows of
-tiny.en are put in the order of the target's tokens. 43 percent of these have no counterpart in tiny.en and are never
+What is not installed is left out. Transformers' assisted generation needs one vocabulary for both models, so the rows
+of tiny.en are put in the order of the target's tokens. 43 percent of these have no counterpart in tiny.en and are never
 drafted. Both encoders run once per clip, before anything is timed.
 
 Everything is drawn at temperature 1 from the 50 likeliest tokens (transformers' default), the number of drafts follows
@@ -78,7 +78,7 @@ def pair(device: str) -> tuple[Any, Any, Tensor]:
 def in_vocabulary_of(target: Any, draft: Any) -> None:
     """Change the draft to read and write the target's tokens."""
     own = whisper()
-    twins = own.token_map(target, draft, own.DRAFT_PROMPTS["previous"])
+    twins = own.token_map(target, draft)
     read = twins.clamp(min=0)
     # A token of the prompt is only read.
     written = twins >= 0
