@@ -17,11 +17,10 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Report, copy_rate, environment, take_turns, timers
+from timing import Report, copy_rate, environment, options_of, spread, take_turns, timers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -114,8 +113,7 @@ def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, r
         size
         | {
             "provider": name,
-            "median_us": statistics.median(own) * 1e6,
-            "quartiles_us": [q * 1e6 for q in statistics.quantiles(own, n=4)[::2]],
+            **spread(own, "us"),
             "cache_bytes": read,
             "percent_of_copy": 100 * read / statistics.median(own) / roof,
             "max_error": errors.get(name),
@@ -125,14 +123,12 @@ def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, r
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = options_of(__doc__, rounds=50)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--layers", type=int, default=8, help="calls of a graph, each on a cache of its own")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     roof = copy_rate(device)

@@ -18,11 +18,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Lead, Report, call_seconds, capture, copy_rate, environment, take_turns
+from timing import Lead, Report, call_seconds, capture, copy_rate, environment, options_of, spread, take_turns
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,8 +140,8 @@ def measure(
     medians = {mode: statistics.median(own) for mode, own in seconds.items()}
     return {
         "batch": batch,
-        **{f"{mode}_ms": medians[mode] * 1e3 for mode in MODES},
-        **{f"{mode}_quartiles_ms": [q * 1e3 for q in statistics.quantiles(seconds[mode], n=4)[::2]] for mode in MODES},
+        **spread(seconds["step"], "ms", "step"),
+        **spread(seconds["forwards"], "ms", "forwards"),
         "step_over_forwards": medians["step"] / medians["forwards"],
         "host_queue_ms": statistics.median(queued) * 1e3,
         "host_synchronisation": waited,
@@ -155,7 +154,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=20)
     parser.add_argument("--target", choices=SHAPES, default="7B")
     parser.add_argument("--draft", choices=SHAPES, default="1.3B")
     parser.add_argument("--vocab", type=int, default=32000)
@@ -164,9 +163,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--max-length", type=int, default=2048, help="slots of a cache")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-inductor", action="store_true", help="capture without compiling")
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

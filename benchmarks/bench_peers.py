@@ -32,26 +32,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
 from peers import Peer, all_peers
 from problems import Problem, make_inputs
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from timing import (
     Report,
     copy_rate,
     device_work,
     environment,
     number_of_sets,
+    options_of,
     peak_bytes,
     process_of,
+    spread,
     take_turns,
     timers,
-    wide_console,
 )
 
 # What the others are compared with.
@@ -108,8 +107,7 @@ def run_problem(
                 "peer": peer.name,
                 "needs": peer.needs,
                 "needs_bytes": peer.needs_bytes(problem),
-                "call_ms": medians["call"] * 1e3,
-                "call_quartiles_ms": [q * 1e3 for q in statistics.quantiles(seconds[peer.name, "call"], n=4)[::2]],
+                **spread(seconds[peer.name, "call"], "ms", "call"),
                 "graph_ms": None if graph is None else graph * 1e3,
                 "replay_ms": None if replay is None else replay * 1e3,
                 "calls_per_graph": None if graph is None else len(sets),
@@ -125,63 +123,21 @@ def run_problem(
     return records, skipped
 
 
-def show(
-    console: Console, described: dict[str, Any], records: Iterable[dict[str, Any]], skipped: dict[str, str]
-) -> None:
-    console.print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
-    table = Table(
-        "V", "B", "K", "dtype", "accepted", "peer", "call ms", "graph ms", "replay ms", "GPU ms", "launches", "peak MB",
-        "beside MB", "x",
-    )  # fmt: skip
-    last = None
-    for r in records:
-        problem = tuple(r[name] for name in ("vocab", "batch", "num_draft_tokens", "dtype"))
-        problem += (f"{r['acceptance_rate']:.2f}",)
-        if last not in (None, problem):
-            table.add_section()
-        last = problem
-        graph, replay, over = (
-            "" if r[name] is None else f"{r[name]:.4f}" for name in ("graph_ms", "replay_ms", "device_time_over_ours")
-        )
-        table.add_row(
-            *map(str, problem), r["peer"], f"{r['call_ms']:.4f}", graph, replay, f"{r['device_ms']:.4f}",
-            "" if r["launches"] is None else str(r["launches"]), f"{r['peak_bytes'] * 1e-6:.3f}",
-            f"{r['needs_bytes'] * 1e-6:.2f}", over,
-        )  # fmt: skip
-    console.print(table)
+def show(described: dict[str, Any], records: Sequence[dict[str, Any]], skipped: dict[str, str]) -> None:
+    print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
+    header = "V | B | K | dtype | accepted | peer | call ms | graph ms | replay ms | GPU ms | launches"
+    header += " | peak MB | beside MB | x"
+    line = "{vocab} | {batch} | {num_draft_tokens} | {dtype} | {acceptance_rate:.2f} | {peer} | {call_median_ms:.4f}"
+    line += " | {graph_ms:.4f} | {replay_ms:.4f} | {device_ms:.4f} | {launches:d} | {peak:.3f} | {beside:.2f}"
+    rows = [record | {"peak": record["peak_bytes"] / 1e6, "beside": record["needs_bytes"] / 1e6} for record in records]
+    print(table(header, line + " | {device_time_over_ours:.4f}", rows, padded=True))
     for title, reasons in (
         ("not here", skipped),
-        ("no graph", {r["peer"]: r["not_captured"] for r in records if r["not_captured"]}),
-        ("needs, inside its time", {r["peer"]: r["needs"] for r in records if r["needs"]}),
+        ("no graph", {record["peer"]: record["not_captured"] for record in records if record["not_captured"]}),
+        ("needs, inside its time", {record["peer"]: record["needs"] for record in records if record["needs"]}),
     ):
         for name, reason in reasons.items():
-            console.print(f"{title}: {name}: {reason}", highlight=False, soft_wrap=True)
-
-
-def plot(records: Sequence[dict[str, Any]], device: str, path: Path) -> None:
-    """Time on the device against the batch, a line per peer, a panel per vocabulary, K, dtype and acceptance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for r in records:
-        title = f"V={r['vocab']} K={r['num_draft_tokens']} {r['dtype']}"
-        title += "" if r["acceptance"] is None else f", {r['acceptance']:g} accepted"
-        panels.setdefault(title, {}).setdefault(r["peer"], []).append((r["batch"], r["device_ms"]))
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(1 + 4 * len(panels), 4), squeeze=False, layout="constrained"
-    )
-    for (title, lines), axis in zip(panels.items(), axes[0], strict=True):
-        for name, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=3, label=name)
-        axis.set(title=title, xlabel="B", ylabel="ms of device time a call", xscale="log", yscale="log")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"one verification, {device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+            print(f"{title}: {name}: {reason}")
 
 
 def build(peers: Iterable[Peer], device: torch.device, report: Report) -> None:
@@ -213,8 +169,8 @@ def check(name: str, device: torch.device) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = options_of(__doc__, rounds=100)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
     parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
@@ -224,19 +180,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--build", action="store_true", help="compile what is compiled where it is used, time nothing")
     parser.add_argument("--check", metavar="PEER", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=100, help="timed calls of each peer")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
-    parser.add_argument("--plot", type=Path, help="write a plot to this PNG file (needs matplotlib)")
     options = parser.parse_args(arguments)
     if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 3 or options.rounds < 2:
         parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 3 and rounds >= 2")
     if not all(0 < rate <= 1 for rate in options.acceptance):
         parser.error(f"--acceptance: expected numbers in (0, 1], got {options.acceptance}")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-
-    console, device = wide_console(), torch.device(options.device)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
     if options.check is not None:
         check(options.check, device)
         return {}
@@ -259,7 +209,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.build:
         build(peers, device, report)
         return report.written
-    with Progress(console=console, transient=True) as progress, torch.inference_mode():
+    with Progress(transient=True) as progress, torch.inference_mode():
         task = progress.add_task("", total=len(problems))
         for problem in problems:
             progress.update(task, description=f"B={problem.batch} V={problem.vocab} {problem.dtype}")
@@ -268,10 +218,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             report.add(found)
             progress.advance(task)
 
-    records = report.records
-    show(console, described, records, skipped)
-    if options.plot is not None:
-        plot(records, described["device"], options.plot)
+    show(described, report.records, skipped)
     return report.written
 
 

@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import torch_specops
+from torch_specops.cli.env import device_name
 
 # torch's profiler prints a line whenever it starts or stops, unless it is told not to.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -280,7 +281,7 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "driver": driver_version() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -293,14 +294,6 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
         "sources": digest_of_sources(),
         **more,
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def version_of(package: str) -> str | None:

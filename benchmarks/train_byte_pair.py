@@ -1,7 +1,7 @@
 """Train the byte-level pair of `torch_specops/data/austen_bytes`: a target, and a draft that is cheaper and worse.
 
     python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 6] [--max-minutes 40]
-                                         [--out DIR] [--checkpoints DIR] [--heldout-sample FILE.txt]
+                                         [--out DIR] [--heldout-sample FILE.txt]
 
 TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr (six novels of Jane Austen, in the
         public domain): `apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb x`, then
@@ -10,7 +10,7 @@ TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr 
 A token is a byte. Both models are plain Llamas with tied embeddings and no end token. The last 200 kB of the text are
 held out. Matrices are trained by Muon, embeddings and norms by AdamW, with a cosine schedule over the bytes or the
 minutes allowed, whichever end comes first. Contexts grow from 256 to 1024 bytes, because short ones are cheaper and
-the model still has to see long ones. A stopped run continues from its checkpoint.
+the model still has to see long ones.
 
 What is measured on the held-out text, with the weights rounded to float16 as they are stored and computed in float32:
 nats per byte of both models, alpha = mean over positions of sum_x min(p(x), q(x)) at temperature 1, which is the
@@ -50,7 +50,6 @@ TOKENS_PER_STEP = 2048
 # Context length from this share of the schedule on.
 CONTEXTS = ((0.0, 256), (0.6, 512), (0.8, MAX_LENGTH))
 WARMUP = 0.02
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 SHAPES = {
     "target": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 344},
@@ -180,9 +179,7 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def train(
-    role: str, text: bytes, megabytes: float, max_minutes: float, checkpoint: Path
-) -> tuple[LlamaForCausalLM, Trained]:
+def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, Trained]:
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = new_model(role)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -191,37 +188,13 @@ def train(
     base_rates = [o.param_groups[0]["lr"] for o in optimizers]
     generator = torch.Generator().manual_seed(0)
     trained = Trained()
-    if checkpoint.exists():
-        saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        for o, state in zip(optimizers, saved["optimizers"], strict=True):
-            o.load_state_dict(state)
-        generator.set_state(saved["generator"])
-        trained = Trained(**saved["trained"])
-
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [o.state_dict() for o in optimizers],
-            "generator": generator.get_state(),
-            "trained": asdict(trained),
-        }
-        # Renamed when complete, so that an interrupted run leaves the previous checkpoint.
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(checkpoint)
-
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     model.train()
     recent = math.nan
-    last_time = last_saved = time.monotonic()
+    started = time.monotonic()
     with Progress(*columns) as bar:
         task = bar.add_task(role, total=1.0, note="")
-        while True:
-            progress = max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))
-            if progress >= 1:
-                break
+        while (progress := max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))) < 1:
             context = next(length for start, length in reversed(CONTEXTS) if progress >= start)
             starts = torch.randint(len(data) - context, (TOKENS_PER_STEP // context, 1), generator=generator)
             batch = data[starts + torch.arange(context + 1)].long()
@@ -232,22 +205,12 @@ def train(
             for o, base_rate in zip(optimizers, base_rates, strict=True):
                 o.param_groups[0]["lr"] = base_rate * learning_rate_factor(progress)
                 o.step()
-            now = time.monotonic()
             trained.bytes_seen += TOKENS_PER_STEP
             trained.steps += 1
-            trained.seconds += now - last_time
+            trained.seconds = time.monotonic() - started
             recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
-            note = (
-                f"{trained.bytes_seen / 1e6:.2f} MB, {trained.bytes_seen / trained.seconds / 1e3:.1f} kB/s, "
-                f"context {context}, {recent:.3f} nats/byte"
-            )
+            note = f"{trained.bytes_seen / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
             bar.update(task, completed=progress, note=note)
-            if now - last_saved > SECONDS_BETWEEN_CHECKPOINTS:
-                save()
-                last_saved = now
-                bar.console.print(f"{role}: {note}")
-            last_time = now
-    save()
     return model, trained
 
 
@@ -315,22 +278,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes")
-    parser.add_argument("--checkpoints", type=Path, default=ROOT / ".cache/byte_pair")
     parser.add_argument("--heldout-sample", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
-    parser.add_argument("--only", choices=tuple(SHAPES), help="train one model up to its checkpoint, write nothing")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
     text = read_texts(args.texts)
     training_text, heldout_text = split(text)
     megabytes = {"target": args.megabytes, "draft": args.draft_megabytes}
-    roles = (args.only,) if args.only else tuple(SHAPES)
-    trained = {
-        role: train(role, training_text, megabytes[role], args.max_minutes, args.checkpoints / f"{role}.pt")
-        for role in roles
-    }
-    if args.only:
-        return
+    trained = {role: train(role, training_text, megabytes[role], args.max_minutes) for role in SHAPES}
 
     tokenizer = byte_tokenizer()
     target, draft = (write_model(trained[role][0], tokenizer, args.out / role) for role in SHAPES)

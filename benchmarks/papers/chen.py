@@ -1,6 +1,6 @@
 """Chen et al. 2023 (arXiv 2302.01318), table 1 and figure 1, on models that are at hand.
 
-    python benchmarks/papers/chen.py [--only quality] [--large]
+    python benchmarks/papers/chen.py [--only quality]
 
 Table 1: the same loop without drafts ("plain") and with K = 4 ("speculative"); quality of both with the confidence
 interval of their difference, and time per token at batch 1, in turns.
@@ -239,9 +239,6 @@ def cells_of(chosen: Any) -> list[Cell]:
     # By subject, then whether greedy: a second seed of that says nothing.
     written_sizes = {"topics": (8, 2, 24, 8), "code": (16, 2, 32, 8), "austen": (192, 1, REFERENCE_BYTES, 64)}
     timed_sizes = {"topics": (4, 24, 1), "code": (4, 24, 1), "austen": (4, 128, 2)}
-    if chosen.large:
-        written_sizes = {"topics": (40, 8, 64, 8), "code": (16, 40, 64, 16), "austen": (1000, 4, REFERENCE_BYTES, 64)}
-        timed_sizes = {"topics": (20, 64, 3), "code": (16, 64, 3), "austen": (40, 128, 5)}
     cells = []
     for subject, law in ROWS:
         size = dict(zip(names, written_sizes[subject], strict=True)) | ({"num_seeds": 1} if law == "greedy" else {})

@@ -159,7 +159,6 @@ def options(
 ) -> argparse.Namespace:
     """The options that every script has. `add` is called with the parser to add more."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", action="store_true", help="larger sizes, kept in a file of their own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads on a CPU")
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/evidence/...")
@@ -172,11 +171,11 @@ def options(
 
 
 def results_path(name: str, chosen: argparse.Namespace) -> Path:
-    """Where a script's cells are kept: `--out`, or a file named after the script, its size and the kind of device."""
+    """Where a script's cells are kept: `--out`, or a file named after the script and the kind of device."""
     if chosen.out is not None:
         return Path(chosen.out)
     kind = torch.device(chosen.device).type
-    return RESULTS / ("-".join([name, *["large"] * chosen.large, *[kind] * (kind != "cpu")]) + ".json")
+    return RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
 
 
 def reproduce(

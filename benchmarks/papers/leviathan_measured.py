@@ -1,6 +1,6 @@
 """Leviathan et al. 2023 (arXiv 2211.17192), tables 2 to 5, on models that are at hand.
 
-    python benchmarks/papers/leviathan_measured.py [--only alpha/austen] [--large]
+    python benchmarks/papers/leviathan_measured.py [--only alpha/austen]
 
 Tables 3 and 5: alpha on text that the target wrote itself, as the paper has it (section 4.2), once by the formula,
 E sum min(p / l, q), and once by drawing drafts and verifying them with the op. Tables 2 and 4: the speed of the
@@ -57,9 +57,7 @@ PROVIDERS = {
     "code": [["prompt lookup", 3], ["prompt lookup", 10], ["bigram", 3], ["early exit 25", 3]],
 }
 WRITTEN = {"austen": (16, 64, 640), "prose": (8, 64, 64), "code": (8, 64, 64)}
-WRITTEN_LARGE = {"austen": (64, 64, 640), "prose": (64, 128, 256), "code": (64, 128, 256)}
 TIMED = {"austen": (4, 64, 96), "code": (1, 64, 48)}
-TIMED_LARGE = {"austen": (16, 64, 512), "code": (16, 128, 256)}
 # Rows of [V] float64 that are looked at together.
 CHUNK = 16
 
@@ -288,12 +286,10 @@ def predictions(found: dict[str, Any], subject: str, temperature: float, provide
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
-    timed_sizes = TIMED_LARGE if chosen.large else TIMED
     cells = []
     for subject, drafts in DRAFTS.items():
         for temperature in TEMPERATURES:
-            common = {"subject": subject, "temperature": temperature} | sizes(written_sizes[subject])
+            common = {"subject": subject, "temperature": temperature} | sizes(WRITTEN[subject])
             text = f"text/{subject}/T={temperature}"
             cells.append(Cell(text, partial(continuations, device=chosen.device), common, missing(subject)))
             for draft in drafts:
@@ -306,7 +302,7 @@ def cells_of(chosen: Any) -> list[Cell]:
         for temperature in TEMPERATURES:
             settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}
             key, measure = f"speed/{subject}/T={temperature}", partial(speed, device=chosen.device)
-            cells.append(Cell(key, measure, settings | sizes(timed_sizes[subject]), missing(subject)))
+            cells.append(Cell(key, measure, settings | sizes(TIMED[subject]), missing(subject)))
     return cells
 
 

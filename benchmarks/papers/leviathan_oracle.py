@@ -42,7 +42,6 @@ TRACES = {
     "code": ("prompt lookup", "early exit 25"),
 }
 WRITTEN = {"austen": (16, 64, 640), "code": (8, 64, 64)}
-WRITTEN_LARGE = {"austen": (64, 64, 640), "code": (64, 128, 256)}
 SIZES = ("num_prompts", "prompt_length", "num_tokens")
 
 
@@ -201,11 +200,10 @@ def hierarchical(
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
     own = {"device": chosen.device}
     cells = []
     for subject, drafts in TRACES.items():
-        written = dict(zip(SIZES, written_sizes[subject], strict=True))
+        written = dict(zip(SIZES, WRITTEN[subject], strict=True))
         for temperature in (0.0, 1.0):
             common = {"subject": subject, "temperature": temperature} | written
             text = f"text/{subject}/T={temperature}"
@@ -217,11 +215,11 @@ def cells_of(chosen: Any) -> list[Cell]:
                 settings, reads = settings | {"costs": COSTS}, {"rows": f"trace/{name}"}
                 cells.append(Cell(f"policies/{name}", policies, settings, missing(subject), reads))
     for temperature in (0.0, 1.0):
-        sizes = dict(zip(SIZES, written_sizes["austen"], strict=True))
+        sizes = dict(zip(SIZES, WRITTEN["austen"], strict=True))
         settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
         reads = {"rows": f"trace/austen/small model/T={temperature}"}
         cells.append(Cell(f"check/T={temperature}", partial(against_the_loop, **own), settings, reads=reads))
-        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 512 if chosen.large else 96}
+        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 96}
         settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes
         cells.append(Cell(f"hierarchical/T={temperature}", partial(hierarchical, **own), settings))
     return cells

@@ -2,7 +2,7 @@
 
     python benchmarks/papers/tables.py            # writes the pages
     python benchmarks/papers/tables.py --check    # writes nothing; exit status 1 if a page is not what the JSON says
-    python benchmarks/papers/tables.py --kind large    # prints the tables of NAME-large.json
+    python benchmarks/papers/tables.py --kind cuda    # prints the tables of NAME-cuda.json
 
 In a page, a table stands between `<!-- table: NAME -->` and `<!-- end -->` on lines of their own, and a number in
 running text between `<!-- number: NAME -->` and `<!-- end -->`. What is between them is replaced. `pages.py` describes
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> list[str]:
     """The pages that are not what the results say and were not written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something would change")
-    parser.add_argument("--kind", default="", help="print the tables of other results: large, cuda, large-cuda")
+    parser.add_argument("--kind", default="", help="print the tables of the results NAME-KIND.json instead")
     options = parser.parse_args(arguments)
     found, changed = load(options.kind), []
     for name, tables in PAGES.items():

@@ -1,6 +1,6 @@
 """Wagner et al. 2024 on speech: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
 
-    python benchmarks/papers/wagner_asr.py [--large] [--only PREFIX]
+    python benchmarks/papers/wagner_asr.py [--only PREFIX]
 
 Whisper base transcribes and Whisper tiny.en drafts; `python benchmarks/models/whisper.py fetch` downloads both.
 
@@ -235,9 +235,8 @@ def missing(source: str) -> str:
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    """num_clips and num_seeds are what a source has at most."""
-    large = chosen.large
-    sizes = {"librivox": (5, 16 if large else 3), "espeak": (40 if large else 6, 4 if large else 1)}
+    # num_clips, num_seeds
+    sizes = {"librivox": (5, 3), "espeak": (6, 1)}
     cells = []
     for source in sizes:
 
@@ -255,8 +254,7 @@ def cells_of(chosen: Any) -> list[Cell]:
         if source == "librivox":
             add(f"eager/{source}", transcribed, size | {"methods": EAGER})
             for gamma in GAMMAS:
-                constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
-                constant["num_seeds"] = size["num_seeds"] if large else 1
+                constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant", "num_seeds": 1}
                 add(f"gamma/{source}/{gamma}", transcribed, size | constant)
     return cells
 

@@ -26,12 +26,11 @@ import torch
 from evidence import Cell, figure, reproduce
 from timing import peak_bytes
 from transformers.generation import utils as generation
-from wagner_methods import METHODS, SIGMOID, calls, random_call, warm_up
+from wagner_methods import GAMMAS, METHODS, SIGMOID, calls, random_call, warm_up
 
 from torch_specops.hf import assisted_generation
 
 VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
-GAMMAS = (1, 3, 5, 10, 15, 20)
 BANDWIDTH_GAMMA = 5
 ITEM = 4
 # A call that rejects and one that accepts everything take other paths; the larger peak counts.

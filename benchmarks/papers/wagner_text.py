@@ -1,6 +1,6 @@
 """Wagner et al. 2024 on text: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
 
-    python benchmarks/papers/wagner_text.py [--large] [--only PREFIX]
+    python benchmarks/papers/wagner_text.py [--only PREFIX]
 
     austen    the byte-level pair of the package continues Austen; ROUGE-1 is taken against what she wrote
     topics    SmolLM2-135M-Instruct, with its own first 28 of 30 layers as the draft, is given a topic of Python's help
@@ -185,10 +185,8 @@ def cells_of(chosen: Any) -> list[Cell]:
     # num_texts, num_seeds, max_new_tokens
     sizes = {"austen": (16, 1, 100), "topics": (4, 1, 24)}
     gamma_sizes = {"austen": (4, 1, 60), "topics": (1, 1, 12)}
-    if chosen.large:
-        sizes = gamma_sizes = {"austen": (40, 4, 100), "topics": (40, 2, 100)}
     # windows, window
-    law_sizes = {"austen": (8, 512), "topics": (8, 512) if chosen.large else (1, 192)}
+    law_sizes = {"austen": (8, 512), "topics": (1, 192)}
 
     def settings(subject: str, size: tuple[int, int, int], **more: Any) -> dict[str, Any]:
         names = ("num_texts", "num_seeds", "max_new_tokens")
@@ -208,10 +206,10 @@ def cells_of(chosen: Any) -> list[Cell]:
         )
         for top_k in (0, TOP_K):
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
-        if subject == "austen" or chosen.large:
+        if subject == "austen":
             add(f"constants/{subject}", constants, law | {"top_k": 0})
         add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS))
-        if subject == "austen" or chosen.large:
+        if subject == "austen":
             add(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER))
         add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
         add(f"draft alone/{subject}", draft_alone, settings(subject, size))
