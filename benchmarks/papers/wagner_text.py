@@ -17,25 +17,21 @@ import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from evidence import Cell, figure, reproduce
 from rouge_score.rouge_scorer import RougeScorer
-from subjects import missing
+from subjects import HELDOUT, PAIR, missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
 from wagner_methods import EAGER, GAMMAS, METHODS, calls, draw_steps, measure, scales, without_outputs
 
-import torch_specops
 from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
-PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
-HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28
 PROMPT_BYTES = 256
