@@ -2,12 +2,12 @@
 
     python benchmarks/bench_attention.py [--batch 1 8] [--slots 2048 8192] [--queries 1 6] [--out FILE.json]
 
-Grouped queries (32 heads over 8), 128 wide, bfloat16; every row of the batch has text in up to three quarters of the
-slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`, "sdpa" transformers', which
-repeats keys for every head; both get a mask of booleans. "flex" is FlexAttention, compiled, whose decoding kernel
-splits the slots; its block mask is made once a step, for all layers, and is timed beside it ("flex, block mask", a
-call). Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
-`--layers` calls, on as many caches, over their number; on a CPU, where FlexAttention is not compiled, a call.
+Grouped queries (32 heads over 8), 128 wide, bfloat16. Every row of the batch has text in up to three quarters of the
+slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`; "sdpa" is transformers',
+which repeats keys for every head. Both get a boolean mask. "flex" is compiled FlexAttention, whose decoding kernel
+splits the slots. Its block mask is made once per step for all layers and is timed separately ("flex, block mask").
+Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
+`--layers` calls, each on a cache of its own, divided by their number. On a CPU it is a call, and flex is not compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from torch_specops.hf.attention import grouped_attention
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
-# Of bfloat16 outputs of order one, against float32.
+# For bfloat16 outputs of order one, compared with float32.
 TOLERANCE = 2e-2
 
 

@@ -2,25 +2,26 @@
 
     python benchmarks/bench_peers.py [--device cuda] [--batch 1 8 64 256] [--vocab 128256] [--out FILE.json]
 
-`peers/` has an adapter for each; those that are not there are skipped with the reason. Every answer is checked before
-it is timed: on inputs that leave nothing to chance, two ways, and where a peer takes the uniforms, also where they
-decide. What a peer needs before its kernels (a softmax, a float32 copy) is inside its time, and is named and counted.
+`peers/` has an adapter for each; those that are not installed are skipped with the reason. Every answer is checked
+before it is timed: on two kinds of inputs that leave nothing to chance, and for peers that take the uniform numbers
+also on inputs where these decide. What a peer needs before its kernels (a softmax, a float32 copy) is inside its time,
+and is named and counted.
 
 Columns
     call         a Python call with its launches, between two events (on a CPU: by the clock)
     graph        replay of a CUDA graph of as many calls as there are inputs, over their number
     replay       one replay of a graph of one call, as a step of decoding has it
-    GPU          time of the work on the device, added up, of one call, from torch's profiler (on a CPU: time inside
+    GPU          sum of the times of one call's work on the device, from torch's profiler (on a CPU: time inside
                  torch's functions)
     launches     kernels, copies and fills of a call, from the profiler
-    peak         bytes that a call allocates and holds at a time
-    beside       bytes that what it needs reads and writes, each array once
+    peak         the most bytes that a call allocates and holds at a time
+    beside       bytes that are read and written by what the peer needs, each array once
     x            the GPU column over that of "specops"
 
 Inputs are cold: rotated through twice the last cache. Temperature is 1, and there are no filters.
 
-With --build nothing is timed: peers that compile CUDA sources where they are used do so, side by side, and are checked
-on a small problem; what it took is written.
+With --build nothing is timed: peers that compile CUDA sources when they are called compile them in parallel and are
+checked on a small problem. The seconds are written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from timing import (
     timers,
 )
 
-# What the others are compared with.
+# The others are compared with this one.
 OURS = "specops"
 
 
@@ -141,7 +142,7 @@ def show(described: dict[str, Any], records: Sequence[dict[str, Any]], skipped: 
 
 
 def build(peers: Iterable[Peer], device: torch.device, report: Report) -> None:
-    """Each in a process of its own, which compiles what there is to compile when it checks a small problem."""
+    """Check each peer in a process of its own, which compiles its sources."""
 
     def compiled(peer: Peer) -> dict[str, Any]:
         command = [*process_of(__file__), "--check", peer.name, "--device", str(device)]

