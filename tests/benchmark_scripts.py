@@ -15,8 +15,8 @@ needs_benchmarks = pytest.mark.skipif(not BENCHMARKS.exists(), reason="an instal
 
 
 def script(name: str) -> ModuleType:
-    """A module of benchmarks/, benchmarks/papers/ or benchmarks/models/."""
-    for folder in (BENCHMARKS, BENCHMARKS / "papers", BENCHMARKS / "models"):
+    """A module of benchmarks/ or benchmarks/papers/."""
+    for folder in (BENCHMARKS, BENCHMARKS / "papers"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import struct
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -304,3 +306,46 @@ def test_the_methods_take_turns_on_the_same_texts() -> None:
         assert 0 < own["seconds"] < own["wall_seconds"]
     assert all(exact[name] == baseline[name] for name in ("steps", "accepted", "drafted"))
     assert all("outputs" not in own for own in methods.without_outputs(found).values())
+
+
+def test_the_draft_reads_and_writes_the_targets_tokens() -> None:
+    """A Whisper draft that is the target with its tokens in another order has the target's logits."""
+    pytest.importorskip("jiwer")
+    asr = script("wagner_asr")
+    specials = dict.fromkeys((*asr.TARGET_PROMPT, *asr.DRAFT_PROMPT))
+    texts = [*(f"word{index}" for index in range(50)), *specials]
+    tokens = {text: index for index, text in enumerate(texts)}
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(3))
+    target, draft = (tiny("whisper", vocab=len(tokens)).float() for _ in range(2))
+    with torch.no_grad():
+        draft.model.decoder.embed_tokens.weight[order] = target.model.decoder.embed_tokens.weight
+    names = {text: int(order[index]) for text, index in tokens.items()}
+    both = [asr.Whisper(target, None, tokens), asr.Whisper(draft, None, names)]
+    twins = asr.twins_of(*both)
+    assert torch.equal(twins[:50], order[:50])
+    assert [twins[tokens[text]] for text in asr.TARGET_PROMPT] == [names[text] for text in asr.DRAFT_PROMPT]
+    asr.in_vocabulary_of(*both)
+    features = torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        p, q = (
+            each.model(input_features=features, decoder_input_ids=torch.arange(20)[None]).logits[..., :50]
+            for each in both
+        )
+    torch.testing.assert_close(p, q)
+
+
+def test_speech_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("jiwer")
+    asr, path = script("wagner_asr"), tmp_path / "a.wav"
+    for rate in (16_000, 8000):
+        with wave.open(str(path), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(rate)
+            file.writeframes(struct.pack("<3h", -(2**15), 0, 2**14))
+        if rate == 16_000:
+            assert asr.read_wav(path).tolist() == [-1.0, 0.0, 0.5]
+    with pytest.raises(ValueError, match=r"expected 16000 Hz, 1 channel, 16 bits, got \(8000, 1, 16"):
+        asr.read_wav(path)
+    path.write_text("<s> two words </s> (a)\n<s> more </s> (b)\n")
+    assert asr.read_transcription(path) == {"a": " two words ", "b": " more "}

@@ -2,7 +2,8 @@
 
     python benchmarks/papers/wagner_asr.py [--only PREFIX]
 
-Whisper base transcribes and Whisper tiny.en drafts; `python benchmarks/models/whisper.py fetch` downloads both.
+Whisper base transcribes and Whisper tiny.en drafts: `hf download openai/whisper-base`, `hf download
+openai/whisper-tiny.en`, or the directories whisper-base and whisper-tiny.en in the cache directory of torch_specops.
 
     librivox    recordings of people who read. The directory librivox in the cache directory has the clips (16 kHz,
                 mono, 16 bits) and the file `transcription`, with a line `<s> words </s> (clip)` for each. The Debian
@@ -22,13 +23,13 @@ torch_specops[hf,evidence].
 
 from __future__ import annotations
 
-import importlib
+import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import wave
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,22 @@ import jiwer
 import numpy as np
 import torch
 from evidence import Cell, reproduce
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import GenerationMixin, WhisperFeatureExtractor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils import logging
 from wagner_laws import distances, filtered
 from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
 
+from torch_specops.drafts.token_map import twin_tokens
 from torch_specops.hf.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
@@ -52,20 +62,55 @@ TOP_K = 50
 # With the prompt, the paper's 256 tokens.
 MAX_NEW_TOKENS = 252
 SAMPLE_RATE = 16_000
+MODELS = TARGET, DRAFT = "whisper-base", "whisper-tiny.en"
+START, NO_TIMESTAMPS = "<|startoftranscript|>", "<|notimestamps|>"
+TARGET_PROMPT = (START, "<|en|>", "<|transcribe|>", NO_TIMESTAMPS)
+# The draft reads one token for each of the target's. tiny.en was trained on START, NO_TIMESTAMPS alone: with these four
+# alpha is 0.885, with its own two it is 0.888, and with the target's four 0.840 (94 tokens of five clips).
+DRAFT_PROMPT = ("<|startofprev|>", START, START, NO_TIMESTAMPS)
+
+
+@dataclass(frozen=True)
+class Whisper:
+    model: WhisperForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+    tokens: dict[str, int]
+
+
+def place(name: str) -> Path | str:
+    """A local directory of the model, or its id on the hub."""
+    directory = cache_directory() / name
+    return directory if directory.is_dir() else f"openai/{name}"
+
+
+def load(name: str) -> Whisper:
+    """One of the models in float32, without the tokens that its own `generate` suppresses or forces."""
+    model = WhisperForConditionalGeneration.from_pretrained(place(name), dtype=torch.float32).eval()
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=kept.eos_token_id,
+        pad_token_id=kept.pad_token_id,
+        decoder_start_token_id=kept.decoder_start_token_id,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(place(name))
+    return Whisper(model, tokenizer, tokenizer.get_vocab())
+
+
+def twins_of(target: Whisper, draft: Whisper) -> Tensor:
+    """[V_target] int64: the draft's token with the same text, -1 if it has none; `DRAFT_PROMPT` for the prompt.
+
+    Two tokens of the prompt may map to one, because the draft only reads them.
+    """
+    twins = twin_tokens(target.tokens, draft.tokens, target.model.config.vocab_size)
+    for name, read_as in zip(TARGET_PROMPT, DRAFT_PROMPT, strict=True):
+        twins[target.tokens[name]] = draft.tokens[read_as]
+    return twins
 
 
 @cache
-def whisper() -> Any:
-    """The module of `benchmarks/models` that loads both models."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
-    return importlib.import_module("whisper")
-
-
-@cache
-def pair(device: str) -> tuple[Any, Any, Tensor]:
+def pair(device: str) -> tuple[Whisper, Whisper, Tensor]:
     """The target, the draft in its vocabulary, and the target's prompt."""
-    own = whisper()
-    target, draft = own.load(own.TARGET), own.load(own.DRAFT)
+    target, draft = load(TARGET), load(DRAFT)
     in_vocabulary_of(target, draft)
     for each in (target, draft):
         each.model.to(device)
@@ -73,18 +118,17 @@ def pair(device: str) -> tuple[Any, Any, Tensor]:
         encoder.forward = remembering(encoder.forward)
         # Whisper's own `generate` forces and suppresses tokens, and assisted generation would call it for the drafts.
         each.model.generate = partial(GenerationMixin.generate, each.model)
-    return target, draft, torch.tensor([[target.tokens[name] for name in own.TARGET_PROMPT]], device=device)
+    return target, draft, torch.tensor([[target.tokens[name] for name in TARGET_PROMPT]], device=device)
 
 
 @torch.no_grad()
-def in_vocabulary_of(target: Any, draft: Any) -> None:
+def in_vocabulary_of(target: Whisper, draft: Whisper) -> None:
     """Change the draft to read and write the target's tokens."""
-    own = whisper()
-    twins = own.token_map(target, draft)
+    twins = twins_of(target, draft)
     read = twins.clamp(min=0)
     # A token of the prompt is only read.
     written = twins >= 0
-    written[[target.tokens[name] for name in own.TARGET_PROMPT]] = False
+    written[[target.tokens[name] for name in TARGET_PROMPT]] = False
     decoder = draft.model.get_decoder()
     rows = decoder.embed_tokens.weight[read].clone()
     decoder.embed_tokens = nn.Embedding.from_pretrained(rows)
@@ -133,6 +177,20 @@ def spoken(text: str) -> np.ndarray:
 SPEECH = cache_directory() / "librivox"
 
 
+def read_wav(path: Path) -> np.ndarray:
+    """Samples in [-1, 1) of a WAV file of 16 kHz, mono, 16 bits."""
+    with wave.open(str(path), "rb") as file:
+        form = (file.getframerate(), file.getnchannels(), file.getsampwidth() * 8)
+        if form != (SAMPLE_RATE, 1, 16):
+            raise ValueError(f"{path}: expected {SAMPLE_RATE} Hz, 1 channel, 16 bits, got {form}")
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
+
+
+def read_transcription(path: Path) -> dict[str, str]:
+    """Clip -> words, from lines `<s> words </s> (clip)`."""
+    return {name: words for words, name in re.findall(r"<s>(.*?)</s>\s*\((\S+)\)", path.read_text())}
+
+
 @cache
 def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str]]:
     """Features of each clip, and what is said in it."""
@@ -141,9 +199,9 @@ def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str
         sounds = [spoken(text) for text in words]
     else:
         files = sorted(SPEECH.glob("*.wav"))[:number]
-        transcription = whisper().read_transcription(SPEECH / "transcription")
-        words, sounds = [transcription[path.stem] for path in files], [whisper().read_wav(path) for path in files]
-    extract = WhisperFeatureExtractor.from_pretrained(cache_directory() / whisper().TARGET)
+        transcription = read_transcription(SPEECH / "transcription")
+        words, sounds = [transcription[path.stem] for path in files], [read_wav(path) for path in files]
+    extract = WhisperFeatureExtractor.from_pretrained(place(TARGET))
     features = [extract(sound, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features for sound in sounds]
     return [each.to(device) for each in features], words
 
@@ -227,8 +285,9 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
 
 def missing(source: str) -> str:
     """What a kind of speech needs and is not there; "" if nothing is missing."""
-    if not all((cache_directory() / name).is_dir() for name in (whisper().TARGET, whisper().DRAFT)):
-        return "no Whisper models; `python benchmarks/models/whisper.py fetch` downloads them"
+    for where in map(place, MODELS):
+        if isinstance(where, str) and not isinstance(try_to_load_from_cache(where, "config.json"), str):
+            return f"no {where}; run: hf download {where}"
     if source == "librivox" and not (SPEECH / "transcription").exists():
         return f"{SPEECH} has no file transcription"
     if source == "espeak" and shutil.which("espeak-ng") is None:
