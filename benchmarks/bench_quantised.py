@@ -1,13 +1,12 @@
 """Which weights to give a target, and which a draft that is its copy: what a forward costs, and how often it agrees.
 
     python benchmarks/bench_quantised.py --layers 10 --out out.json
-    python benchmarks/bench_quantised.py --random --layers 1 --rounds 2 --no-compiled
-    python benchmarks/bench_quantised.py --device cuda
+    python benchmarks/bench_quantised.py --model DIR_OR_HUB_ID --device cuda
 
-SmolLM2-135M-Instruct (with --random, random weights of its shapes) in the kinds of weights that torchao makes for the
-device. For each: the time of a forward over one token, as a draft does it, and over K + 1 tokens, as a target does it,
-through the loop's own cache, eager and compiled as the loop compiles it. All calls take turns. `--layers` times only
-the first layers, with embeddings and head, because compiling takes about a second for each layer.
+A model, SmolLM2-135M-Instruct by default, in the kinds of weights that torchao makes for the device. For each: the time
+of a forward over one token, as a draft does it, and over K + 1 tokens, as a target does it, through the loop's own
+cache, eager and compiled as the loop compiles it. All calls take turns. `--layers` times only the first layers, with
+embeddings and head, because compiling takes about a second for each layer.
 
 Agreement compares the whole model with the float32 one, on text that the float32 one sampled: `acceptance`, the sum of
 min(p, q), is the probability that a sampled draft is accepted (Leviathan et al. 2023, corollary 3.6), and `same argmax`
@@ -24,35 +23,17 @@ from typing import Any
 
 import torch
 from markdown_table import table
-from timing import Report, call_seconds, environment, options_of, spread, take_turns
+from timing import Report, call_seconds, environment, options_of, spread, take_turns, version_of
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import torch_specops
-from torch_specops.cli.env import versions
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts.quantised import quantised_copy
-from torch_specops.hf import TransformersModel, language_model, load_smollm2
+from torch_specops.hf import SMOLLM2, TransformersModel, language_model, load_model, load_tokenizer
 
 PROMPT = "Write about a walk along the river in the evening, and about what two old friends say to each other."
 CAPACITY = 64
-
-
-def random_model(num_layers: int) -> PreTrainedModel:
-    """SmolLM2-135M's shapes."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=num_layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
 
 
 def float8_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,8 +114,8 @@ def gain(acceptance: float, num_drafts: int, draft_ms: float, target_ms: float, 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = options_of(__doc__, rounds=30)
-    parser.add_argument("--random", action="store_true", help="random weights; agreement is not measured")
-    parser.add_argument("--layers", type=int, default=30, help="layers that are timed")
+    parser.add_argument("--model", default=SMOLLM2, help="directory or hub id")
+    parser.add_argument("--layers", type=int, help="layers that are timed; default: all")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--kinds", nargs="+", help="some of the kinds of weights; default: all")
     parser.add_argument("--text-tokens", type=int, default=96, help="sampled tokens on which agreement is measured")
@@ -147,21 +128,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     kinds = {kind: makers[kind] for kind in options.kinds or makers}
     widths = (1, options.num_draft_tokens + 1)
 
-    if options.random:
-        adapter, text, prompt_length = language_model(random_model(options.layers).to(device)), None, 0
-    else:
-        adapter, tokenizer = load_smollm2(options.device)
-        prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)
-        prompt_length = prompt.shape[1]
-        text = torch_specops.generate(adapter.model, prompt, max_new_tokens=options.text_tokens, seed=0).sequences
-    timed = adapter.first_layers(options.layers).model
+    adapter, tokenizer = load_model(options.model, options.device), load_tokenizer(options.model)
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)
+    text = torch_specops.generate(adapter.model, prompt, max_new_tokens=options.text_tokens, seed=0).sequences
+    timed = adapter.first_layers(options.layers).model if options.layers else adapter.model
     copies: dict[str, dict[str, Any]] = {}
     calls: dict[tuple[str, str, int], Callable[[], Any]] = {}
     for kind, make in kinds.items():
         whole = make(adapter.model)
-        copies[kind] = {"weight_bytes": weight_bytes(whole)}
-        if text is not None:
-            copies[kind] |= agreement(adapter.model, whole, text, prompt_length)
+        copies[kind] = {"weight_bytes": weight_bytes(whole), **agreement(adapter.model, whole, text, prompt.shape[1])}
         del whole
         for (form, width), call in forwards(language_model(make(timed)), widths, not options.no_compiled).items():
             calls[kind, form, width] = call
@@ -179,7 +154,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rows[record["kind"]][f"{record['form']}, M = {record['M']}"] = record["median_ms"]
     form = "eager" if options.no_compiled else "compiled"
     for kind, own in copies.items():
-        if "float32" in kinds and "acceptance" in own:
+        if "float32" in kinds:
             one, several = (rows["float32"][f"{form}, M = {width}"] for width in widths)
             draft_ms = rows[kind][f"{form}, M = 1"]
             own["gain"] = gain(own["acceptance"], options.num_draft_tokens, draft_ms, several, one)
@@ -193,8 +168,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         device,
         # Of all processes, this one among them.
         load_average=os.getloadavg()[0],
-        versions=versions(),
-        model="random weights of its shapes" if options.random else "SmolLM2-135M-Instruct",
+        torchao=version_of("torchao"),
+        model=str(options.model),
         layers_timed=options.layers,
         num_draft_tokens=options.num_draft_tokens,
         rounds=options.rounds,
