@@ -66,7 +66,7 @@ def tokenizer_of(subject: str) -> Tokenizer:
 
 
 def tasks(subject: str, number: int) -> list[tuple[str, Any]]:
-    """Prompts, each with what it is judged by."""
+    """Prompts, each with its reference or its problem."""
     if subject == "topics":
         return list(texts("topics", number))
     if subject == "code":
@@ -89,7 +89,7 @@ def encoded(subject: str, prompts: Sequence[str], device: str) -> tuple[Tensor, 
 
 
 def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch_specops.SpeculativeDecoder:
-    """Without drafts where num_draft_tokens is 0."""
+    """A decoder; without drafts if num_draft_tokens is 0."""
     temperature, top_p = LAWS[law]
     return torch_specops.SpeculativeDecoder(
         # `subjects` has SmolLM2 under this name, too.
@@ -104,7 +104,7 @@ def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch
 def written(
     subject: str, law: str, method: str, num_prompts: int, num_seeds: int, num_tokens: int, batch: int, device: str
 ) -> list[tuple[list[int], list[int]]]:
-    """Every prompt with what was written behind it, seed by seed."""
+    """Every prompt and its continuation, seed by seed."""
     tokens, mask = encoded(subject, [text for text, _ in tasks(subject, num_prompts)], device)
     own = decoder(subject, law, NUM_DRAFT_TOKENS if method == "speculative" else 0, device)
     found = []
@@ -145,8 +145,8 @@ def scores(subject: str, law: str, references: Sequence[Any], found: Sequence[An
 
 @torch.inference_mode()
 def nats(subject: str, law: str, found: Sequence[tuple[list[int], list[int]]], device: str) -> list[float]:
-    """Mean -log p of the new tokens of every text, p the target's law at the temperature, without the filter (which
-    would make it infinite for a byte that rounding lets through); for "greedy" at temperature 1."""
+    """Mean -log p of the new tokens of every text under the target's law at the temperature ("greedy": 1), without the
+    filter, under which a token at the edge could have probability 0."""
     temperature = LAWS[law][0] or 1.0
     model = target("austen" if subject == "austen" else "code", device).model
     values = []
@@ -228,7 +228,7 @@ def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: 
 
 
 def quartiles(token_seconds: Mapping[int, Sequence[float]], number: int) -> list[float]:
-    """Of the speed over the first number of drafts, text by text: each was decoded by both, one after the other."""
+    """Quartiles of the speed over the first number of drafts, text by text."""
     plain = next(iter(token_seconds.values()))
     ratios = torch.tensor([a / b for a, b in zip(plain, token_seconds[number], strict=True)], dtype=torch.float64)
     return ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
@@ -236,7 +236,7 @@ def quartiles(token_seconds: Mapping[int, Sequence[float]], number: int) -> list
 
 def cells_of(chosen: Any) -> list[Cell]:
     names = ("num_prompts", "num_seeds", "num_tokens", "batch")
-    # By subject, then whether greedy: a second seed of that says nothing.
+    # A greedy text is the same for every seed, so it has one seed.
     written_sizes = {"topics": (8, 2, 24, 8), "code": (16, 2, 32, 8), "austen": (192, 1, REFERENCE_BYTES, 64)}
     timed_sizes = {"topics": (4, 24, 1), "code": (4, 24, 1), "austen": (4, 128, 2)}
     cells = []

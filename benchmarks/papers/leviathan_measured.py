@@ -6,8 +6,8 @@ Tables 3 and 5: alpha on text that the target wrote itself, as the paper has it 
 E sum min(p / l, q), and once by drawing drafts and verifying them with the op. Tables 2 and 4: the speed of the
 decoding loop over the same loop without drafts, in turns, beside theorem 3.8 with the measured alpha and c.
 
-A stopped run goes on where it was. About 6 minutes on one core. The paper's T5 and LaMDA models are not at hand; see
-`subjects.py` for what is measured in their place.
+A stopped run continues where it was. About 6 minutes on one core. `subjects.py` has the models that are measured in the
+place of the paper's T5 and LaMDA.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def speed(
 
 
 class Clock:
-    """What single calls take at one length of the text, beside forwards of the target over one token, in turns."""
+    """Times single calls at one length of the text, in turns with forwards of the target over one token."""
 
     @torch.inference_mode()
     def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float, widest: int) -> None:
@@ -254,7 +254,7 @@ class Clock:
         return lambda: propose(self._tokens, self._lengths, num_draft_tokens, self._sampling, seeds)
 
     def ratio(self, call: Callable[[], Any]) -> float:
-        """Median time of `call` in those of a forward over one token."""
+        """Median time of `call` over that of a forward over one token."""
         own, forward = self.seconds([call, self.forward(1)])
         return own / forward
 
@@ -271,8 +271,8 @@ class Clock:
 
 
 def predictions(found: dict[str, Any], subject: str, temperature: float, provider: dict[str, Any]) -> dict[str, float]:
-    """Theorem 3.8 with the alpha of table 3 and the measured c; and the same with what this machine adds: a forward
-    over K + 1 tokens takes `width_ratio` forwards, and a step has its `outside`."""
+    """Theorem 3.8 with the alpha of table 3 and the measured c ("theorem"), and the same with the costs that it leaves
+    out ("machine"): a forward over K + 1 tokens takes `width_ratio` forwards, and a step takes `outside` more."""
     measured = found[f"alpha/{subject}/{provider['draft']}/T={temperature}"]["1.0"]["alpha"]
     count, cost = provider["num_draft_tokens"], provider["cost_ratio"]
     outside = found[f"speed/{subject}/T={temperature}"]["outside"]

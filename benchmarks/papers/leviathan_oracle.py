@@ -8,7 +8,7 @@ exact: given that token y was emitted, a draft was accepted with probability min
 were, so that one coin per position gives a trace with the law of the decoding loop's. A cell checks that against the
 loop. On a trace every choice of K can be tried at any cost ratio, and the best one in hindsight is a shortest path.
 
-About 3 minutes on one core; a stopped run goes on where it was.
+About 3 minutes on one core; a stopped run continues where it was.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def trace(
 
 
 def runs(row: str) -> list[int]:
-    """For every position, how many drafts from there on are accepted in a row. A step leaves the last position to its
-    next token."""
+    """For every position, how many drafts from there on are accepted in a row. The last position is never drafted: it
+    is the next token of the last step."""
     lengths = [0] * len(row)
     for position in range(len(row) - 2, -1, -1):
         lengths[position] = lengths[position + 1] + 1 if row[position] == "1" else 0
@@ -94,7 +94,7 @@ def decoded(rows: Sequence[str], schedule: Schedule, cost: float) -> float:
 
 
 def in_hindsight(rows: Sequence[str], cost: float) -> float:
-    """The same for the best choice of K in every step: the cheapest way through the text."""
+    """The speed with the best choice of K in every step, which is a shortest path through the text."""
     spent = 0.0
     for row in rows:
         cheapest = [0.0] * (len(row) + 1)
@@ -157,7 +157,7 @@ class Counted(TransformersModel):
 def hierarchical(
     temperature: float, num_draft_tokens: int, num_prompts: int, prompt_length: int, num_tokens: int, device: str
 ) -> list[dict[str, Any]]:
-    """The byte-level pair with its small model as the draft: alone, and with inner drafts. In turns."""
+    """The byte-level pair, in turns: its small model drafts alone, and is itself accelerated by cheaper drafts."""
     counted = table("austen", 3, device, sampled=False)
     makers: dict[str, Callable[[Counted], ModelDraft]] = {
         "alone": ModelDraft,

@@ -141,7 +141,7 @@ def in_vocabulary_of(target: Whisper, draft: Whisper) -> None:
 
 
 def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The encoder's forward, which hears each clip once."""
+    """The encoder's forward, which runs once for each clip."""
     known: dict[int, Any] = {}
 
     def remembered(input_features: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -236,7 +236,7 @@ def transcribed(
     num_draft_tokens: int = 5,
     schedule: str = "heuristic_transient",
 ) -> dict[str, dict[str, Any]]:
-    """What `measure` says of every method, with the word error rate."""
+    """The results of `measure` for every method, with the word error rate."""
     target, draft, prompt = pair(device)
     features, words = clips(source, num_clips, device)
     settings = draft.model.generation_config
@@ -284,7 +284,7 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
 
 
 def missing(source: str) -> str:
-    """What a kind of speech needs and is not there; "" if nothing is missing."""
+    """What a kind of speech needs and is not installed; "" if nothing is missing."""
     for where in map(place, MODELS):
         if isinstance(where, str) and not isinstance(try_to_load_from_cache(where, "config.json"), str):
             return f"no {where}; run: hf download {where}"

@@ -1,4 +1,4 @@
-"""Wagner et al. 2024, figures 4 and 5 and table 3, as far as a CPU can say something of them.
+"""Wagner et al. 2024, figures 4 and 5 and table 3: the parts that can be measured on a CPU.
 
     python benchmarks/papers/wagner_memory.py [--only PREFIX]
 
@@ -33,7 +33,7 @@ from torch_specops.hf import assisted_generation
 VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
 BANDWIDTH_GAMMA = 5
 ITEM = 4
-# A call that rejects and one that accepts everything take other paths; the larger peak counts.
+# A call that rejects takes another path than one that accepts everything. The largest peak counts.
 SEEDS = range(4)
 
 
@@ -62,7 +62,7 @@ def memory(
 
 
 def rows_read(method: str, number: int) -> int:
-    """Rows of logits that a method cannot do without: every one once; "sigmoid" one of each side."""
+    """Rows of logits that a method has to read: every one once; for "sigmoid" one of each side."""
     return 2 if method == SIGMOID else 2 * number + 1
 
 

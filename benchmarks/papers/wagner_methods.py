@@ -121,7 +121,7 @@ def measure(
 def without_compiling(
     options: Mapping[str, Any], decode: Decode, text: int, seed: int
 ) -> tuple[list[int], AssistedStats, float]:
-    """One text and its wall-clock time; decoded again if a kind of call came up that had to be compiled."""
+    """One text and its wall-clock time. It is decoded again if something was compiled in the meantime."""
     while True:
         compiled = counters["stats"]["unique_graphs"]
         with assisted_generation(**options) as stats:
@@ -182,7 +182,7 @@ def calls(
 
 
 def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is kept in the file: numbers, not texts."""
+    """The results for the file, which keeps numbers and not texts."""
     return {
         name: {key: round(value, 6) if isinstance(value, float) else value for key, value in own.items()}
         for name, own in (

@@ -53,7 +53,7 @@ def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, T
 
 
 def texts(subject: str, number: int) -> list[tuple[str, str]]:
-    """Prompts, and what should follow them."""
+    """Prompts and their references."""
     if subject == "austen":
         whole = HELDOUT.read_text(encoding="utf-8")
         starts = [whole.index(" ", index * (len(whole) - 600) // number) for index in range(number)]
@@ -94,8 +94,8 @@ def rouge(tokenizer: Tokenizer, outputs: Sequence[Sequence[int]], references: Se
 
 @torch.inference_mode()
 def nats(model: PreTrainedModel, prompts: Sequence[Tensor], outputs: Sequence[Sequence[int]]) -> float:
-    """Mean of -log p of all new tokens under the target's own law, without a filter: how far a text is from being its
-    own. `outputs` are ordered like those of `rouge`."""
+    """Mean of -log p of all new tokens under the target's law without a filter: how unlikely the text is for it.
+    `outputs` are in the order of `rouge`."""
     each = len(outputs) // len(prompts)
     total = 0.0
     for index, output in enumerate(outputs):
@@ -115,7 +115,7 @@ def decoded(
     num_draft_tokens: int = 5,
     schedule: str = "heuristic_transient",
 ) -> dict[str, dict[str, Any]]:
-    """What `measure` says of every method, with ROUGE-1."""
+    """The results of `measure` for every method, with ROUGE-1."""
     target, draft, tokenizer = pair(subject, device)
     draft.generation_config.num_assistant_tokens = num_draft_tokens
     draft.generation_config.num_assistant_tokens_schedule = schedule
@@ -142,7 +142,7 @@ def sampled(model: PreTrainedModel, ids: Tensor, seed: int, max_new_tokens: int,
 
 
 def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_new_tokens: int) -> dict[str, float]:
-    """The draft's text without a target: where that of "sigmoid" goes."""
+    """The quality of the draft's text without a target, which "sigmoid" comes close to."""
     target, draft, tokenizer = pair(subject, device)
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
@@ -157,7 +157,7 @@ def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_n
 @cache
 @torch.inference_mode()
 def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor, Tensor]:
-    """[N, V] of target and draft, at the positions of windows of a text that people wrote, from the 64th on."""
+    """[N, V] of target and draft on windows of human text, at the positions from the 64th on."""
     target, draft, tokenizer = pair(subject, device)
     text = (
         HELDOUT.read_text(encoding="utf-8") if subject == "austen" else "\n\n".join(topics[k] for k in sorted(topics))
