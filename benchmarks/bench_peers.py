@@ -36,6 +36,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from bench_verify import problems_of, sizes_of
 from markdown_table import table
 from peers import Peer, all_peers
 from problems import Problem, make_inputs
@@ -46,7 +47,6 @@ from timing import (
     device_work,
     environment,
     number_of_sets,
-    options_of,
     peak_bytes,
     process_of,
     spread,
@@ -170,23 +170,12 @@ def check(name: str, device: torch.device) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = options_of(__doc__, rounds=100)
-    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
-    parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6], help="as bench_verify.py has it")
+    parser = sizes_of(__doc__, ["bfloat16"], [0.6])
     parser.add_argument("--only", nargs="+", metavar="PEER", help="peers whose name begins so, besides ours")
-    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--build", action="store_true", help="compile what is compiled where it is used, time nothing")
     parser.add_argument("--check", metavar="PEER", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 3 or options.rounds < 2:
-        parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 3 and rounds >= 2")
-    if not all(0 < rate <= 1 for rate in options.acceptance):
-        parser.error(f"--acceptance: expected numbers in (0, 1], got {options.acceptance}")
-    torch.set_num_threads(options.threads)
+    problems = problems_of(parser, options, ["sampled"])
     device = torch.device(options.device)
     if options.check is not None:
         check(options.check, device)
@@ -195,14 +184,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     peers = [peer for peer in all_peers() if peer.name == OURS or peer.name.startswith(wanted)]
     if options.no_compiled:
         peers = [peer for peer in peers if "compiled" not in peer.name]
-    problems = [
-        Problem("sampled", batch, num_draft_tokens, vocab, dtype, acceptance)
-        for vocab in options.vocab
-        for num_draft_tokens in options.num_draft_tokens
-        for dtype in options.dtype
-        for acceptance in options.acceptance
-        for batch in options.batch
-    ]
     roof = copy_rate(device)
     described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
     skipped: dict[str, str] = {}

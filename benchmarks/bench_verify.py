@@ -32,7 +32,8 @@ Cold inputs are rotated through twice the last cache; with --cache warm each cal
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -252,39 +253,45 @@ def show(described: dict[str, Any], records: list[dict[str, Any]]) -> None:
     print(table(header + more, line + " | {peak:.3f} | {speedup:.2f}", rows, padded=True))
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = options_of(__doc__, rounds=100)
+def sizes_of(description: str | None, dtypes: Sequence[str], acceptance: Sequence[float | None]) -> ArgumentParser:
+    """A parser with the options for sizes of problems and for the device."""
+    parser = options_of(description, rounds=100)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
     parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
-    parser.add_argument(
-        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
-    )
-    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument(
-        "--acceptance", type=float, nargs="+", help="probability that a draft that was reached is accepted, in (0, 1]"
-    )
-    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
+    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=["float32", "bfloat16", "float16"])
+    reached = "probability that a draft that was reached is accepted, in (0, 1]"
+    parser.add_argument("--acceptance", type=float, nargs="+", default=acceptance, help=reached)
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def problems_of(parser: ArgumentParser, options: Namespace, kinds: Sequence[str]) -> list[Problem]:
+    """A problem for every combination of the sizes. Sets the number of threads."""
     if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 3 or options.rounds < 2:
         parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 3 and rounds >= 2")
-    if not all(0 < rate <= 1 for rate in options.acceptance or ()):
+    if not all(rate is None or 0 < rate <= 1 for rate in options.acceptance):
         parser.error(f"--acceptance: expected numbers in (0, 1], got {options.acceptance}")
-
     torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    problems = [
-        (Problem(kind, batch, num_draft_tokens, vocab, dtype, acceptance), cache)
+    return [
+        Problem(kind, batch, num_draft_tokens, vocab, dtype, acceptance)
         for vocab in options.vocab
         for num_draft_tokens in options.num_draft_tokens
         for dtype in options.dtype
         for batch in options.batch
-        for kind in options.kind
-        for acceptance in options.acceptance or [None]
-        for cache in options.cache
+        for kind in kinds
+        for acceptance in options.acceptance
     ]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = sizes_of(__doc__, ["float32", "bfloat16"], [None])
+    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
+    options = parser.parse_args(arguments)
+    problems = [(problem, cache) for problem in problems_of(parser, options, options.kind) for cache in options.cache]
+    device = torch.device(options.device)
     with Progress(transient=True) as progress, torch.inference_mode():
         task = progress.add_task("copy rate", total=len(problems))
         roof = copy_rate(device)
