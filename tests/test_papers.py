@@ -18,6 +18,7 @@ import torch
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 from scipy import stats
 from tiny_models import VOCAB, perturbed, tiny
+from transformers import GenerationMixin
 
 import torch_specops
 from torch_specops.schedules import Constant, Heuristic
@@ -276,13 +277,39 @@ def test_distances_of_known_laws() -> None:
         assert ((accepted >= 0) & (accepted <= 1 + 1e-12)).all()
 
 
-def test_the_methods_take_turns_on_the_same_texts() -> None:
-    methods = script("wagner_methods")
-    target = tiny("llama")
-    draft = perturbed(target, 0.1)
+def drafting(draft: Any) -> Any:
     draft.generation_config.num_assistant_tokens = 3
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
+    return draft
+
+
+def test_an_encoder_decoder_draft_needs_a_mask_of_its_prompt() -> None:
+    """Why wagner_asr.py passes one: without it, transformers gives the draft its whole text again in every step, behind
+    what its cache holds. A version that does not fails here, and the trap can be struck out."""
+    target = tiny("whisper")
+    draft = drafting(perturbed(target))
+    prompt = torch.tensor([[1, 17, 5]])
+    features = torch.randn(1, 8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    read: list[int] = []
+
+    def remember(_: object, __: tuple[()], named: dict[str, Any]) -> None:
+        read.append(named["decoder_input_ids"].shape[1] + named["past_key_values"].get_seq_length())
+
+    draft.register_forward_pre_hook(remember, with_kwargs=True)
+    for mask, doubled in (({"decoder_attention_mask": torch.ones_like(prompt)}, False), ({}, True)):
+        read.clear()
+        torch.manual_seed(0)
+        options = {"assistant_model": draft, "do_sample": True, "max_new_tokens": 10}
+        # Whisper's own `generate` is for audio of 30 seconds.
+        output = GenerationMixin.generate(target, input_features=features, decoder_input_ids=prompt, **options, **mask)
+        assert (max(read) > output.shape[1]) is doubled
+
+
+def test_the_methods_take_turns_on_the_same_texts() -> None:
+    methods = script("wagner_methods")
+    target = tiny("llama")
+    draft = drafting(perturbed(target, 0.1))
     prompts = torch.tensor([[1, 17, 5], [1, 8, 9]])
 
     def decode(text: int, seed: int) -> list[int]:
