@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from leviathan_measured import predictions
+from leviathan_measured import DRAFTS, TEMPERATURES, predictions
+from leviathan_oracle import TRACES
 from markdown_table import table
 from wagner_methods import BASELINE, GAMMAS, METHODS
 
@@ -99,15 +100,13 @@ CHEN = {
 
 def by_draft(found: Found) -> Rows:
     """alpha of each draft of each text at temperatures 0 ("cold") and 1 ("warm")."""
-    for key, own in starting(found, "leviathan_measured", "alpha/"):
-        subject, draft, temperature = key.split("/")
-        if temperature == "T=0.0":
-            warm = found["leviathan_measured"].get(f"alpha/{subject}/{draft}/T=1.0")
-            one = {"subject": subject, "draft": draft, "cold": own, "warm": warm}
-            if warm is not None:
-                apart = [warm[lenience]["total_variation"] for lenience in ("0.5", "0.3", "0.1")]
-                one["apart"] = "not computed" if apart[0] is None else ", ".join(f"{each:.2f}" for each in apart)
-            yield one
+    for subject, draft in ((subject, draft) for subject, drafts in DRAFTS.items() for draft in drafts):
+        cold, warm = (found["leviathan_measured"].get(f"alpha/{subject}/{draft}/T={t}") for t in TEMPERATURES)
+        one = {"subject": subject, "draft": draft, "cold": cold, "warm": warm}
+        if warm is not None:
+            apart = [warm[lenience]["total_variation"] for lenience in ("0.5", "0.3", "0.1")]
+            one["apart"] = "not computed" if apart[0] is None else ", ".join(f"{each:.2f}" for each in apart)
+        yield one
 
 
 def speeds(found: Found) -> Rows:
@@ -122,19 +121,21 @@ def speeds(found: Found) -> Rows:
 
 
 def policies(found: Found) -> Rows:
-    cells = {tuple(key.split("/")): own for key, own in starting(found, "leviathan_oracle", "policies/")}
-    names = list(dict.fromkeys(key[:2] for key in cells))
-    for (subject, draft, temperature), own in sorted(cells.items(), key=lambda cell: names.index(cell[0][:2])):
+    names = ((subject, draft, t) for subject, drafts in TRACES.items() for draft in drafts for t in TEMPERATURES)
+    for subject, draft, temperature in names:
+        own = found["leviathan_oracle"].get(f"policies/{subject}/{draft}/T={temperature}", {"costs": [{}]})
         for each in own["costs"]:
-            if each["cost_ratio"] in (0.01, 0.05, 0.2):
-                named = {"subject": subject, "draft": draft, "T": temperature.removeprefix("T=")[0]}
+            named = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
+            if not each:
+                yield named
+            elif each["cost_ratio"] in (0.01, 0.05, 0.2):
                 gain = 100 * (each["oracle"] / each["constant"] - 1)
                 yield each | named | {"alpha": own["alpha"], "follows": own["follows"], "gain": gain}
 
 
 def checks(found: Found) -> Rows:
-    for temperature, own in starting(found, "leviathan_oracle", "check/T="):
-        yield own | {"T": temperature[0]}
+    for temperature in TEMPERATURES:
+        yield {"T": f"{temperature:.0f}"} | found["leviathan_oracle"].get(f"check/T={temperature}", {})
 
 
 def hierarchical(found: Found) -> Rows:
