@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,11 @@ def test_quantised_weights(tmp_path: Path) -> None:
     assert copies["float32"]["acceptance"] == pytest.approx(1) and 0.9 < copies["int8"]["acceptance"] < 1
     assert copies["int8"]["weight_bytes"] < copies["float32"]["weight_bytes"] / 3
     assert copies["float32"]["gain"] > 0
+    # Agreement is that behind the prompt: these two differ on its first two tokens alone.
+    p, q = torch.zeros(2, 1, 5, 4)
+    q[:, :2, 0] = 9
+    models = [lambda logits=logits, **_: SimpleNamespace(logits=logits) for logits in (p, q)]
+    assert bench.agreement(*models, torch.zeros(1, 5, dtype=torch.int64), 3) == {"acceptance": 1.0, "same_argmax": 1.0}
     # Two drafts that are always accepted, each a tenth of the target's forward.
     assert bench.gain(1.0, 2, 1.0, 10.0, 10.0) == pytest.approx(2.5)
 
