@@ -1,12 +1,12 @@
-"""Mean accepted length of `verify_block` beside that of `verify_exact`, on the same drafts of a real pair.
+"""Mean accepted length of `verify_block` beside that of `verify_exact`, on the same drafts of two models.
 
     python benchmarks/accepted_length.py
     python benchmarks/accepted_length.py --prompts 2000 --temperature 1.0 0.7 --num-draft-tokens 2 4 6 8 --out out.json
     python benchmarks/accepted_length.py --target DIR --draft DIR --text FILE.txt --device cuda
 
-Prompts are pieces of a held-out text, spread evenly over it. After each the draft model draws as many tokens as the
-largest K, the target scores them in one forward, and both verifiers get these logits and the same uniform numbers,
-`--repeats` times anew. A smaller K is the first K of the same drafts. No loop runs: only the verifier differs.
+Prompts are pieces of a held-out text, spread evenly over it. After each one the draft model draws as many tokens as the
+largest K, the target scores them in one forward, and both verifiers get these logits and the same uniform numbers, with
+`--repeats` different draws of them. A smaller K takes the first K of the same drafts. The decoding loop is not used.
 
 Standard errors are over prompts, each the mean of its repeats; the gain is the mean of their differences.
 """
@@ -14,24 +14,19 @@ Standard errors are over prompts, each the mean of its repeats; the gain is the 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich.console import Console
+from markdown_table import table
 from rich.progress import Progress
-from rich.table import Table
+from timing import Report, environment, options_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_specops
-from torch_specops.cli.env import device_name
 
 AUSTEN = Path(str(files("torch_specops") / "data" / "austen_bytes"))
 HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -88,7 +83,7 @@ def accepted(
 def measure(
     target: PreTrainedModel, draft: PreTrainedModel, contexts: Tensor, options: argparse.Namespace
 ) -> Iterator[tuple[float, dict[int, Tensor]]]:
-    """(temperature, what `accepted` says) of every temperature and batch of prompts."""
+    """(temperature, result of `accepted`) for every temperature and batch of prompts."""
     device = torch.device(options.device)
     largest = max(options.num_draft_tokens)
     for t in options.temperature:
@@ -103,22 +98,34 @@ def measure(
             yield t, accepted(logits, drafts, temperature, seeds, options.num_draft_tokens, options.repeats)
 
 
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    return float(values.mean()), float(values.std() / len(values) ** 0.5)
-
-
 def record(temperature: float, num_drafts: int, lengths: Tensor) -> dict[str, Any]:
-    """One cell: `lengths` [2, prompts]."""
-    result: dict[str, Any] = {"temperature": temperature, "num_draft_tokens": num_drafts}
+    """The means over prompts of `lengths` [2, prompts], and their standard errors."""
     exact, block = lengths
+    result: dict[str, Any] = {"temperature": temperature, "num_draft_tokens": num_drafts}
     for name, values in (("exact", exact), ("block", block), ("gain", block - exact)):
-        result[name], result[f"{name}_error"] = mean_and_error(values)
-    # What a step emits, with its next token.
-    result["tokens_per_step_ratio"] = (1 + result["block"]) / (1 + result["exact"])
-    return result
+        result |= {name: float(values.mean()), f"{name}_error": float(values.std() / len(values) ** 0.5)}
+    # A step also emits its next token.
+    return result | {"tokens_per_step_ratio": (1 + result["block"]) / (1 + result["exact"])}
 
 
-def run(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = options_of(__doc__)
+    parser.add_argument("--target", default=str(AUSTEN / "target"), help="directory or hub id; default: the byte model")
+    parser.add_argument("--draft", default=str(AUSTEN / "draft"), help="the same, with the same tokens")
+    parser.add_argument("--text", type=Path, default=HELDOUT, help="a text that neither model was trained on")
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
+    parser.add_argument("--repeats", type=int, default=16, help="draws of the uniform numbers for each block")
+    parser.add_argument("--batch", type=int, default=50, help="prompts at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    least = (options.prompts, options.context, options.repeats, options.batch, *options.num_draft_tokens)
+    if min(least) < 1 or options.prompts < 2 or min(options.temperature) <= 0:
+        parser.error("expected prompts >= 2, temperatures above 0, and every other number >= 1")
+    torch.set_num_threads(options.threads)
+
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(name).eval().to(options.device) for name in (options.target, options.draft)
@@ -127,66 +134,20 @@ def run(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     contexts = prompts(tokens, options.prompts, options.context, max(options.num_draft_tokens))
     batches = -(-len(contexts) // options.batch) * len(options.temperature)
     lengths: dict[tuple[float, int], list[Tensor]] = {}
-    with Progress(console=console, transient=True) as progress, torch.inference_mode():
+    with Progress(transient=True) as progress, torch.inference_mode():
         cells = progress.track(measure(target, draft, contexts, options), total=batches, description="verifying")
         for t, by_k in cells:
             for k, values in by_k.items():
                 lengths.setdefault((t, k), []).append(values)
-    return [record(t, k, torch.cat(parts, 1)) for (t, k), parts in lengths.items()]
-
-
-def show(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table("T", "K", "verify_exact", "verify_block", "gain", "tokens per step", title="Accepted drafts per step")
-    for cell in records:
-        table.add_row(
-            f"{cell['temperature']:g}",
-            str(cell["num_draft_tokens"]),
-            *(f"{cell[name]:.4f} ± {cell[f'{name}_error']:.4f}" for name in ("exact", "block", "gain")),
-            f"{cell['tokens_per_step_ratio'] - 1:+.2%}",
-        )
-    console.print(table)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(AUSTEN / "target"), help="directory or hub id; the shipped byte model")
-    parser.add_argument("--draft", default=str(AUSTEN / "draft"), help="the same, with the same tokens")
-    parser.add_argument("--text", type=Path, default=HELDOUT, help="a text that neither model was trained on")
-    parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 4, 6, 8])
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.7])
-    parser.add_argument("--repeats", type=int, default=16, help="draws of the acceptance uniforms for each block")
-    parser.add_argument("--batch", type=int, default=50, help="prompts at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="write the records as JSON")
-    options = parser.parse_args(arguments)
-    least = (options.prompts, options.context, options.repeats, options.batch, *options.num_draft_tokens)
-    if min(least) < 1 or options.prompts < 2 or min(options.temperature) <= 0:
-        parser.error("expected prompts >= 2, temperatures above 0, and every other number >= 1")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    options, console = parse(arguments), Console()
-    records = run(options, console)
-    show(records, console)
-    if options.out is not None:
-        described = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(torch.device(options.device)),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "torch_specops": torch_specops.__version__,
-        }
-        inputs = {name: getattr(options, name) for name in ("prompts", "context", "repeats", "seed")}
-        inputs |= {name: Path(getattr(options, name)).name for name in ("target", "draft", "text")}
-        written = {"environment": described, "inputs": inputs, "records": records}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(written, indent=1) + "\n")
-    return records
+    inputs = {name: getattr(options, name) for name in ("prompts", "context", "repeats", "seed")}
+    inputs |= {name: Path(getattr(options, name)).name for name in ("target", "draft", "text")}
+    report = Report(options.out, environment(torch.device(options.device)), inputs=inputs)
+    report.add(record(t, k, torch.cat(parts, 1)) for (t, k), parts in lengths.items())
+    forms = " | ".join(f"{{{name}:.4f}} ± {{{name}_error:.4f}}" for name in ("exact", "block", "gain"))
+    line = "{temperature:g} | {num_draft_tokens} | " + forms + " | {tokens_per_step_ratio:.4f}"
+    header = "T | K | verify_exact | verify_block | gain | ratio of tokens per step"
+    print(table(header, line, report.records, padded=True))
+    return report.records
 
 
 if __name__ == "__main__":

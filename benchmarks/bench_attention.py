@@ -2,12 +2,12 @@
 
     python benchmarks/bench_attention.py [--batch 1 8] [--slots 2048 8192] [--queries 1 6] [--out FILE.json]
 
-Grouped queries (32 heads over 8), 128 wide, bfloat16; every row of the batch has text in up to three quarters of the
-slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`, "sdpa" transformers', which
-repeats keys for every head; both get a mask of booleans. "flex" is FlexAttention, compiled, whose decoding kernel
-splits the slots; its block mask is made once a step, for all layers, and is timed beside it ("flex, block mask", a
-call). Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
-`--layers` calls, on as many caches, over their number; on a CPU, where FlexAttention is not compiled, a call.
+Grouped queries (32 heads over 8), 128 wide, bfloat16. Every row of the batch has text in up to three quarters of the
+slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`; "sdpa" is transformers',
+which repeats keys for every head. Both get a boolean mask. "flex" is compiled FlexAttention, whose decoding kernel
+splits the slots. Its block mask is made once per step for all layers and is timed separately ("flex, block mask").
+Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
+`--layers` calls, each on a cache of its own, divided by their number. On a CPU it is a call, and flex is not compiled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Report, copy_rate, environment, take_turns, timers
+from timing import Report, copy_rate, environment, options_of, spread, take_turns, timers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from torch_specops.hf.attention import grouped_attention
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
-# Of bfloat16 outputs of order one, against float32.
+# For bfloat16 outputs of order one, compared with float32.
 TOLERANCE = 2e-2
 
 
@@ -114,8 +113,7 @@ def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, r
         size
         | {
             "provider": name,
-            "median_us": statistics.median(own) * 1e6,
-            "quartiles_us": [q * 1e6 for q in statistics.quantiles(own, n=4)[::2]],
+            **spread(own, "us"),
             "cache_bytes": read,
             "percent_of_copy": 100 * read / statistics.median(own) / roof,
             "max_error": errors.get(name),
@@ -125,14 +123,12 @@ def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, r
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = options_of(__doc__, rounds=50)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--layers", type=int, default=8, help="calls of a graph, each on a cache of its own")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     roof = copy_rate(device)

@@ -3,31 +3,28 @@
     python benchmarks/bench_beam.py
     python benchmarks/bench_beam.py --num-beams 4 --num-draft-tokens 1 2 4 --threads 1 --out out.json
 
-The pair is the byte-level one that comes with the package, the prompts are spread over text that neither model has
-read. The searches take turns: a round is every search over every prompt, and a number is the median over the rounds.
-Every answer is compared with that of transformers, token by token.
+The models are the byte-level pair of the package, and the prompts are spread over text that neither was trained on. The
+searches take turns: a round is every search over every prompt, and a number is the median over the rounds. Every answer
+is compared with that of transformers, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from markdown_table import table
 from rich.progress import Progress
-from rich.table import Table
+from timing import Report, environment, options_of, synchronize
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops.cli.env import device_name, versions
 
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -46,12 +43,12 @@ class Search:
     stats: list[Any] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def round(self, batches: list[Tensor]) -> None:
+    def round(self, batches: list[Tensor], timed: bool) -> None:
         started = time.perf_counter()
         results = [self.run(batch) for batch in batches]
-        if batches[0].device.type == "cuda":
-            torch.cuda.synchronize(batches[0].device)
-        self.seconds.append(time.perf_counter() - started)
+        synchronize(batches[0].device)
+        if timed:
+            self.seconds.append(time.perf_counter() - started)
         self.answers, self.stats = [answer for answer, _ in results], [stats for _, stats in results]
 
 
@@ -102,94 +99,61 @@ def prompts(options: argparse.Namespace) -> list[Tensor]:
 
 
 def record(search: Search, reference: Search) -> dict[str, Any]:
-    seconds, quartiles = statistics.median(search.seconds), [min(search.seconds), max(search.seconds)]
-    if len(search.seconds) > 1:
-        lower, _, upper = statistics.quantiles(search.seconds, n=4, method="inclusive")
-        quartiles = [lower, upper]
     pairs = zip(search.answers, reference.answers, strict=True)
     tokens = sum(answer.numel() for answer in search.answers)
+    median = statistics.median(search.seconds)
     found: dict[str, Any] = {
         "search": search.name,
         "num_beams": search.num_beams,
         "num_draft_tokens": search.num_draft_tokens,
         "draft_beams": search.draft_beams,
-        "median_seconds": seconds,
-        "quartiles": quartiles,
+        "seconds": search.seconds,
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "speedup": statistics.median(reference.seconds) / seconds,
+        "tokens_per_second": tokens / median,
+        "speedup": statistics.median(reference.seconds) / median,
         "same_tokens": sum(int((answer == other).sum()) for answer, other in pairs),
     }
     if search.stats[0] is not None:
-        num_row_steps = sum(stats.num_row_steps for stats in search.stats)
-        num_proposed = sum(stats.num_proposed for stats in search.stats)
-        found["rounds"] = sum(stats.num_steps for stats in search.stats)
-        found["levels_per_round"] = sum(stats.num_tokens for stats in search.stats) / num_row_steps
-        if num_proposed:
-            found["acceptance_rate"] = sum(stats.num_accepted for stats in search.stats) / num_proposed
+        totals = {
+            name: sum(getattr(stats, name) for stats in search.stats)
+            for name in ("num_steps", "num_row_steps", "num_tokens", "num_proposed", "num_accepted")
+        }
+        found |= {"rounds": totals["num_steps"], "levels_per_round": totals["num_tokens"] / totals["num_row_steps"]}
+        if totals["num_proposed"]:
+            found["acceptance_rate"] = totals["num_accepted"] / totals["num_proposed"]
     return found
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=7)
     parser.add_argument("--num-beams", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-bytes", type=int, default=96)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the records as JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(PAIR / role).eval().to(options.device) for role in ("target", "draft")
     )
     batches = prompts(options)
-    console = Console()
     every = [searches(target, draft, options, num_beams) for num_beams in options.num_beams]
-    with Progress(console=console, transient=True) as progress:
-        for _ in progress.track(range(options.rounds + 1), description="searching"):
-            for group in every:
-                for search in group:
-                    search.round(batches)
-    records = []
-    for group in every:
-        for search in group:
-            # The first round warms up.
-            search.seconds = search.seconds[1:]
-        records += [record(search, group[0]) for search in group]
-
-    table = Table("search", "w", "K", "u", "tokens/s", "speedup", "levels/round", "accepted", "same tokens")
-    for row in records:
-        table.add_row(
-            row["search"],
-            str(row["num_beams"]),
-            str(row["num_draft_tokens"] or ""),
-            str(row["draft_beams"] or ""),
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}",
-            f"{row['levels_per_round']:.2f}" if "levels_per_round" in row else "",
-            f"{row['acceptance_rate']:.0%}" if "acceptance_rate" in row else "",
-            f"{row['same_tokens']} of {row['tokens']}",
-        )
-    console.print(table)
-    if options.out is not None:
-        environment = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(torch.device(options.device)),
-            **versions(),
-        }
-        chosen = {name: value for name, value in vars(options).items() if name != "out"}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            json.dumps({"environment": environment, "arguments": chosen, "records": records}, indent=1) + "\n"
-        )
-    return records
+    with Progress(transient=True) as progress:
+        # The first round warms up.
+        for number in progress.track(range(options.rounds + 1), description="searching"):
+            for search in (search for group in every for search in group):
+                search.round(batches, timed=number > 0)
+    chosen = {name: value for name, value in vars(options).items() if name != "out"}
+    report = Report(options.out, environment(torch.device(options.device)), arguments=chosen)
+    report.add(record(search, group[0]) for group in every for search in group)
+    line = "{search} | {num_beams} | {num_draft_tokens:d} | {draft_beams:d} | {tokens_per_second:.0f} | {speedup:.2f}"
+    line += " | {levels_per_round:.2f} | {acceptance_rate:.0%} | {same_tokens} of {tokens}"
+    header = "search | w | K | u | tokens/s | speedup | levels/round | accepted | same tokens"
+    print(table(header, line, report.records, padded=True))
+    return report.records
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Everything that is to be measured on a GPU, in three calls of at most nine minutes.
+"""Runs every measurement for a GPU, in three calls of at most nine minutes.
 
     python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH] [--earlier DIR.tar.gz]
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
     python benchmarks/bench_gpu.py --rehearse      every step at a tiny size, without a GPU
 
-A step (`gpu_steps.py`) is a process with a limit of its own. Its output goes to NAME.log as it comes, its results to
-NAME.json as they are measured, and how it ended to NAME.step.json. A step that fails, hangs or is killed is recorded
-and stops no other. A step begins if its whole limit fits into the time that is left; where a call has time left in the
-end, steps that belong to no call are run. After each step all files are packed into DIR.tar.gz, at most 16 MiB.
+A step (`gpu_steps.py`) is a process with its own time limit. It writes its output to NAME.log and its results to
+NAME.json as they are measured; NAME.step.json says how it ended. A step that fails, hangs or is killed is recorded, and
+the next one starts. A step starts only if its whole limit fits into the time that is left. Steps that belong to no call
+fill the time that a call has left. After each step all files are packed into DIR.tar.gz, at most 16 MiB.
 
-The same command goes on where it stopped: a recorded step is not run again (delete its NAME.step.json for that). On
-another machine --earlier unpacks the archive of the last call first.
+The same command continues where it stopped: a recorded step is not run again unless its NAME.step.json is deleted. On
+another machine, --earlier unpacks the archive of the last call first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MAX_PACKED = 16 * 2**20
 TAIL_LINES = 30
-# A log is packed without its middle if it is longer.
+# The middle of a longer log is left out of the archive.
 MAX_LOG = 2**19
 REHEARSED_SECONDS = 200
 
@@ -47,9 +47,9 @@ class Runner:
     """Runs steps one after another.
 
     Args:
-        folder: where all files go.
-        rehearsed: at tiny sizes, on the stand-in for CUDA.
-        archive: of all files; default: beside the folder.
+        folder: gets all files.
+        rehearsed: run at tiny sizes, on the stand-in for CUDA.
+        archive: gets all files, packed; default: beside the folder.
     """
 
     def __init__(self, folder: Path, rehearsed: bool = False, archive: Path | None = None) -> None:
@@ -73,7 +73,7 @@ class Runner:
         log = self.folder / f"{step.name}.log"
         started = time.monotonic()
         with log.open("wb") as output:
-            # In a session of its own, so that whatever it started can be ended with it.
+            # In a session of its own, so that the processes it started can be ended with it.
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=self.variables(), start_new_session=True
             )
@@ -101,7 +101,7 @@ class Runner:
         return record
 
     def variables(self) -> dict[str, str]:
-        """The environment of a step. The package need not be installed, and nothing may be fetched."""
+        """The environment of a step: the package is found where it is not installed, and nothing is downloaded."""
         own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         paths, programs = [str(ROOT)], [os.environ.get("PATH", "")]
         if self.rehearsed:
@@ -116,7 +116,7 @@ class Runner:
         return {**os.environ, **own}
 
     def pack(self) -> None:
-        """All files in one archive; where that is too large, without the largest."""
+        """Pack all files into one archive, leaving out the largest ones if it gets too large."""
         files = sorted(
             (path for path in self.folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
         )
@@ -154,7 +154,7 @@ def _archive(folder: Path, files: list[Path], left_out: list[str]) -> bytes:
 
 
 def run_calls(runner: Runner, calls: list[int], minutes: float) -> list[str]:
-    """Returns the names of the steps of these calls that are not recorded."""
+    """Run the steps of these calls; return the names of those that are still not recorded."""
     end = time.monotonic() + 60 * minutes
     for step in (step for call in (*calls, IF_TIME_IS_LEFT) for step in STEPS if step.call == call):
         record = runner.record_of(step)
@@ -171,7 +171,7 @@ def run_calls(runner: Runner, calls: list[int], minutes: float) -> list[str]:
 
 
 def rehearse(runner: Runner) -> int:
-    """The number of steps that failed, or left out something that can be rehearsed."""
+    """Run every step at a tiny size; return how many failed or left out something that can be rehearsed."""
     steps: dict[str, Any] = {}
     for step in (step for step in STEPS if step.tiny is not None):
         record = runner.run(step)
@@ -187,7 +187,7 @@ def rehearse(runner: Runner) -> int:
 
 
 def _left_out(results: Path) -> list[str]:
-    """What a script went on without, but for what the stand-in cannot run."""
+    """What a script skipped, except what the stand-in cannot run."""
     if not results.exists():
         return []
     written = json.loads(results.read_text())
@@ -203,7 +203,7 @@ def _print_outcome(record: dict[str, Any]) -> None:
 
 
 def describe(out: Path | None) -> None:
-    """The step "device": what all others are measured on."""
+    """The step "device": the environment of all others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = Report(out, environment(device, copy_gb_per_s=copy_rate(device) * 1e-9))
     if device.type == "cuda":
@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plan:
         print(plan(options.minutes))
         return 0
-    # Whoever ends this command ends the step, too.
+    # Ending this command also ends the step that it runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.rehearse:
         return rehearse(Runner(options.out_dir or Path(tempfile.mkdtemp()) / "rehearsal", rehearsed=True))

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_loop.py [--target 7B --draft 1.3B] [--batch 1 8] [--no-inductor] [--out FILE.json]
 
-The models have the shapes of Llama-2 7B and Sheared-LLaMA 1.3B and random weights, made on the device. A step is one
-CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification, bookkeeping. "forwards" is a graph of
-the K + 1 forwards alone, over caches of the same size, compiled and captured in the same way. Both are timed by one
-replay at a time. With --no-inductor torch.compile is left out on both sides: only the capture is compared.
+The models have the shapes of Llama-2 7B and Sheared-LLaMA 1.3B, and random weights that are made on the device. A step
+is one CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification, bookkeeping. "forwards" is a
+graph of the K + 1 forwards alone, over caches of the same size, compiled and captured in the same way. Both are timed
+one replay at a time. --no-inductor leaves out torch.compile on both sides and compares only what is captured.
 
-A record has the two times, the host's time to queue a step, what a host synchronisation inside a step raised (null =
-there is none), tokens per second of a whole `generate`, and memory. What is accepted follows from random weights.
+A record has the two times, the host's time to queue a step, the error of a host synchronisation inside a step (null if
+there is none), tokens per second of a whole `generate`, and memory. Acceptance is that of random weights.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Lead, Report, call_seconds, capture, copy_rate, environment, take_turns
+from timing import Lead, Report, call_seconds, capture, copy_rate, environment, options_of, spread, take_turns
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,7 +52,7 @@ def random_model(shape: str, vocab: int, max_length: int, device: torch.device) 
 def forwards_alone(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: int, num_draft_tokens: int, length: int, capacity: int
 ) -> Callable[[], Tensor]:
-    """What a step reads: the two newest tokens and K - 1 drafts with the draft, K + 1 tokens with the target."""
+    """The forwards of a step: the draft reads the two newest tokens and K - 1 drafts, the target K + 1 tokens."""
     device = target.device
 
     def reader(model: LlamaForCausalLM, width: int, num_logits: int) -> Callable[[], Tensor]:
@@ -81,7 +80,7 @@ def forwards_alone(
 
 
 def host_synchronisation(run: Callable[[], object]) -> str | None:
-    """What was raised where the host waited for the device; None = it did not."""
+    """The error that torch raises if the host waits for the device; None if it does not wait."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         # torch warns that the mode is a prototype.
@@ -129,7 +128,7 @@ def measure(
         started = time.perf_counter()
         step()
         queued.append(time.perf_counter() - started)
-    # Named: a graph does not keep what it reads.
+    # Kept in a variable, because a graph does not keep the tensors that it reads.
     forwards = forwards_alone(target, draft, batch, num_drafts, options.prompt, options.max_length)
     alone = capture([forwards])
     lead = Lead(device)
@@ -141,8 +140,8 @@ def measure(
     medians = {mode: statistics.median(own) for mode, own in seconds.items()}
     return {
         "batch": batch,
-        **{f"{mode}_ms": medians[mode] * 1e3 for mode in MODES},
-        **{f"{mode}_quartiles_ms": [q * 1e3 for q in statistics.quantiles(seconds[mode], n=4)[::2]] for mode in MODES},
+        **spread(seconds["step"], "ms", "step"),
+        **spread(seconds["forwards"], "ms", "forwards"),
         "step_over_forwards": medians["step"] / medians["forwards"],
         "host_queue_ms": statistics.median(queued) * 1e3,
         "host_synchronisation": waited,
@@ -155,7 +154,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=20)
     parser.add_argument("--target", choices=SHAPES, default="7B")
     parser.add_argument("--draft", choices=SHAPES, default="1.3B")
     parser.add_argument("--vocab", type=int, default=32000)
@@ -164,9 +163,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--max-length", type=int, default=2048, help="slots of a cache")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-inductor", action="store_true", help="capture without compiling")
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

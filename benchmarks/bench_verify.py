@@ -31,15 +31,15 @@ Cold inputs are rotated through twice the last cache; with --cache warm each cal
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
 from problems import (
     FILTERS,
     KINDS,
@@ -52,19 +52,18 @@ from problems import (
     make_inputs,
     op_arguments,
 )
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from timing import (
     Report,
     copy_rate,
     device_work,
     environment,
     number_of_sets,
+    options_of,
     peak_bytes,
+    spread,
     take_turns,
     timers,
-    wide_console,
 )
 from torch import Tensor
 
@@ -221,8 +220,7 @@ def run_problem(
                 "provider": name,
                 "mode": mode,
                 "calls_per_replay": {"graph": len(sets), "replay": 1}.get(mode),
-                "median_ms": median * 1e3,
-                "quartiles_ms": [q * 1e3 for q in statistics.quantiles(values, n=4)[::2]],
+                **spread(values, "ms"),
                 "bytes": moved,
                 "needed_bytes": needed,
                 "gb_per_s": moved / median * 1e-9,
@@ -237,105 +235,64 @@ def run_problem(
     return records
 
 
-def show(console: Console, described: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    console.print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
-    console.print(f"bytes: what must be read (see --help); speedup: against '{BASELINE}' of the same row and mode")
-    on_gpu = any(r["launches"] is not None for r in records)
-    ragged = any(r["acceptance"] is not None for r in records)
-    more = ["launches"] * on_gpu + ["needed MB", "needed % of copy"] * ragged
-    table = Table(
-        "kind", "V", "B", "K", "dtype", "provider", "mode", "ms", "quartiles", "MB", "GB/s", "% of copy", *more,
-        "peak MB", "speedup",
-    )  # fmt: skip
-    last = None
-    for r in records:
-        problem = tuple(r[name] for name in ("kind", "vocab", "batch", "num_draft_tokens", "dtype", "acceptance"))
-        if last not in (None, problem):
-            table.add_section()
-        last = problem
-        kind = r["kind"] if r["acceptance"] is None else f"{r['kind']}, {r['acceptance']:g} accepted"
-        low, high = r["quartiles_ms"]
-        more = [str(r["launches"])] * on_gpu
-        more += [f"{r['needed_bytes'] * 1e-6:.2f}", f"{r['needed_percent_of_copy']:.0f}"] * ragged
-        calls = r["calls_per_replay"]
-        mode = f"{r['mode']}{'' if calls is None else f' of {calls}'}, {r['cache']}"
-        table.add_row(
-            kind, *(str(value) for value in problem[1:-1]), r["provider"], mode,
-            f"{r['median_ms']:.3f}", f"{low:.3f}-{high:.3f}", f"{r['bytes'] * 1e-6:.2f}",
-            f"{r['gb_per_s']:.1f}", f"{r['percent_of_copy']:.0f}", *more,
-            f"{r['peak_bytes'] * 1e-6:.3f}", f"{r['speedup']:.2f}",
-        )  # fmt: skip
-    console.print(table)
+def show(described: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
+    print(f"bytes: what must be read (see --help); speedup: against '{BASELINE}' of the same row and mode")
+    rows = [
+        record
+        | {"MB": record["bytes"] / 1e6, "needed_MB": record["needed_bytes"] / 1e6, "peak": record["peak_bytes"] / 1e6}
+        for record in records
+    ]
+    header = (
+        "kind | accepted | V | B | K | dtype | cache | provider | mode | calls | ms | quartiles | MB | GB/s | % of copy"
+    )
+    line = "{kind} | {acceptance:g} | {vocab} | {batch} | {num_draft_tokens} | {dtype} | {cache} | {provider} | {mode}"
+    line += " | {calls_per_replay:d} | {median_ms:.3f} | {quartiles_ms[0]:.3f}-{quartiles_ms[1]:.3f} | {MB:.2f}"
+    line += " | {gb_per_s:.1f} | {percent_of_copy:.0f} | {needed_MB:.2f} | {needed_percent_of_copy:.0f} | {launches:d}"
+    more = " | needed MB | needed % of copy | launches | peak MB | speedup"
+    print(table(header + more, line + " | {peak:.3f} | {speedup:.2f}", rows, padded=True))
 
 
-def plot(records: list[dict[str, Any]], device: str, path: Path) -> None:
-    """Bars of the speedup over the baseline, one group per problem."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    bars: dict[str, dict[str, float]] = {}
-    for r in records:
-        group = f"{r['kind']}\nB={r['batch']} K={r['num_draft_tokens']} {r['dtype']}\nV={r['vocab']} {r['mode']}"
-        group += f"\n{r['cache']}" + (f" {r['acceptance']:g} accepted" if r["acceptance"] is not None else "")
-        bars.setdefault(r["provider"], {})[group] = r["speedup"]
-    groups = list(dict.fromkeys(group for found in bars.values() for group in found))
-    figure, axes = pyplot.subplots(figsize=(1.6 + 1.3 * len(groups), 4.5), layout="constrained")
-    width = 0.8 / len(bars)
-    for i, (name, found) in enumerate(bars.items()):
-        places = [g + (i + 0.5) * width - 0.4 for g, group in enumerate(groups) if group in found]
-        axes.bar(places, list(found.values()), width, label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), groups, fontsize=8)
-    axes.set_ylabel(f"speedup over '{BASELINE}'")
-    axes.set_title(f"verify_exact, {device}")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+def sizes_of(description: str | None, dtypes: Sequence[str], acceptance: Sequence[float | None]) -> ArgumentParser:
+    """A parser with the options for sizes of problems and for the device."""
+    parser = options_of(description, rounds=100)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
     parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
-    parser.add_argument(
-        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
-    )
-    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument(
-        "--acceptance", type=float, nargs="+", help="probability that a draft that was reached is accepted, in (0, 1]"
-    )
-    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
+    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=["float32", "bfloat16", "float16"])
+    reached = "probability that a draft that was reached is accepted, in (0, 1]"
+    parser.add_argument("--acceptance", type=float, nargs="+", default=acceptance, help=reached)
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
-    parser.add_argument("--rounds", type=int, default=100, help="timed calls of each provider")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
-    parser.add_argument("--plot", type=Path, help="write a bar chart to this PNG file (needs matplotlib)")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def problems_of(parser: ArgumentParser, options: Namespace, kinds: Sequence[str]) -> list[Problem]:
+    """A problem for every combination of the sizes. Sets the number of threads."""
     if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 3 or options.rounds < 2:
         parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 3 and rounds >= 2")
-    if not all(0 < rate <= 1 for rate in options.acceptance or ()):
+    if not all(rate is None or 0 < rate <= 1 for rate in options.acceptance):
         parser.error(f"--acceptance: expected numbers in (0, 1], got {options.acceptance}")
-
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-
-    console = wide_console()
-    device = torch.device(options.device)
-    problems = [
-        (Problem(kind, batch, num_draft_tokens, vocab, dtype, acceptance), cache)
+    torch.set_num_threads(options.threads)
+    return [
+        Problem(kind, batch, num_draft_tokens, vocab, dtype, acceptance)
         for vocab in options.vocab
         for num_draft_tokens in options.num_draft_tokens
         for dtype in options.dtype
         for batch in options.batch
-        for kind in options.kind
-        for acceptance in options.acceptance or [None]
-        for cache in options.cache
+        for kind in kinds
+        for acceptance in options.acceptance
     ]
-    with Progress(console=console, transient=True) as progress, torch.inference_mode():
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = sizes_of(__doc__, ["float32", "bfloat16"], [None])
+    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
+    options = parser.parse_args(arguments)
+    problems = [(problem, cache) for problem in problems_of(parser, options, options.kind) for cache in options.cache]
+    device = torch.device(options.device)
+    with Progress(transient=True) as progress, torch.inference_mode():
         task = progress.add_task("copy rate", total=len(problems))
         roof = copy_rate(device)
         described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
@@ -345,11 +302,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             report.add(run_problem(problem, device, options.rounds, roof, cache, not options.no_compiled))
             progress.advance(task)
 
-    records = report.records
-    show(console, described, records)
-    if options.plot is not None:
-        plot(records, described["device"], options.plot)
-    return records
+    show(described, report.records)
+    return report.records
 
 
 if __name__ == "__main__":

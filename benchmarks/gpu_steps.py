@@ -1,4 +1,4 @@
-"""The plan of `bench_gpu.py`: what is run in which call, in what order, for how long at most."""
+"""The plan of `bench_gpu.py`: the steps of each call, in order, with their time limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["CALLS", "IF_TIME_IS_LEFT", "NOT_REHEARSED", "STEPS", "Step", "plan"]
 
 CALLS = (1, 2, 3)
-# The call of steps that begin where a call has time left for them.
+# The call of steps that fill the time that another call has left.
 IF_TIME_IS_LEFT = 0
 
 
@@ -17,10 +17,10 @@ class Step:
 
     Attributes:
         name: of its files.
-        call: which of the calls it belongs to.
-        seconds: when it is killed.
+        call: the call that it belongs to.
+        seconds: it is killed after this time.
         command: a script of this folder and its arguments, or "pytest" and its arguments.
-        tiny: arguments that are added in a rehearsal, where the last of an option counts; None = not rehearsed, as
+        tiny: arguments that a rehearsal adds; the last value of an option counts. None = not rehearsed, because
             another step runs the same lines.
     """
 
@@ -47,13 +47,7 @@ STEPS = (
     Step("smoke", 1, 75, "pytest -m 'gpu and smoke' -q -n 4", "--collect-only -n 0"),
     Step("verify", 1, 120, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 60", f"{TINY} --acceptance 0.6"),
     Step("peers-build", 1, 150, "bench_peers.py --device cuda --build", ""),
-    Step(
-        "peers",
-        1,
-        150,
-        f"{PEERS} --batch 1 64 256 --vocab 128256 --rounds 20",
-        TINY_PEERS,
-    ),
+    Step("peers", 1, 150, f"{PEERS} --batch 1 64 256 --vocab 128256 --rounds 20", TINY_PEERS),
     Step("tests", 2, 300, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
     Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
     Step(
@@ -138,7 +132,7 @@ NOT_REHEARSED = {
 
 
 def plan(minutes: float) -> str:
-    """The steps of each call with their limits, and what these add up to."""
+    """The steps of each call with their limits, and the sum of the limits."""
     lines = []
     for call in (*CALLS, IF_TIME_IS_LEFT):
         steps = [step for step in STEPS if step.call == call]

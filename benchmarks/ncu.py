@@ -1,11 +1,11 @@
-"""Bytes that `verify_exact` moved, by the hardware counters that Nsight Compute reads, beside those of the bytes model.
+"""Bytes that `verify_exact` moves, from hardware counters by Nsight Compute, beside those of the bytes model.
 
     python benchmarks/ncu.py [--batch 1 64] [--acceptance 0.6 1.0] [--vocab 128256] [--out FILE.json]
 
-Each problem is a process of its own under `ncu`, which watches one call. Clocks are left alone, and caches are not
-flushed between the kernels of the call: the second reads from L2 what the first left there, as it does outside of ncu.
-Before the call another buffer of twice the L2 is written, so the logits come from memory. Where ncu is not there, or is
-refused the counters, the reason is written.
+Each problem is a process of its own under `ncu`, which profiles one call. Clocks are not locked, and caches are not
+flushed between the kernels of the call: the second one reads from L2 what the first left there, as without ncu. Before
+the call a buffer of twice the L2 is written, so that the logits come from memory. If ncu is not installed or may not
+read the counters, the reason is written.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from timing import ROTATE, Report, cache_bytes, copy_rate, environment, process_
 
 import torch_specops
 
-# By the name that is reported: DRAM is what misses the L2, L2 is all that the multiprocessors asked for.
+# DRAM traffic is what misses the L2; L2 traffic is everything that the multiprocessors asked for.
 METRICS = {
     "dram_read": "dram__bytes_read.sum",
     "dram_write": "dram__bytes_write.sum",
     "l2": "lts__t_bytes.sum",
 }
-# Of one problem: importing, compiling and a few replays of three kernels take far less.
+# For one problem. Importing, compiling and a few replays of three kernels take far less.
 LIMIT_SECONDS = 60
 
 
@@ -66,7 +66,7 @@ def summed(lines: Iterable[str]) -> dict[str, float]:
 
 
 def watched(described: str, device: torch.device) -> None:
-    """What runs under ncu."""
+    """The process that runs under ncu."""
     settings = json.loads(described)
     with_lse = settings.pop("with_lse")
     problem = Problem(**settings)

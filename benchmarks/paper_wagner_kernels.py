@@ -24,24 +24,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
 from peers.paper import PaperExact, PaperSigmoid
-from rich.console import Console
-from rich.table import Table
 from timing import call_seconds, copy_rate, device_work
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent / "papers"))
-from evidence import Cell, Cells, options, results_path, wide_console
+from evidence import Cell, reproduce
 from transformers.generation import utils as generation
-from wagner_memory import BANDWIDTH_GAMMA, GAMMAS, ITEM, VOCABULARIES, memory, rows_read
-from wagner_methods import BASELINE, EAGER, METHODS, SIGMOID, random_call, warm_up
+from wagner_memory import ITEM, VOCABULARIES, memory, rows_read
+from wagner_methods import EAGER, GAMMAS, METHODS, SIGMOID, random_call, warm_up
 
 from torch_specops.hf import assisted_generation
 
@@ -52,7 +50,8 @@ CALLS = 10
 def sampling_time(
     vocab_size: int, numbers: Sequence[int], calls: int, device: str, compiled: bool, paper: bool
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """By method and number of drafts: "device_ms", "launches" and "call_ms" of one call, and "accepted", its mean."""
+    """By method and number of drafts, of one call: "device_ms", "launches", "call_ms", "accepted" (all of them means),
+    "bytes" that it has to read, and "gb_per_s" of the time on the device."""
     methods: dict[str, tuple[Any, Callable[[], Any]]] = {}
     for name, chosen in (METHODS if compiled else EAGER).items():
         warm_up(chosen, vocab_size, device)
@@ -70,7 +69,9 @@ def sampling_time(
         for name, (context, function) in methods.items():
             # One of the functions overwrites what it is given.
             own = [(ids, draft, target.clone()) for ids, draft, target in inputs]
-            found[name][str(number)] = _mean_call(context, function, own, number, torch.device(device))
+            one = _mean_call(context, function, own, number, torch.device(device))
+            size = rows_read(SIGMOID if name.endswith(SIGMOID) else name, number) * vocab_size * ITEM
+            found[name][str(number)] = one | {"bytes": size, "gb_per_s": size / one["device_ms"] / 1e6}
     return found
 
 
@@ -114,22 +115,11 @@ def rate_of_copy(device: str) -> float:
     return copy_rate(torch.device(device)) * 1e-9
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
-        parser.add_argument("--models", nargs="+", choices=VOCABULARIES, default=list(VOCABULARIES))
-        parser.add_argument("--gammas", type=int, nargs="+", default=list(range(1, 21)), help="drafts per step")
-        parser.add_argument("--vocab", type=int, help="a vocabulary for all models, to try the script")
-        parser.add_argument("--calls", type=int, default=CALLS, help="calls that a number is the mean of")
-        parser.add_argument("--compiled", action="store_true", help="the ops under torch.compile")
-        parser.add_argument("--plot", type=Path, help="write figure 3 and the peaks to this PNG file")
-
-    chosen = options(__doc__, arguments, more)
-    console = wide_console()
-    common = {"device": chosen.device, "compiled": chosen.compiled}
+def cells_of(chosen: argparse.Namespace) -> list[Cell]:
     reason = PaperExact().unavailable(torch.device(chosen.device))
     if reason:
-        console.print(f"not here: {PaperExact.name}: {reason}", highlight=False)
+        print(f"not here: {PaperExact.name}: {reason}")
+    common = {"device": chosen.device, "compiled": chosen.compiled}
     cells = [Cell("copy, GB/s", rate_of_copy, {"device": chosen.device})]
     for name in chosen.models:
         settings = common | {"vocab_size": chosen.vocab or VOCABULARIES[name]}
@@ -137,76 +127,31 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         cells.append(Cell(f"figure 3/{name}", sampling_time, settings | timed))
         peaks = {"numbers": [number for number in GAMMAS if number in chosen.gammas]}
         cells.append(Cell(f"figures 4, 5/{name}", peak_memory, settings | peaks))
-    path = results_path("wagner_kernels", chosen)
-    found = Cells(path, cells, chosen.device).run(chosen.only, console)
-    sizes = {name: chosen.vocab or VOCABULARIES[name] for name in chosen.models}
-    show(console, found, sizes, chosen.device)
-    if chosen.plot is not None:
-        draw(found, sizes, chosen.plot)
+    return cells
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=VOCABULARIES, default=list(VOCABULARIES))
+    parser.add_argument("--gammas", type=int, nargs="+", default=list(range(1, 21)), help="drafts per step")
+    parser.add_argument("--vocab", type=int, help="a vocabulary for all models, to try the script")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls that a number is the mean of")
+    parser.add_argument("--compiled", action="store_true", help="the ops under torch.compile")
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    found = reproduce("wagner_kernels", __doc__, cells_of, arguments=arguments, add=add_options)
+    rows = [
+        one | {"model": key.removeprefix("figure 3/"), "method": method, "drafts": number}
+        for key, methods in found.items()
+        if key.startswith("figure 3/")
+        for method, own in methods.items()
+        for number, one in own.items()
+    ]
+    line = "{model} | {method} | {drafts} | {device_ms:.4f} | {gb_per_s:.2f} | {launches:.1f} | {call_ms:.4f}"
+    header = "model | method | drafts | device ms | GB/s | launches | call ms | accepted"
+    print(table(header, line + " | {accepted:.1f}", rows, padded=True))
     return found
-
-
-def show(console: Console, found: Mapping[str, Any], sizes: Mapping[str, int], device: str) -> None:
-    where = "GPU" if torch.device(device).type == "cuda" else "torch's functions"
-    console.print(f"{datetime.now(timezone.utc):%Y-%m-%d}, copy {found.get('copy, GB/s', float('nan')):.1f} GB/s")
-    table = Table("", "method", "drafts", f"{where} ms", "less", "launches", "call ms", "accepted", title="Figure 3")
-    for name in sizes:
-        methods = found.get(f"figure 3/{name}", {})
-        for method, own in methods.items():
-            for number, one in own.items():
-                baseline = methods[BASELINE][number]["device_ms"]
-                table.add_row(
-                    name, method, number, f"{one['device_ms']:.4f}", f"{1 - one['device_ms'] / baseline:.1%}",
-                    "" if one["launches"] is None else f"{one['launches']:.1f}", f"{one['call_ms']:.4f}",
-                    f"{one['accepted']:.1f}",
-                )  # fmt: skip
-    console.print(table)
-    table = Table("", "method", "MB to be read", "GB/s", title=f"Table 3, {BANDWIDTH_GAMMA} drafts")
-    for name, method, size, rate in bandwidths(found, sizes):
-        table.add_row(name, method, f"{size / 1e6:.2f}", f"{rate:.2f}")
-    console.print(table)
-    table = Table("", "method", "drafts", "MB", title="Figures 4, 5: peak of a call")
-    for name in sizes:
-        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
-            for number, peak in own.items():
-                table.add_row(name, method, number, f"{peak / 1e6:.3f}")
-    console.print(table)
-
-
-def bandwidths(found: Mapping[str, Any], sizes: Mapping[str, int]) -> list[tuple[str, str, int, float]]:
-    """Model, method, bytes that must be read, and GB/s of the time on the device."""
-    rows = []
-    for name, vocab_size in sizes.items():
-        for method, own in found.get(f"figure 3/{name}", {}).items():
-            if str(BANDWIDTH_GAMMA) in own:
-                kind = SIGMOID if method.endswith(SIGMOID) else method
-                size = rows_read(kind, BANDWIDTH_GAMMA) * vocab_size * ITEM
-                rows.append((name, method, size, size / own[str(BANDWIDTH_GAMMA)]["device_ms"] / 1e6))
-    return rows
-
-
-def draw(found: Mapping[str, Any], sizes: Mapping[str, int], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(sizes), figsize=(1 + 3 * len(sizes), 6), squeeze=False, layout="constrained", sharex=True
-    )
-    for column, (name, vocab_size) in enumerate(sizes.items()):
-        for method, own in found.get(f"figure 3/{name}", {}).items():
-            axes[0][column].plot([int(n) for n in own], [one["device_ms"] for one in own.values()], label=method)
-        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
-            axes[1][column].plot([int(n) for n in own], [peak / 1e6 for peak in own.values()], "o-", label=method)
-        axes[0][column].set(title=f"{name}, V = {vocab_size}", ylim=(0, None))
-        axes[1][column].set(xlabel="drafts per step", ylim=(0, None))
-    axes[0][0].set_ylabel("ms on the device per step")
-    axes[1][0].set_ylabel("peak of a call, MB")
-    axes[0][0].legend(frameon=False, fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

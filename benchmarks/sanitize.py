@@ -2,8 +2,9 @@
 
     python benchmarks/sanitize.py --tool memcheck [--limit 30] [--out FILE.json]
 
-The allocator's cache is off, so that each tensor's end is the end of its memory. "refused" says why there is no
-finding: the tool is not there, it does not know the device, it took too long. Exits with 1 if it found errors.
+The allocator's cache is off, so that a read behind a tensor's end is a read outside of its memory. If there is no
+result, "refused" says why: the tool is not installed, does not know the device, or took too long. Exits with 1 if the
+tool found errors.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def sanitized(tool: str, limit: float, size: list[str]) -> dict[str, Any]:
     summary = SUMMARY.search(done.stdout)
     found |= {"exit_code": done.returncode, "output": lines[-40:]}
     if summary is None or done.returncode != 0:
-        # A program that did not come to its end says nothing of its errors.
+        # The summary of a program that did not finish is not a result.
         return found | {"refused": "no summary of a program that ran to its end", "summary": summary and summary[0]}
     return found | {"errors": int(summary[1])}
 

@@ -1,8 +1,8 @@
-"""How the benchmarks measure: seconds of a call and of a CUDA graph's replay, the rate of a copy, launches, memory; and
-the file that they write."""
+"""How the benchmarks measure time, launches, memory and the rate of a copy; their options, and the file they write."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -25,8 +25,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import torch_specops
+from torch_specops.cli.env import device_name
 
-# torch's profiler prints a line whenever it starts or stops, unless it is told not to.
+# Without it, torch's profiler prints a line whenever it starts or stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 Call = Callable[[], object]
@@ -37,16 +38,16 @@ ROTATE = 2
 MAX_SETS = {"cpu": 64, "cuda": 512}
 # Graphs of a single call: each has its own set of inputs.
 MAX_SINGLE = 8
-# How much is read before a replay, in caches: on an H200 it takes 50 us, and queueing what is timed takes about 15.
+# How many times the cache is read before a replay. On an H200 that takes 50 us; queueing what is timed takes about 15.
 LEAD = 4
-# What the commit is where there is no clone to ask.
+# Names the commit if there is no clone.
 COMMIT = "TORCH_SPECOPS_COMMIT"
-# Set where processes run on the stand-in for CUDA (tests/cuda_stand_in).
+# Set if processes run on the stand-in for CUDA (tests/cuda_stand_in).
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN"
 
 
 def wide_console() -> Console:
-    """Where tables are printed: a table is wider than a log is taken for."""
+    """A console that is wide enough for tables also if the output is a file."""
     return Console(width=None if sys.stdout.isatty() else 170)
 
 
@@ -65,8 +66,8 @@ def synchronize(device: torch.device) -> None:
 
 
 class Lead:
-    """Work that the device does while the host queues what is timed, so that no launch is waited for between the two
-    events. It reads memory that nothing else uses, so the last cache is cold behind it."""
+    """Work that keeps the device busy while the host queues what is timed, so that the time between the two events has
+    no wait for a launch. It reads memory that nothing else uses, which leaves the last cache cold."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(LEAD * cache_bytes(device) // 4, device=device)
@@ -76,8 +77,8 @@ class Lead:
 
 
 def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> float:
-    """One call: by the clock on a CPU; on CUDA between two events of its stream, so launches that the device waits for
-    count, unless `lead` keeps it busy before."""
+    """The time of one call: by the clock on a CPU, between two events on CUDA. The latter includes the device's waits
+    for launches, unless `lead` keeps it busy before."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -93,7 +94,7 @@ def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> 
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls, one after the other. What they compile is compiled by one call before."""
+    """A CUDA graph of the calls, one after the other. A call before the capture compiles what they need."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -101,7 +102,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Outputs are held until the capture ends: a freed one would be handed to the next call.
+        # Outputs are kept until the capture ends. Otherwise the next call would get the memory of a freed one.
         outputs = [call() for call in calls]
     del outputs
     return graph
@@ -138,6 +139,16 @@ def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: in
     return seconds
 
 
+def spread(seconds: Sequence[float], unit: str, name: str = "") -> dict[str, Any]:
+    """Median and quartiles of some times in ms or us: `{"NAME_median_ms": ..., "NAME_quartiles_ms": [..., ...]}`."""
+    values = [value * {"ms": 1e3, "us": 1e6}[unit] for value in seconds]
+    start = f"{name}_" if name else ""
+    return {
+        f"{start}median_{unit}": statistics.median(values),
+        f"{start}quartiles_{unit}": statistics.quantiles(values, n=4)[::2],
+    }
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written, of copying 256 MiB; on CUDA 1 GiB, of a small device less."""
     size = 2**28
@@ -156,8 +167,8 @@ def copy_rate(device: torch.device) -> float:
 
 
 def device_work(call: Call, device: torch.device, warm_up: bool = True) -> tuple[int | None, float]:
-    """Of one call: how much was launched on the device (kernels, copies, fills; None on a CPU), and the seconds that it
-    took there, added up; on a CPU the seconds inside torch's own functions."""
+    """Of one call: the number of launches on the device (kernels, copies, fills; None on a CPU), and the sum of their
+    seconds. On a CPU, the seconds inside torch's own functions."""
     on_gpu = device.type == "cuda"
     if warm_up:
         call()
@@ -167,13 +178,13 @@ def device_work(call: Call, device: torch.device, warm_up: bool = True) -> tuple
         synchronize(device)
     if not on_gpu:
         return None, sum(event.self_cpu_time_total for event in found.events()) * 1e-6
-    # Spans that a record_function projects onto the device are no work of their own.
+    # A record_function also shows up as a span on the device, which is not work.
     work = [e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     return len(work), sum(event.self_device_time_total for event in work) * 1e-6
 
 
 def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
-    """The most bytes that `call` held at a time, of those that it allocated itself."""
+    """The peak of the bytes that `call` allocated and held at a time."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -195,8 +206,19 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
     return most
 
 
+def options_of(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that most scripts have: device, threads, out, and rounds unless there is no default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="how often each call is timed")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: torch's")
+    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
+    return parser
+
+
 def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]:
-    """The command that runs a script in a process of its own, on the stand-in for CUDA if this process is."""
+    """The command that runs a script in a new process, on the stand-in for CUDA if this process is on it."""
     if on_stand_in is None:
         on_stand_in = bool(os.environ.get(STAND_IN))
     stand_in = Path(__file__).resolve().parents[1] / "tests" / "cuda_stand_in"
@@ -219,7 +241,7 @@ def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[st
 
 
 class Report:
-    """A JSON file of an environment and records, written anew with every record: a run that is killed leaves what it
+    """A JSON file of an environment and records. It is rewritten with every record, so a killed run leaves what it
     measured.
 
     Args:
@@ -247,7 +269,7 @@ class Report:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Renamed when whole: whoever is stopped here leaves the file before."""
+    """Renamed when complete, so that an interrupted run leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")
@@ -258,7 +280,7 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "driver": driver_version() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -271,14 +293,6 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
         "sources": digest_of_sources(),
         **more,
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def version_of(package: str) -> str | None:
@@ -297,7 +311,8 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """ "-dirty" behind it: with changes that were not committed. None: neither a clone nor said in the environment."""
+    """The commit, with "-dirty" behind it if there are uncommitted changes. None if there is no clone and the
+    environment does not name it."""
     if COMMIT in os.environ:
         return os.environ[COMMIT]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -308,7 +323,7 @@ def commit() -> str | None:
 
 
 def digest_of_sources() -> str:
-    """Of the package's Python files: which code ran, also where no commit is known."""
+    """A hash of the package's Python files, which identifies the code if no commit is known."""
     folder = Path(torch_specops.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,7 +1,7 @@
 """Train the byte-level pair of `torch_specops/data/austen_bytes`: a target, and a draft that is cheaper and worse.
 
     python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 6] [--max-minutes 40]
-                                         [--out DIR] [--checkpoints DIR] [--heldout-sample FILE.txt]
+                                         [--out DIR] [--heldout-sample FILE.txt]
 
 TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr (six novels of Jane Austen, in the
         public domain): `apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb x`, then
@@ -10,11 +10,12 @@ TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr 
 A token is a byte. Both models are plain Llamas with tied embeddings and no end token. The last 200 kB of the text are
 held out. Matrices are trained by Muon, embeddings and norms by AdamW, with a cosine schedule over the bytes or the
 minutes allowed, whichever end comes first. Contexts grow from 256 to 1024 bytes, because short ones are cheaper and
-the long ones have to be seen all the same. A run that was stopped goes on from its checkpoint.
+the model still has to see long ones.
 
 What is measured on the held-out text, with the weights rounded to float16 as they are stored and computed in float32:
 nats per byte of both models, alpha = mean over positions of sum_x min(p(x), q(x)) at temperature 1, which is the
 acceptance rate of exact verification (Leviathan et al. 2023, theorem 3.5), and how often both have the same argmax.
+The figures go to `metrics.json`; `README.md` beside it is written by hand, and a test compares its numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -50,7 +50,6 @@ TOKENS_PER_STEP = 2048
 # Context length from this share of the schedule on.
 CONTEXTS = ((0.0, 256), (0.6, 512), (0.8, MAX_LENGTH))
 WARMUP = 0.02
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 SHAPES = {
     "target": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 344},
@@ -180,9 +179,7 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def train(
-    role: str, text: bytes, megabytes: float, max_minutes: float, checkpoint: Path
-) -> tuple[LlamaForCausalLM, Trained]:
+def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, Trained]:
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = new_model(role)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -191,37 +188,13 @@ def train(
     base_rates = [o.param_groups[0]["lr"] for o in optimizers]
     generator = torch.Generator().manual_seed(0)
     trained = Trained()
-    if checkpoint.exists():
-        saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        for o, state in zip(optimizers, saved["optimizers"], strict=True):
-            o.load_state_dict(state)
-        generator.set_state(saved["generator"])
-        trained = Trained(**saved["trained"])
-
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [o.state_dict() for o in optimizers],
-            "generator": generator.get_state(),
-            "trained": asdict(trained),
-        }
-        # Renamed when whole: a run that is stopped here leaves the checkpoint before.
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(checkpoint)
-
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     model.train()
     recent = math.nan
-    last_time = last_saved = time.monotonic()
+    started = time.monotonic()
     with Progress(*columns) as bar:
         task = bar.add_task(role, total=1.0, note="")
-        while True:
-            progress = max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))
-            if progress >= 1:
-                break
+        while (progress := max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))) < 1:
             context = next(length for start, length in reversed(CONTEXTS) if progress >= start)
             starts = torch.randint(len(data) - context, (TOKENS_PER_STEP // context, 1), generator=generator)
             batch = data[starts + torch.arange(context + 1)].long()
@@ -232,22 +205,12 @@ def train(
             for o, base_rate in zip(optimizers, base_rates, strict=True):
                 o.param_groups[0]["lr"] = base_rate * learning_rate_factor(progress)
                 o.step()
-            now = time.monotonic()
             trained.bytes_seen += TOKENS_PER_STEP
             trained.steps += 1
-            trained.seconds += now - last_time
+            trained.seconds = time.monotonic() - started
             recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
-            note = (
-                f"{trained.bytes_seen / 1e6:.2f} MB, {trained.bytes_seen / trained.seconds / 1e3:.1f} kB/s, "
-                f"context {context}, {recent:.3f} nats/byte"
-            )
+            note = f"{trained.bytes_seen / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
             bar.update(task, completed=progress, note=note)
-            if now - last_saved > SECONDS_BETWEEN_CHECKPOINTS:
-                save()
-                last_saved = now
-                bar.console.print(f"{role}: {note}")
-            last_time = now
-    save()
     return model, trained
 
 
@@ -281,7 +244,7 @@ def nats_by_position(model: LlamaForCausalLM, text: bytes) -> list[float]:
     """Nats per byte in each quarter of windows of the longest context."""
     num_windows = len(text) // MAX_LENGTH
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * MAX_LENGTH].long()
-    # The first byte of a window has nothing before it: it is predicted by no one and left out of the first quarter.
+    # The first byte of a window is not predicted, so the first quarter has one byte less.
     totals = torch.zeros(MAX_LENGTH, dtype=torch.float64)
     for batch in windows.view(-1, MAX_LENGTH).split(4):
         log_probs = model(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
@@ -294,80 +257,13 @@ def nats_by_position(model: LlamaForCausalLM, text: bytes) -> list[float]:
 def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
     """Store float16 weights, and return the model that a user gets from them: float32, because the config says so."""
     model.half().save_pretrained(folder)
-    # safetensors writes a file that its owner alone can read; a package built from it would carry that.
+    # safetensors writes a file that only its owner can read, and a package would be built with that mode.
     (folder / "model.safetensors").chmod(0o644)
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     return LlamaForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-
-
-def model_card(metrics: dict[str, Any]) -> str:
-    rows = []
-    for role in ("target", "draft"):
-        shape, facts = SHAPES[role], metrics[role]
-        cells = [
-            role,
-            f"{facts['parameters']:,}",
-            f"{shape['num_hidden_layers']} x {shape['hidden_size']}",
-            f"{facts['bytes_seen'] / 1e6:.2f} MB",
-            f"{facts['seconds'] / 60:.1f} min",
-            f"{metrics['heldout'][f'{role}_nats_per_byte']:.3f}",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    heldout = metrics["heldout"]
-    quarters = [
-        f"| {role} | {' | '.join(f'{nats:.3f}' for nats in by_quarter)} |"
-        for role, by_quarter in metrics["heldout_nats_by_quarter_of_context"].items()
-    ]
-    return f"""# austen_bytes: a byte-level target and draft
-
-Two small language models with real learned laws, for tests and for a demo that downloads nothing. A token is a byte:
-the vocabulary has 256 entries, the ids are the values of the bytes, and there are no special tokens (so no padding
-token: mask padded positions yourself). They write something that looks like Jane Austen and mean nothing by it.
-
-```python
-from importlib.resources import files
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = files("torch_specops") / "data" / "austen_bytes"
-tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-target = AutoModelForCausalLM.from_pretrained(folder / "target")
-draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
-```
-
-**Text.** Six novels of Jane Austen (Emma, Mansfield Park, Northanger Abbey, Persuasion, Pride and Prejudice, Sense and
-Sensibility), {metrics["text_bytes"]:,} bytes as the R package janeaustenr carries them. They were published between
-1811 and 1818 and are in the public domain. The last {metrics["heldout_bytes"]:,} bytes, the end of Sense and
-Sensibility, are held out.
-
-**Licence.** The text is in the public domain; the weights come from it alone and have the licence of this package.
-
-**Training.** `python benchmarks/train_byte_pair.py Rdata.rdb` with one CPU thread. Llama architecture, tied embeddings,
-no end token, contexts of 256, then 512, then {MAX_LENGTH} bytes; Muon for matrices, AdamW for embeddings and norms; a
-cosine schedule that the bytes or the minutes allowed end, here on cores that other work shared. The weights are stored
-as float16 and load as float32, as the config says.
-
-| model | parameters | layers x width | bytes seen | time | held-out nats/byte |
-|---|---|---|---|---|---|
-{chr(10).join(rows)}
-
-| on {heldout["windows"]} held-out windows of {heldout["window_bytes"]} bytes | |
-|---|---|
-| alpha: mean of sum_x min(p(x), q(x)), temperature 1 | {heldout["alpha"]:.3f} |
-| greedy agreement: both have the same argmax | {heldout["greedy_agreement"]:.3f} |
-
-| held-out nats/byte in each quarter of a window of {MAX_LENGTH} bytes | 1st | 2nd | 3rd | 4th |
-|---|---|---|---|---|
-{chr(10).join(quarters)}
-
-Long contexts came last and were few: beyond {WINDOW} bytes neither model gains from what it has read.
-
-Measured {metrics["date"]} with torch {metrics["torch"]} and transformers {metrics["transformers"]}; all figures, and
-those of the part that a test measures again, are in `metrics.json`.
-"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -382,22 +278,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes")
-    parser.add_argument("--checkpoints", type=Path, default=ROOT / ".cache/byte_pair")
     parser.add_argument("--heldout-sample", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
-    parser.add_argument("--only", choices=tuple(SHAPES), help="train one model up to its checkpoint, write nothing")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
     text = read_texts(args.texts)
     training_text, heldout_text = split(text)
     megabytes = {"target": args.megabytes, "draft": args.draft_megabytes}
-    roles = (args.only,) if args.only else tuple(SHAPES)
-    trained = {
-        role: train(role, training_text, megabytes[role], args.max_minutes, args.checkpoints / f"{role}.pt")
-        for role in roles
-    }
-    if args.only:
-        return
+    trained = {role: train(role, training_text, megabytes[role], args.max_minutes) for role in SHAPES}
 
     tokenizer = byte_tokenizer()
     target, draft = (write_model(trained[role][0], tokenizer, args.out / role) for role in SHAPES)
@@ -422,7 +310,6 @@ def main(argv: list[str] | None = None) -> None:
         "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    (args.out / "README.md").write_text(model_card(metrics))
     Console().print_json(data=metrics)
 
 

@@ -1,45 +1,30 @@
-"""The scripts for a GPU as far as a CPU can run them: steps and resuming, variants of tiles, the paper's metric."""
+"""The scripts for a GPU as far as a CPU can run them: steps and resuming, tools, tiles, the paper's metric."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
 import tarfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 
-import torch_specops
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="an installed package has no benchmarks")
+pytestmark = needs_benchmarks
 
 TOOLS = Path(__file__).parent / "gpu_tools"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> Iterator[None]:
-    """The scripts import each other by name, and set the number of threads."""
-    threads, path = torch.get_num_threads(), list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path[:] = path
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def driver() -> ModuleType:
-    return importlib.import_module("bench_gpu")
+    return script("bench_gpu")
 
 
 SCRIPTS = {
@@ -131,7 +116,7 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert driver.main(elsewhere) == 0
     assert begun == ["bad", "killed", "good", "environment"]
     offline, paths = (tmp_path / "elsewhere" / "environment.log").read_text().split()
-    assert offline == "1" and str(FOLDER.parent) in paths.split(":")
+    assert offline == "1" and str(BENCHMARKS.parent) in paths.split(":")
     assert "elsewhere/good.step.json" in packed(tmp_path / "all.tar.gz")
     (tmp_path / "elsewhere" / "good.step.json").unlink()
     assert driver.main(elsewhere) == 0
@@ -181,14 +166,6 @@ def test_the_plan_fits_into_its_calls(driver: ModuleType, capsys: pytest.Capture
     assert names.index("peers-build") < names.index("peers") and names[0] == "device"
 
 
-def test_without_a_gpu_nothing_starts(driver: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        driver.main([])
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
 class Parsed(Exception):
     pass
 
@@ -210,9 +187,9 @@ def test_every_step_is_a_script_with_options_that_it_knows(
             command = runner.command(step)
             if "pytest" in command:
                 continue
-            at = command.index(str(FOLDER / step.command.split()[0]))
+            at = command.index(str(BENCHMARKS / step.command.split()[0]))
             with pytest.raises(Parsed):
-                importlib.import_module(Path(command[at]).stem).main(command[at + 1 :])
+                script(Path(command[at]).stem).main(command[at + 1 :])
 
 
 def test_what_is_rehearsed_is_every_script(driver: ModuleType) -> None:
@@ -237,11 +214,8 @@ def test_a_rehearsal_says_what_was_left_out(
     ]
     assert driver.rehearse(runner) == 2
     written = json.loads((runner.folder / "rehearsal.json").read_text())
-    assert {name: step["outcome"] for name, step in written["steps"].items()} == {
-        "good": "done",
-        "bad": "failed",
-        "refused": "done",
-    }
+    outcomes = {name: step["outcome"] for name, step in written["steps"].items()}
+    assert outcomes == {"good": "done", "bad": "failed", "refused": "done"}
     assert written["steps"]["refused"]["left_out"] == ["a peer: not there", "no counters"]
     said = capsys.readouterr().out
     assert "left out: no counters" in said and set(written["not_executed"]) == set(driver.NOT_REHEARSED)
@@ -254,7 +228,7 @@ def tool(folder: Path, name: str, text: str) -> None:
 
 
 def test_counters_and_their_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ncu, problems = importlib.import_module("ncu"), importlib.import_module("problems")
+    ncu, problems = script("ncu"), script("problems")
     problem = problems.Problem("sampled", 1, 2, 40, "bfloat16", 0.6)
     monkeypatch.setattr(ncu, "process_of", lambda script: [sys.executable, "-c", "pass"])
     monkeypatch.setenv("PATH", f"{TOOLS}:{os.environ['PATH']}")
@@ -273,7 +247,7 @@ def test_counters_and_their_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_findings_of_the_sanitizer_and_its_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sanitize = importlib.import_module("sanitize")
+    sanitize = script("sanitize")
     monkeypatch.setattr(sanitize, "process_of", lambda script: [sys.executable, "-c", "pass"])
     monkeypatch.setenv("PATH", f"{TOOLS}:{os.environ['PATH']}")
     for name in ("memcheck", "racecheck"):
@@ -301,64 +275,39 @@ def test_attention_on_a_cpu(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         # FlexAttention says that it is not compiled.
         warnings.simplefilter("ignore")
-        records = importlib.import_module("bench_attention").main([*size, "--device", "cpu"])
+        records = script("bench_attention").main([*size, "--device", "cpu"])
     assert [record["provider"] for record in records] == ["grouped sdpa", "sdpa", "flex", "flex, block mask"]
     assert all(record["max_error"] < 2e-2 for record in records[:3])
 
 
-def test_tiles_and_warps_that_a_thread_can_hold() -> None:
-    tiles = importlib.import_module("bench_tiles")
-    found = tiles.variants([1024, 16384], [2, 4, 16])
-    assert list(found) == ["table", "1024, 2 warps", "1024, 4 warps", "16384, 4 warps", "16384, 16 warps"]
-    assert found["table"] == (None, None) and found["1024, 2 warps"] == (1024, 2)
-    launch = pytest.importorskip("torch_specops.kernels.launch")
-    with tiles.with_warps(2):
-        assert launch.num_warps(4096) == launch.stats_warps(4096) == 2
-    assert launch.num_warps(4096) == 8 and launch.stats_warps(4096) == 4
-
-
-def test_variants_of_tiles_are_checked_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    tiles, problems = (importlib.import_module(name) for name in ("bench_tiles", "problems"))
-
-    def launcher(tile: int | None, wrong: int | None = None) -> Any:
-        def verify(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens, n = torch_specops.verify_exact(**problems.op_arguments("sampled", inputs))
-            return (tokens.roll(1, 0), n) if tile == wrong else (tokens, n)
-
-        return verify
-
-    problem = problems.Problem("sampled", 3, 2, 200, "bfloat16")
-    chosen = tiles.variants([1024, 2048], [4])
-    monkeypatch.setattr(tiles, "launcher", lambda tile: launcher(tile, wrong=-1))
-    records = tiles.run_problem(problem, chosen, CPU, rounds=2, roof=1e9)
-    assert [record["variant"] for record in records] == list(chosen)
-    assert records[0]["percent_of_copy"] == pytest.approx(problem.bytes() / records[0]["median_us"] * 1e6 / 1e9 * 100)
-    monkeypatch.setattr(tiles, "launcher", lambda tile: launcher(tile, wrong=2048))
-    with pytest.raises(RuntimeError, match="2048, 4 warps is wrong in rows"):
-        tiles.run_problem(problem, chosen, CPU, rounds=2, roof=1e9)
-
-
 def test_the_papers_metric_on_a_cpu(tmp_path: Path) -> None:
-    kernels = importlib.import_module("paper_wagner_kernels")
-    out, picture = tmp_path / "out.json", tmp_path / "new" / "out.png"
+    kernels, out = script("paper_wagner_kernels"), tmp_path / "out.json"
     size = ["--device", "cpu", "--models", "Qwen", "--vocab", "300", "--gammas", "2", "5", "--calls", "1"]
-    found = kernels.main([*size, "--out", str(out), "--plot", str(picture)])
+    found = kernels.main([*size, "--out", str(out)])
     methods = found["figure 3/Qwen"]
     assert list(methods) == ["transformers", "exact", "exact, one uniform number", "sigmoid"]
     for own in methods.values():
         assert set(own) == {"2", "5"}
-        assert all(one["device_ms"] > 0 and one["call_ms"] > 0 and one["launches"] is None for one in own.values())
+        for one in own.values():
+            assert one["device_ms"] > 0 and one["call_ms"] > 0 and one["launches"] is None
+            assert one["gb_per_s"] == pytest.approx(one["bytes"] / one["device_ms"] / 1e6)
     # The same seeds: "exact" accepts what transformers' function does.
-    assert [one["accepted"] for one in methods["exact"].values()] == [
-        one["accepted"] for one in methods["transformers"].values()
+    assert [own["accepted"] for own in methods["exact"].values()] == [
+        own["accepted"] for own in methods["transformers"].values()
     ]
-    rows = {method: size for _, method, size, _ in kernels.bandwidths(found, {"Qwen": 300})}
-    assert rows["exact"] == 11 * 300 * 4 and rows["sigmoid"] == 2 * 300 * 4
+    assert methods["exact"]["5"]["bytes"] == 11 * 300 * 4 and methods["sigmoid"]["5"]["bytes"] == 2 * 300 * 4
     assert all(peak > 0 for own in found["figures 4, 5/Qwen"].values() for peak in own.values())
-    assert picture.read_bytes().startswith(b"\x89PNG")
     # Measured once.
     before = out.read_text()
     kernels.main([*size, "--out", str(out)])
     assert out.read_text() == before
-    assert {"device", "versions", "commit"} <= set(json.loads(before)["environments"][0])
+
+    def call() -> None:
+        for _ in range(3):
+            torch.zeros(100_000).add_(1)
+        first = torch.zeros(200_000)
+        torch.ones(100_000)
+        del first
+
+    # The peak counts what was held at a time.
+    assert 1_200_000 <= script("timing").peak_bytes(call) < 1_210_000

@@ -17,37 +17,28 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmark_scripts import needs_benchmarks, script
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="an installed package has no benchmarks")
+pytestmark = needs_benchmarks
 
 STAND_INS = Path(__file__).parent / "peer_stand_ins"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> Iterator[None]:
-    """The scripts import each other by name."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
-
-
 @pytest.fixture
 def problems() -> ModuleType:
-    return importlib.import_module("problems")
+    return script("problems")
 
 
 @pytest.fixture
 def peers() -> ModuleType:
-    return importlib.import_module("peers")
+    return script("peers")
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def problem(request: pytest.FixtureRequest, problems: ModuleType) -> Any:
-    return problems.Problem("sampled", 5, 3, 64, request.param, acceptance=0.7)
+@pytest.fixture
+def problem(problems: ModuleType) -> Any:
+    return problems.Problem("sampled", 5, 3, 64, "bfloat16", acceptance=0.7)
 
 
 @pytest.fixture
@@ -79,23 +70,20 @@ def test_what_is_not_there_is_skipped_with_a_reason(
     assert reasons["Wagner et al., exact"].startswith("no module paper_speculative_sampling_fp32")
 
 
-def test_copies_are_found_without_loading_the_engine(
+def test_copies_are_found_and_another_version_is_refused(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     shutil.copytree(STAND_INS / "copies", tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sglang", None)
     for name in ("vLLM", "SGLang"):
         assert found(peers, name).unavailable(CPU) == "needs a CUDA device, this is cpu"
+    # The engine itself is not loaded.
     assert not any(name.startswith("vllm") for name in sys.modules)
     (tmp_path / "vllm/vllm/v1/worker/gpu/sample/gumbel.py").write_text("import a_module_that_is_not_there")
     assert "does not load: ModuleNotFoundError" in found(peers, "vLLM").unavailable(CPU)
 
-
-def test_another_version_is_refused(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    shutil.copytree(STAND_INS / "copies", tmp_path, dirs_exist_ok=True)
     path = tmp_path / "sglang/python/sglang/kernels/ops/speculative/reject_sampling.py"
     text = path.read_text()
     path.write_text(text.replace("threshold_acc,", ""))
@@ -204,7 +192,7 @@ def test_bytes_of_what_a_peer_needs(problems: ModuleType, peers: ModuleType) -> 
 def test_a_wrong_peer_is_not_timed_and_ours_must_be_right(
     problem: Any, peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = importlib.import_module("bench_peers")
+    bench = script("bench_peers")
 
     def shifted(peer: Any, name: str) -> Any:
         answer = peer.answer
@@ -221,20 +209,16 @@ def test_a_wrong_peer_is_not_timed_and_ours_must_be_right(
 
 
 def test_bench_runs_and_reports(tmp_path: Path) -> None:
-    bench = importlib.import_module("bench_peers")
-    out, picture = tmp_path / "new" / "out.json", tmp_path / "out.png"
+    out = tmp_path / "new" / "out.json"
     size = ["--device", "cpu", "--batch", "3", "--vocab", "300", "--num-draft-tokens", "2", "--rounds", "2"]
-    bench.main([*size, "--no-compiled", "--out", str(out), "--plot", str(picture)])
+    script("bench_peers").main([*size, "--no-compiled", "--out", str(out)])
     written = json.loads(out.read_text())
     assert {"device", "torch", "triton", "date", "commit", "copy_gb_per_s"} <= set(written["environment"])
     assert {"FlashInfer", "vLLM", "SGLang"} <= set(written["skipped"]) | {r["peer"] for r in written["records"]}
-    ours, theirs = ([r for r in written["records"] if r["peer"] == name] for name in ("specops", "transformers"))
-    assert [r["batch"] for r in ours] == [r["batch"] for r in theirs] == [3]
-    for record, own in zip(theirs, ours, strict=True):
-        assert record["device_time_over_ours"] == pytest.approx(record["device_ms"] / own["device_ms"])
-        assert record["needs_bytes"] == record["batch"] * 5 * 300 * 6
-        assert record["peak_bytes"] > 0 and record["launches"] is None and record["graph_ms"] is None
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    (own,), (record,) = ([r for r in written["records"] if r["peer"] == name] for name in ("specops", "transformers"))
+    assert record["device_time_over_ours"] == pytest.approx(record["device_ms"] / own["device_ms"])
+    assert record["needs_bytes"] == record["batch"] * 5 * 300 * 6
+    assert record["peak_bytes"] > 0 and record["launches"] is None and record["graph_ms"] is None
 
 
 class Pip:
@@ -253,44 +237,28 @@ class Pip:
         return subprocess.CompletedProcess(command, 0)
 
 
-def test_what_peers_need_is_gathered_once_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gather = importlib.import_module("peers.gather")
+def test_what_peers_need_is_gathered_once(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gather = script("peers.gather")
     pip = Pip({"a/kept.py": b"1", "a/left.py": b"2", "a/all/x/y.h": b"3", "b/kept.py": b"4"})
     monkeypatch.setattr(subprocess, "run", pip)
-    sources = (gather.Wheel("a", "1", "wheels", {"": "f00"}, ("a/kept.py", "a/all/")),)
-    folder = tmp_path / "external"
 
-    def run(python: str = "3.12") -> int:
-        return gather.gather(folder, python, sources)
+    def run(*keep: str, version: str = "1", python: str = "3.12") -> None:
+        gather.gather(tmp_path, python, (gather.Wheel("a", version, "wheels", {"3.12": "f00"}, keep),))
 
-    assert run() == 1 + 1
+    for _ in range(2):
+        run("a/kept.py", "a/all/")
     assert pip.requirements == ["a==1 --hash=sha256:f00\n"]
-    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert written == {"manifest.json", "wheels/a/kept.py", "wheels/a/all/x/y.h"}
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["a"]["version"] == "1"
-    assert manifest["a"]["files"]["wheels/a/kept.py"] == gather.digest(b"1")
-    # Again: nothing is brought but what was changed.
-    run()
-    assert len(pip.requirements) == 1
-    (folder / "wheels/a/kept.py").write_text("tampered")
-    run()
-    assert len(pip.requirements) == 2 and (folder / "wheels/a/kept.py").read_text() == "1"
-    monkeypatch.setattr(gather, "MAX_BYTES", 1)
-    with pytest.raises(RuntimeError, match="expected at most 1 bytes of files, got 2"):
-        run()
-    sources = (gather.Wheel("a", "2", "wheels", {"3.12": "f00"}, ("a/nothing.py",)),)
-    with pytest.raises(RuntimeError, match="none of its files"):
-        run()
+    run("a/kept.py", "a/all/", version="2")
+    assert len(pip.requirements) == 2
+    with pytest.raises(RuntimeError, match="none of the wanted files"):
+        run("a/nothing.py")
     with pytest.raises(ValueError, match=r"a is known for 3.12, got 3.9"):
-        run("3.9")
+        run("a/kept.py", python="3.9")
 
-
-def test_the_adapters_find_what_is_gathered(peers: ModuleType) -> None:
-    """The places of the files, and those where adapters look, are the same."""
-    gather = importlib.import_module("peers.gather")
+    # The places of the files are those where the adapters look.
     places = {f"{source.folder}/{name}" for source in gather.SOURCES for name in source.keep}
-    vllm, sglang = (importlib.import_module(f"peers.{name}") for name in ("vllm", "sglang"))
-    assert str(vllm.path_of_copy().relative_to(peers.protocol.external_folder())) in places
-    assert sglang.PATH in places
+    assert str(script("peers.vllm").path_of_copy().relative_to(peers.protocol.external_folder())) in places
+    assert script("peers.sglang").PATH in places
     assert "flashinfer/flashinfer/sampling.py" in places and "apache-tvm-ffi/tvm_ffi/" in places

@@ -1,6 +1,6 @@
 """Chen et al. 2023 (arXiv 2302.01318), table 1 and figure 1, on models that are at hand.
 
-    python benchmarks/papers/chen.py [--only quality] [--large]
+    python benchmarks/papers/chen.py [--only quality]
 
 Table 1: the same loop without drafts ("plain") and with K = 4 ("speculative"); quality of both with the confidence
 interval of their difference, and time per token at batch 1, in turns.
@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 from chen_code import PROBLEMS, Problem, parses, passes, prompt
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import HELDOUT, PAIR, draft_source, missing, target
 from torch import Tensor
@@ -68,7 +66,7 @@ def tokenizer_of(subject: str) -> Tokenizer:
 
 
 def tasks(subject: str, number: int) -> list[tuple[str, Any]]:
-    """Prompts, each with what it is judged by."""
+    """Prompts, each with its reference or its problem."""
     if subject == "topics":
         return list(texts("topics", number))
     if subject == "code":
@@ -91,7 +89,7 @@ def encoded(subject: str, prompts: Sequence[str], device: str) -> tuple[Tensor, 
 
 
 def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch_specops.SpeculativeDecoder:
-    """Without drafts where num_draft_tokens is 0."""
+    """A decoder; without drafts if num_draft_tokens is 0."""
     temperature, top_p = LAWS[law]
     return torch_specops.SpeculativeDecoder(
         # `subjects` has SmolLM2 under this name, too.
@@ -106,7 +104,7 @@ def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch
 def written(
     subject: str, law: str, method: str, num_prompts: int, num_seeds: int, num_tokens: int, batch: int, device: str
 ) -> list[tuple[list[int], list[int]]]:
-    """Every prompt with what was written behind it, seed by seed."""
+    """Every prompt and its continuation, seed by seed."""
     tokens, mask = encoded(subject, [text for text, _ in tasks(subject, num_prompts)], device)
     own = decoder(subject, law, NUM_DRAFT_TOKENS if method == "speculative" else 0, device)
     found = []
@@ -147,8 +145,8 @@ def scores(subject: str, law: str, references: Sequence[Any], found: Sequence[An
 
 @torch.inference_mode()
 def nats(subject: str, law: str, found: Sequence[tuple[list[int], list[int]]], device: str) -> list[float]:
-    """Mean -log p of the new tokens of every text, p the target's law at the temperature, without the filter (which
-    would make it infinite for a byte that rounding lets through); for "greedy" at temperature 1."""
+    """Mean -log p of the new tokens of every text under the target's law at the temperature ("greedy": 1), without the
+    filter, under which a token at the edge could have probability 0."""
     temperature = LAWS[law][0] or 1.0
     model = target("austen" if subject == "austen" else "code", device).model
     values = []
@@ -230,7 +228,7 @@ def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: 
 
 
 def quartiles(token_seconds: Mapping[int, Sequence[float]], number: int) -> list[float]:
-    """Of the speed over the first number of drafts, text by text: each was decoded by both, one after the other."""
+    """Quartiles of the speed over the first number of drafts, text by text."""
     plain = next(iter(token_seconds.values()))
     ratios = torch.tensor([a / b for a, b in zip(plain, token_seconds[number], strict=True)], dtype=torch.float64)
     return ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
@@ -238,12 +236,9 @@ def quartiles(token_seconds: Mapping[int, Sequence[float]], number: int) -> list
 
 def cells_of(chosen: Any) -> list[Cell]:
     names = ("num_prompts", "num_seeds", "num_tokens", "batch")
-    # By subject, then whether greedy: a second seed of that says nothing.
+    # A greedy text is the same for every seed, so it has one seed.
     written_sizes = {"topics": (8, 2, 24, 8), "code": (16, 2, 32, 8), "austen": (192, 1, REFERENCE_BYTES, 64)}
     timed_sizes = {"topics": (4, 24, 1), "code": (4, 24, 1), "austen": (4, 128, 2)}
-    if chosen.large:
-        written_sizes = {"topics": (40, 8, 64, 8), "code": (16, 40, 64, 16), "austen": (1000, 4, REFERENCE_BYTES, 64)}
-        timed_sizes = {"topics": (20, 64, 3), "code": (16, 64, 3), "austen": (40, 128, 5)}
     cells = []
     for subject, law in ROWS:
         size = dict(zip(names, written_sizes[subject], strict=True)) | ({"num_seeds": 1} if law == "greedy" else {})
@@ -259,69 +254,33 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
-    cells = cells_of(chosen)
-    console = wide_console()
-    found = Cells(results_path("chen", chosen), cells, chosen.device, packages=["rouge-score"]).run(
-        chosen.only, console
-    )
-    show(console, found)
-    if chosen.out is None and not chosen.large and all(cell.key in found for cell in cells):
-        draw(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table("task", "law", "measure", *METHODS, "difference", "ms/token", "speed", title="Table 1")
-    for subject, law in ROWS:
-        own, timed = found.get(f"quality/{subject}/{law}"), found.get(f"speed/{subject}/{law}")
-        if own is None or timed is None:
-            continue
-        times = ", ".join(f"{timed[number]['token_ms']:.1f}" for number in ("0", str(NUM_DRAFT_TOKENS)))
-        for name in MEASURES[subject]:
-            low, high = own[name]["interval"]
-            values = (f"{own[name][method]:.3f}" for method in METHODS)
-            difference = f"{own[name]['difference']:+.3f} ({low:+.3f} to {high:+.3f})"
-            table.add_row(
-                subject, law, name, *values, difference, times, f"{timed[str(NUM_DRAFT_TOKENS)]['speed']:.2f}"
-            )
-    console.print(table)
-    table = Table("task", "law", "K", "s for 128 tokens", "efficiency", "ms per loop", title="Figure 1")
-    for subject, law in CURVES:
-        for number, own in found.get(f"figure 1/{subject}/{law}", {}).items():
-            time = f"{own['seconds_of_128']:.2f} +- {own['seconds_of_128_deviation']:.2f}"
-            table.add_row(subject, law, number, time, f"{own['efficiency']:.2f}", f"{own['loop_ms']:.1f}")
-    console.print(table)
-
-
 def draw(found: Mapping[str, Any]) -> None:
-    import matplotlib
+    with figure("chen_figure_1", 3, (10, 3.2)) as axes:
+        for subject, law in CURVES:
+            own = found[f"figure 1/{subject}/{law}"]
+            numbers = [int(number) for number in own]
+            # Models of different sizes in one plot: in times of plain decoding.
+            plain = own["0"]["seconds_of_128"]
+            axes[0].errorbar(
+                numbers,
+                [each["seconds_of_128"] / plain for each in own.values()],
+                [each["seconds_of_128_deviation"] / plain for each in own.values()],
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=f"{subject}, {law}",
+            )
+            axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
+            loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
+            axes[2].plot(numbers, loop, "o-", markersize=3)
+        for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
+            axis.set(xlabel="K", title=label, ylim=(0, None))
+        axes[0].set_ylabel("in times of K = 0")
+        axes[0].legend(frameon=False, fontsize="small")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
-    for subject, law in CURVES:
-        own = found[f"figure 1/{subject}/{law}"]
-        numbers = [int(number) for number in own]
-        # Models of different sizes in one plot: in times of plain decoding.
-        plain = own["0"]["seconds_of_128"]
-        axes[0].errorbar(
-            numbers,
-            [each["seconds_of_128"] / plain for each in own.values()],
-            [each["seconds_of_128_deviation"] / plain for each in own.values()],
-            marker="o", markersize=3, capsize=2, label=f"{subject}, {law}",
-        )  # fmt: skip
-        axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
-        loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
-        axes[2].plot(numbers, loop, "o-", markersize=3)
-    for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
-        axis.set(xlabel="K", title=label, ylim=(0, None))
-    axes[0].set_ylabel("in times of K = 0")
-    axes[0].legend(frameon=False, fontsize="small")
-    save_svg(figure, FIGURES / "chen_figure_1.svg")
-    pyplot.close(figure)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("chen", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":

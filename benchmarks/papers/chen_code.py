@@ -1,7 +1,7 @@
 """The code task of `chen.py`: short Python functions, and whether a completion of one does what it should.
 
-In the place of HumanEval, which is no package: functions of one or two lines, as a model of 135 M parameters can write.
-Two solved ones stand before each, and the completion is what follows the docstring up to the next line that is not
+Takes the place of HumanEval with functions of one or two lines, which a model of 135 M parameters can write. The prompt
+has two solved functions before each, and the completion is what follows the docstring up to the next line that is not
 indented. A completion passes if all assertions hold.
 
 A completion runs in a process of its own, with a limit on time and memory, and with few builtins. One that imports,
@@ -77,7 +77,7 @@ PROBLEMS = (
 
 
 def prompt(problem: Problem) -> str:
-    """Without a newline at its end: the tokenizer has tokens for a newline with its indentation."""
+    """The prompt has no newline at its end, because the tokenizer has tokens for a newline and its indentation."""
     return f"{SOLVED}\n\n{head(problem)}"
 
 
@@ -97,7 +97,7 @@ def function(problem: Problem, completion: str) -> str:
 
 
 def parses(problem: Problem, completion: str) -> bool:
-    """Whether the completion is Python, and more than nothing."""
+    """Whether the completion is Python and not empty."""
     try:
         (found,) = ast.parse(function(problem, completion)).body
     except (SyntaxError, ValueError):

@@ -1,40 +1,37 @@
-"""What every script in this directory shares: cells that are measured once, where they were measured, and plots.
+"""What the scripts in this directory share: measurements that are made once, the file they are kept in, and figures.
 
-A cell is one number, row or curve of a table: a key, a function, and the settings it is called with. `Cells` runs those
-that are not finished, with a progress bar, and writes the JSON after each one, so that a run that was stopped goes on
-where it was. A cell counts as finished when the file has its key with the same settings; delete the file, or the
-cell in it, and it is measured again. The file holds the cells of its script and no others.
+A cell is one number, row or curve of a paper's table: a key, a function, and the settings it is called with. `Cells`
+measures the cells that are not in the JSON file yet and writes the file after each one, so that a stopped run continues
+where it was. A cell is in the file if its key is there with the same settings. To measure it again, delete it there.
 
-    from evidence import Cell, Cells, options, results_path
+    from evidence import Cell, reproduce
 
     def alpha(draft: str, temperature: float) -> dict[str, float]:
-        ...                                             # anything that JSON can hold
+        ...                                             # returns anything that JSON can hold
 
-    def main(arguments: list[str] | None = None) -> None:
-        chosen = options(__doc__, arguments)            # --large, --device, --threads, --out, --only
-        cells = [
-            Cell(f"table 3/{draft}/T={t}", alpha, {"draft": draft, "temperature": t})
-            for draft in ("unigram", "bigram") for t in (0.0, 1.0)
-        ]
-        found = Cells(results_path("leviathan_measured", chosen), cells, chosen.device).run(chosen.only)
-        found["table 3/bigram/T=1.0"]                   # what `alpha` returned
+    def cells_of(chosen: argparse.Namespace) -> list[Cell]:
+        return [Cell(f"alpha/{draft}", alpha, {"draft": draft, "temperature": 1.0}) for draft in ("unigram", "bigram")]
 
-A model that several cells use belongs behind `functools.cache`, so that finished cells do not load it.
+    def main(arguments: list[str] | None = None) -> dict[str, Any]:
+        return reproduce("leviathan_measured", __doc__, cells_of, arguments=arguments)
+
+Put a model that several cells use behind `functools.cache`, so that it is loaded only if a cell is measured.
+`tables.py` writes the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,10 +39,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from torch_specops.cli.env import device_name, versions
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from timing import commit
 
-__all__ = ["FIGURES", "RESULTS", "Cell", "Cells", "environment", "options", "results_path", "save_svg", "wide_console"]
+__all__ = ["FIGURES", "RESULTS", "Cell", "Cells", "environment", "figure", "options", "reproduce", "results_path"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
@@ -57,29 +54,33 @@ class Cell:
     """One measurement.
 
     Args:
-        key: its name in the file; parts joined by "/".
-        measure: called with the settings as keyword arguments; returns what JSON can hold.
-        settings: what the result depends on: sizes, temperatures, names. Other settings make another measurement.
-        missing: what it needs and is not there; then it is not run, and a result that the file has is kept.
+        key: its name in the file; parts are joined by "/".
+        measure: is called with the settings, and with the results in `reads`, as keyword arguments. Returns what JSON
+            can hold.
+        settings: what the result depends on: sizes, temperatures, names. A cell with other settings is measured again.
+        missing: what the cell needs and is not installed. It is then not run, and a result in the file is kept.
+        reads: argument -> key of an earlier cell, whose result is passed as that argument.
     """
 
     key: str
     measure: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     missing: str = ""
+    reads: Mapping[str, str] = field(default_factory=dict)
 
 
 class Cells:
-    """The cells of one script and the JSON file that they are kept in.
+    """The cells of one script and the JSON file that keeps them.
 
-    The file: "environments", a list of device, threads, versions and commit; "cells", by key: "settings", "result",
-    "seconds", "date", and "environment", an index into that list.
+    The file has "environments", a list of device, threads, versions and commit, and "cells", which maps each key to
+    "settings", "result", "seconds", "date" and "environment", an index into that list. Cells that the script no longer
+    has are dropped.
 
     Args:
         path: the JSON file; its directory is made.
         cells: all cells of the script, in the order in which they are to run.
         device: where they run, for the record.
-        packages: whose versions count beside those of torch, transformers and the like.
+        packages: whose versions are recorded beside those of torch and transformers.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class Cells:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What the finished cells returned, by key; a later cell may read an earlier one."""
+        """The results of the finished cells, by key."""
         return {key: record["result"] for key, record in self._records.items()}
 
     def run(self, only: str = "", console: Console | None = None) -> dict[str, Any]:
-        """Measure the cells that are not finished and whose key begins with `only`; return `results`."""
+        """Measure the unfinished cells whose key begins with `only`; return `results`."""
         pending = [cell for cell in self._cells if cell.key not in self._records and cell.key.startswith(only)]
         console = console or Console(stderr=True)
         for reason in dict.fromkeys(cell.missing for cell in pending if cell.missing):
@@ -115,7 +116,8 @@ class Cells:
             for cell in pending:
                 progress.update(task, description=cell.key)
                 started = time.perf_counter()
-                result = _plain(cell.measure(**cell.settings))
+                read = {name: self._records[key]["result"] for name, key in cell.reads.items()}
+                result = _plain(cell.measure(**cell.settings, **read))
                 self._records[cell.key] = {
                     "settings": _plain(cell.settings),
                     "result": result,
@@ -136,32 +138,31 @@ class Cells:
                 environments.append(record["environment"])
             records[key] = record | {"environment": environments.index(record["environment"])}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when whole: a run that is stopped here leaves the file before.
+        # Renamed when complete, so that an interrupted run leaves the previous file.
         partial = self.path.with_suffix(".partial")
         partial.write_text(_compact({"environments": environments, "cells": records}))
         partial.replace(self.path)
 
 
 def environment(device: str | torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Device, threads, versions and commit ("-dirty" behind it: with changes that were not committed)."""
+    """Device, threads, versions and commit. The commit ends in "-dirty" if there were uncommitted changes."""
     return {
         "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
         "versions": versions() | {package: metadata.version(package) for package in packages},
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
 def options(
     description: str | None, arguments: Sequence[str] | None = None, add: Callable[[Any], None] | None = None
 ) -> argparse.Namespace:
-    """The options that every script has: large, device, threads, out, only; `add` is handed the parser for more."""
+    """The options that every script has. `add` is called with the parser to add more."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", action="store_true", help="larger sizes, in a file of their own")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads on a CPU")
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/evidence/...")
-    parser.add_argument("--only", default="", metavar="PREFIX", help="run the cells whose key begins so")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="run the cells whose key begins with this")
     if add is not None:
         add(parser)
     chosen = parser.parse_args(arguments)
@@ -169,45 +170,62 @@ def options(
     return chosen
 
 
-def wide_console() -> Console:
-    """Where tables are printed: a table is wider than a log is taken for."""
-    return Console(width=None if sys.stdout.isatty() else 140)
-
-
 def results_path(name: str, chosen: argparse.Namespace) -> Path:
-    """Where a script's cells are kept: `--out`, else a file by its name, size and kind of device."""
+    """Where a script's cells are kept: `--out`, or a file named after the script and the kind of device."""
     if chosen.out is not None:
         return Path(chosen.out)
     kind = torch.device(chosen.device).type
-    return RESULTS / ("-".join([name, *["large"] * chosen.large, *[kind] * (kind != "cpu")]) + ".json")
+    return RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
 
 
-def save_svg(figure: Figure, path: Path) -> None:
-    """The figure as a small SVG that is the same, byte for byte, for the same numbers."""
+def reproduce(
+    name: str,
+    description: str | None,
+    cells_of: Callable[[argparse.Namespace], list[Cell]],
+    draw: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    arguments: Sequence[str] | None = None,
+    add: Callable[[Any], None] | None = None,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The `main` of a script: read the options, measure what is missing, and draw the figures of docs/figures.
+
+    Figures are drawn from the committed file alone, once it has every cell.
+    """
+    chosen = options(description, arguments, add)
+    cells, path = cells_of(chosen), results_path(name, chosen)
+    found = Cells(path, cells, chosen.device, packages).run(chosen.only)
+    if draw is not None and path == RESULTS / f"{name}.json" and all(cell.key in found for cell in cells):
+        draw(found)
+    print(f"{path}: {len(found)} of {len(cells)} cells")
+    return found
+
+
+@contextmanager
+def figure(name: str, columns: int = 1, size: tuple[float, float] = (5, 3.4), **shared: Any) -> Iterator[Any]:
+    """One axis, or an array of them, to draw on. Saved as docs/figures/NAME.svg; equal numbers give equal bytes."""
     import matplotlib
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", **shared)
+    yield axes
+    FIGURES.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "evidence", "svg.fonttype": "none"}):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        drawn.savefig(FIGURES / f"{name}.svg", format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(drawn)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON makes of a value, so that it compares equal to what is read back."""
+    """A value as JSON gives it back, so that it compares equal to what is read from the file."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 
 def _compact(value: Any, depth: int = 0) -> str:
-    """JSON with a line per entry down to a cell's fields, whose values stand on one line."""
+    """JSON with one line for each field of a cell."""
     if not isinstance(value, dict) or not value or depth > 2:
         return json.dumps(value)
     indent = " " * (depth + 1)
     lines = [f"{indent}{json.dumps(key)}: {_compact(entry, depth + 1)}" for key, entry in value.items()]
     return "{\n" + ",\n".join(lines) + "\n" + " " * depth + "}" + "\n" * (depth == 0)
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

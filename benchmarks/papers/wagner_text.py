@@ -1,6 +1,6 @@
 """Wagner et al. 2024 on text: tables 1, 5, 6 and 8, tables 2 and 7, and the law behind them.
 
-    python benchmarks/papers/wagner_text.py [--large] [--only PREFIX]
+    python benchmarks/papers/wagner_text.py [--only PREFIX]
 
     austen    the byte-level pair of the package continues Austen; ROUGE-1 is taken against what she wrote
     topics    SmolLM2-135M-Instruct, with its own first 28 of 30 layers as the draft, is given a topic of Python's help
@@ -17,44 +17,26 @@ import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from evidence import FIGURES, Cell, Cells, options, results_path, save_svg, wide_console
-from rich.console import Console
-from rich.table import Table
+from evidence import Cell, figure, reproduce
 from rouge_score.rouge_scorer import RougeScorer
-from subjects import missing
+from subjects import HELDOUT, PAIR, missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
-from wagner_methods import (
-    BASELINE,
-    EAGER,
-    METHODS,
-    calls,
-    calls_table,
-    measure,
-    reduction,
-    scales,
-    steps_table,
-    without_outputs,
-)
+from wagner_methods import EAGER, GAMMAS, METHODS, calls, draw_steps, measure, scales, without_outputs
 
-import torch_specops
 from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
-PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
-HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
 SCALES = (1e1, 1e3, 1e4, 1e5)
-GAMMAS = (1, 3, 5, 10, 15, 20)
 TOP_K = 50
 
 
@@ -71,7 +53,7 @@ def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, T
 
 
 def texts(subject: str, number: int) -> list[tuple[str, str]]:
-    """Prompts, and what should follow them."""
+    """Prompts and their references."""
     if subject == "austen":
         whole = HELDOUT.read_text(encoding="utf-8")
         starts = [whole.index(" ", index * (len(whole) - 600) // number) for index in range(number)]
@@ -112,8 +94,8 @@ def rouge(tokenizer: Tokenizer, outputs: Sequence[Sequence[int]], references: Se
 
 @torch.inference_mode()
 def nats(model: PreTrainedModel, prompts: Sequence[Tensor], outputs: Sequence[Sequence[int]]) -> float:
-    """Mean of -log p of all new tokens under the target's own law, without a filter: how far a text is from being its
-    own. `outputs` are ordered like those of `rouge`."""
+    """Mean of -log p of all new tokens under the target's law without a filter: how unlikely the text is for it.
+    `outputs` are in the order of `rouge`."""
     each = len(outputs) // len(prompts)
     total = 0.0
     for index, output in enumerate(outputs):
@@ -133,7 +115,7 @@ def decoded(
     num_draft_tokens: int = 5,
     schedule: str = "heuristic_transient",
 ) -> dict[str, dict[str, Any]]:
-    """What `measure` says of every method, with ROUGE-1."""
+    """The results of `measure` for every method, with ROUGE-1."""
     target, draft, tokenizer = pair(subject, device)
     draft.generation_config.num_assistant_tokens = num_draft_tokens
     draft.generation_config.num_assistant_tokens_schedule = schedule
@@ -160,7 +142,7 @@ def sampled(model: PreTrainedModel, ids: Tensor, seed: int, max_new_tokens: int,
 
 
 def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_new_tokens: int) -> dict[str, float]:
-    """The draft's text without a target: where that of "sigmoid" goes."""
+    """The quality of the draft's text without a target, which "sigmoid" comes close to."""
     target, draft, tokenizer = pair(subject, device)
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
@@ -175,7 +157,7 @@ def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_n
 @cache
 @torch.inference_mode()
 def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor, Tensor]:
-    """[N, V] of target and draft, at the positions of windows of a text that people wrote, from the 64th on."""
+    """[N, V] of target and draft on windows of human text, at the positions from the 64th on."""
     target, draft, tokenizer = pair(subject, device)
     text = (
         HELDOUT.read_text(encoding="utf-8") if subject == "austen" else "\n\n".join(topics[k] for k in sorted(topics))
@@ -199,10 +181,8 @@ def cells_of(chosen: Any) -> list[Cell]:
     # num_texts, num_seeds, max_new_tokens
     sizes = {"austen": (16, 1, 100), "topics": (4, 1, 24)}
     gamma_sizes = {"austen": (4, 1, 60), "topics": (1, 1, 12)}
-    if chosen.large:
-        sizes = gamma_sizes = {"austen": (40, 4, 100), "topics": (40, 2, 100)}
     # windows, window
-    law_sizes = {"austen": (8, 512), "topics": (8, 512) if chosen.large else (1, 192)}
+    law_sizes = {"austen": (8, 512), "topics": (1, 192)}
 
     def settings(subject: str, size: tuple[int, int, int], **more: Any) -> dict[str, Any]:
         names = ("num_texts", "num_seeds", "max_new_tokens")
@@ -222,10 +202,10 @@ def cells_of(chosen: Any) -> list[Cell]:
         )
         for top_k in (0, TOP_K):
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
-        if subject == "austen" or chosen.large:
+        if subject == "austen":
             add(f"constants/{subject}", constants, law | {"top_k": 0})
         add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS))
-        if subject == "austen" or chosen.large:
+        if subject == "austen":
             add(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER))
         add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
         add(f"draft alone/{subject}", draft_alone, settings(subject, size))
@@ -235,96 +215,25 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
+def draw(found: Mapping[str, Any]) -> None:
+    draw_steps("wagner_step_time", SUBJECTS, found)
+    # How far the law is from the target's at each scale.
+    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
+    with figure("wagner_sigmoid_law") as axis:
+        for subject in SUBJECTS:
+            own = found[f"laws/{subject}/top_k=0"]
+            distances = [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes]
+            (line,) = axis.plot(sizes, distances, marker="o", markersize=3, label=subject)
+            axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
+        axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
+        axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
+        axis.legend(frameon=False, fontsize=8)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    chosen = options(__doc__, arguments)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    cells = cells_of(chosen)
-    runner = Cells(results_path("wagner_text", chosen), cells, chosen.device, packages=["rouge-score"])
-    console = wide_console()
-    found = runner.run(chosen.only, console)
-    show(console, found)
-    if chosen.out is None and not chosen.large:
-        if all(f"laws/{subject}/top_k=0" in found for subject in SUBJECTS):
-            draw_laws(found)
-        if all(f"gamma/{subject}/{gamma}" in found for subject in SUBJECTS for gamma in GAMMAS):
-            draw_steps(found)
-    return found
-
-
-def show(console: Console, found: Mapping[str, Any]) -> None:
-    rows = [(key, found[key]) for key in found if key.startswith(("main/", "eager/", "gamma/"))]
-    console.print(steps_table("Tables 1, 5, 6 and 8", "ROUGE-1", iter(rows)))
-    rows = [(key, found[key]) for key in found if key.startswith("calls/")]
-    console.print(calls_table("Random logits, no model", iter(rows)))
-    table = Table("", "scale", "ROUGE-1", "nats", "sampling", "accepted", "steps", title="Tables 2 and 7")
-    for key in (key for key in found if key.startswith("scales/")):
-        for name, own in found[key].items():
-            cost = reduction(own["seconds"], found[key][BASELINE]["seconds"])
-            table.add_row(
-                key, name, *qualities(own), cost, f"{own['accepted'] / own['drafted']:.3f}", str(own["steps"])
-            )
-        alone = found.get(key.replace("scales", "draft alone"))
-        if alone:
-            table.add_row(key, "the draft alone", *qualities(alone), "", "", "")
-    console.print(table)
-    show_laws(console, found)
-
-
-def qualities(own: Mapping[str, float]) -> tuple[str, str]:
-    return f"{own['quality']:.3f} +- {own['quality_error']:.3f}", f"{own['nats']:.3f}"
-
-
-def show_laws(console: Console, found: Mapping[str, Any]) -> None:
-    table = Table(
-        "", "scores", "from target", "from draft", "accepted", "rare tokens", title="Law of the emitted token"
-    )
-    for key in (key for key in found if key.startswith("laws/")):
-        for name, own in found[key].items():
-            values = [f"{own[field]:.4f}" for field in ("distance", "from_draft", "accepted", "tail")]
-            table.add_row(key.removeprefix("laws/"), name, *values)
-    console.print(table)
-    for key in (key for key in found if key.startswith("constants/")):
-        own = found[key]
-        console.print(
-            f"{key}: of all constants, sigmoid((z - mean lse {-own['offset']:+g}) / {own['width']:g}) loses least: "
-            f"{own['distance']:.4f}, the draft alone {own['distance_of_draft']:.4f}"
-        )
-
-
-def draw_steps(found: Mapping[str, Any]) -> None:
-    """Figure 3a on this machine."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for subject, axis in zip(SUBJECTS, axes, strict=True):
-        for method in METHODS:
-            times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-            axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-        axis.set(title=subject, xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS)
-    axes[0].set_ylabel("ms in the sampling function, median step")
-    axes[1].legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_step_time.svg")
-    pyplot.close(figure)
-
-
-def draw_laws(found: Mapping[str, Any]) -> None:
-    """How far each scale is from the target's law."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
-    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-    for subject in SUBJECTS:
-        own = found[f"laws/{subject}/top_k=0"]
-        (line,) = axis.plot(
-            sizes, [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes], marker="o", markersize=3, label=subject
-        )
-        axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
-    axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
-    axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
-    axis.legend(frameon=False, fontsize=8)
-    save_svg(figure, FIGURES / "wagner_sigmoid_law.svg")
-    pyplot.close(figure)
+    return reproduce("wagner_text", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Bring what the adapters need of packages that are not installed into external/, which git ignores.
+"""Download what the adapters need of packages that are not installed, into external/, which git ignores.
 
     python benchmarks/peers/gather.py [--python 3.12]
 
-FlashInfer, vLLM and SGLang come from their wheels, by pip, and of each only the files that its adapter loads:
+FlashInfer, vLLM and SGLang come from their wheels, by pip, and only the files that an adapter loads are kept:
 FlashInfer's sampling functions with the CUDA sources that it compiles when they are called, and the others' Triton
-files. Versions and hashes are fixed here. `manifest.json` holds the hash of every file; run again, files are compared
-with it, and only what is missing or differs is brought anew.
+files. Versions and the hashes of the wheels are fixed here. `manifest.json` records what was kept; a wheel that it
+names is not downloaded again.
 
-The files are for x86-64 Linux, and one of them for one version of Python: --python names it where the files are to be
-used elsewhere. CUDA sources are compiled where they are used, with `nvcc`.
+The files are for x86-64 Linux, and those of tvm-ffi for one version of Python: --python names it if the files are for
+another machine. CUDA sources are compiled where they are used, with `nvcc`.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from typing import Any
 
 EXTERNAL = Path(__file__).resolve().parent / "external"
 MANIFEST = "manifest.json"
-MAX_BYTES = 60 * 2**20
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64")
 
 
@@ -132,46 +130,25 @@ def _matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern) if pattern.endswith("/") else PurePosixPath(name).match(pattern)
 
 
-def gather(folder: Path, python: str, sources: Sequence[Wheel] = SOURCES) -> int:
-    """Bring what is missing; returns the bytes of all files."""
+def gather(folder: Path, python: str, sources: Sequence[Wheel] = SOURCES) -> None:
+    """Write the files of every wheel that the manifest does not name with this version and these patterns."""
     path = folder / MANIFEST
     manifest: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     for source in sources:
         wanted = source.wanted(python)
-        recorded = manifest.get(source.name, {})
-        if wanted == {key: recorded.get(key) for key in wanted} and not differing(folder, recorded["files"]):
-            print(f"{source.name}: as recorded", flush=True)
+        if manifest.get(source.name) == wanted:
+            print(f"{source.name}: already here", flush=True)
             continue
-        for name in recorded.get("files", ()):
-            (folder / name).unlink(missing_ok=True)
-        files = {}
+        size = 0
         for name, content in source.files(wanted, python):
             target = folder / source.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-            files[str(target.relative_to(folder))] = digest(content)
-        if not files:
-            raise RuntimeError(f"{source.name}: none of its files is one of those wanted")
-        manifest[source.name] = {**wanted, "files": files}
+            size += target.write_bytes(content)
+        if not size:
+            raise RuntimeError(f"{source.name}: the wheel has none of the wanted files")
+        manifest[source.name] = wanted
         path.write_text(json.dumps(manifest, indent=1) + "\n")
-        print(f"{source.name}: {len(files)} files", flush=True)
-    size = sum((folder / name).stat().st_size for source in manifest.values() for name in source["files"])
-    if size > MAX_BYTES:
-        raise RuntimeError(f"{folder}: expected at most {MAX_BYTES:,} bytes of files, got {size:,}")
-    return size
-
-
-def differing(folder: Path, files: dict[str, str]) -> list[str]:
-    """Files that are not there or not as recorded."""
-    return [
-        name
-        for name, expected in files.items()
-        if not (folder / name).is_file() or digest((folder / name).read_bytes()) != expected
-    ]
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        print(f"{source.name}: {size / 2**20:.1f} MiB", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -179,8 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=EXTERNAL)
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info), help="version that will load the files")
     options = parser.parse_args(arguments)
-    size = gather(options.folder, options.python)
-    print(f"{options.folder}: {size / 2**20:.1f} MiB")
+    gather(options.folder, options.python)
 
 
 if __name__ == "__main__":

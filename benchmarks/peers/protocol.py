@@ -1,9 +1,9 @@
-"""What an adapter is: how a peer is found, called, and checked before it is timed.
+"""The base classes of the adapters: how a peer is found, called, and checked before it is timed.
 
 All peers get the same inputs (`problems.py`): logits of target and draft in one dtype, drafts, uniforms; temperature 1.
-What an engine keeps from step to step (index tensors, buffers, the layout of its token ids) is made in `prepare` and
+`prepare` makes what an engine keeps from step to step (index tensors, buffers, the layout of its token ids), which is
 not timed. What has to be done with every new set of logits (softmax, a float32 copy) belongs to the call and is timed;
-`needs` says it in words and `needs_bytes` counts it.
+`needs` names it and `needs_bytes` counts it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ def chain_speculative_sampling_triton(
     threshold_acc,
     deterministic,
 ):
+    drafts = candidates.flatten()[retrive_next_token[:, :-1]]
     tokens, n = torch_specops.verify_exact(
-        target_probs.log(), candidates[:, 1:], draft_probs.log(), uniform_samples, uniform_samples_for_final_sampling
+        target_probs.log(), drafts, draft_probs.log(), uniform_samples, uniform_samples_for_final_sampling
     )
     slots = torch.arange(tokens.shape[1], device=tokens.device)
     predicts[retrive_index] = tokens.where(slots <= n.unsqueeze(-1), predicts[retrive_index]).to(predicts.dtype)

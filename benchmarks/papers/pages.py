@@ -1,0 +1,385 @@
+"""What the tables of docs/evidence*.md show: for each, its header, a format string for each cell, and its records."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from leviathan_measured import DRAFTS, TEMPERATURES, predictions
+from leviathan_oracle import TRACES
+from markdown_table import table
+from wagner_methods import BASELINE, GAMMAS, METHODS
+
+__all__ = ["NOT_RUN", "SPEECH", "SUBJECTS", "Found", "Table", "less", "load", "of", "speeds", "starting"]
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
+LEVIATHAN = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
+SCRIPTS = (*LEVIATHAN, "wagner_text", "wagner_asr", "wagner_memory", "chen")
+NOT_RUN = "not run"
+# By script, then by key: what a cell returned. "seconds" has, by script, what each of its cells took.
+Found: TypeAlias = "dict[str, dict[str, Any]]"
+Rows: TypeAlias = "Iterator[Mapping[str, Any]]"
+
+
+def load(kind: str = "") -> Found:
+    """The results of every script; none of a script that was not run."""
+    found: Found = {"seconds": {}}
+    for script in SCRIPTS:
+        path = RESULTS / (f"{script}-{kind}.json" if kind else f"{script}.json")
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else {}
+        found[script] = {key: cell["result"] for key, cell in cells.items()}
+        found["seconds"][script] = [cell["seconds"] for cell in cells.values()]
+    return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its header, a format string for each cell of a line, and the records of the lines."""
+
+    header: str
+    line: str
+    rows: Callable[[Found], Iterable[Mapping[str, Any]]]
+
+    def __call__(self, found: Found) -> str:
+        return table(self.header, self.line, self.rows(found), NOT_RUN)
+
+
+def starting(found: Found, script: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every cell of a script whose key begins so: the rest of the key, and the result."""
+    for key, own in found[script].items():
+        if key.startswith(prefix):
+            yield key.removeprefix(prefix), own
+
+
+# Chen et al.
+
+MEASURES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "nats": "nats per byte", "passes": "passes", "parses": "parses"}
+
+
+def chen_quality(found: Found) -> Rows:
+    for key, own in starting(found, "chen", "quality/"):
+        subject, law = key.split("/")
+        plain, timed = found["chen"].get(f"speed/{key}", {"": None, "K": None}).values()
+        for name in (name for name in MEASURES if name in own):
+            one = {"subject": subject, "law": law, "own": own, "plain": plain, "timed": timed}
+            yield one | {"measure": MEASURES[name], "value": own[name]}
+
+
+def chen_speed(found: Found) -> Rows:
+    for key, own in starting(found, "chen", "figure 1/"):
+        subject, law = key.split("/")
+        for number, one in own.items():
+            yield one | {"subject": subject, "law": law, "K": number}
+
+
+CHEN = {
+    "table 1": Table(
+        "task | law | measure | plain | speculative | difference (95 %) | equal texts | ms per token"
+        " | speed-up: median and quartiles over texts",
+        "{subject} | {law} | {measure} | {value[plain]:.3f} | {value[speculative]:.3f}"
+        " | {value[difference]:+.3f} ({value[interval][0]:+.3f} to {value[interval][1]:+.3f})"
+        " | {own[equal]} of {own[texts]} | {plain[token_ms]:.1f}, {timed[token_ms]:.1f}"
+        " | {timed[speed]:.2f} ({timed[speed_low]:.2f} to {timed[speed_high]:.2f})",
+        chen_quality,
+    ),
+    "figure 1": Table(
+        "task | law | K | s for 128 tokens | speed-up | (accepted + 1) / (K + 1) | ms per loop",
+        "{subject} | {law} | {K} | {seconds_of_128:.2f} ± {seconds_of_128_deviation:.2f}"
+        " | {speed:.2f} ({speed_low:.2f} to {speed_high:.2f}) | {efficiency:.2f} | {loop_ms:.1f}",
+        chen_speed,
+    ),
+}
+
+# Leviathan et al.
+
+
+def by_draft(found: Found) -> Rows:
+    """alpha of each draft of each text at temperatures 0 ("cold") and 1 ("warm")."""
+    for subject, draft in ((subject, draft) for subject, drafts in DRAFTS.items() for draft in drafts):
+        cold, warm = (found["leviathan_measured"].get(f"alpha/{subject}/{draft}/T={t}") for t in TEMPERATURES)
+        one = {"subject": subject, "draft": draft, "cold": cold, "warm": warm}
+        if warm is not None:
+            apart = [warm[lenience]["total_variation"] for lenience in ("0.5", "0.3", "0.1")]
+            one["apart"] = "not computed" if apart[0] is None else ", ".join(f"{each:.2f}" for each in apart)
+        yield one
+
+
+def speeds(found: Found) -> Rows:
+    """Every provider that was timed: what was measured, and what theorem 3.8 predicts."""
+    measured = found["leviathan_measured"]
+    for key, own in starting(found, "leviathan_measured", "speed/"):
+        subject, temperature = key.split("/T=")
+        for provider in own["providers"]:
+            if f"alpha/{subject}/{provider['draft']}/T={temperature}" in measured:
+                expected = predictions(measured, subject, float(temperature), provider)
+                yield provider | {"subject": subject, "T": float(temperature), "expected": expected}
+
+
+def policies(found: Found) -> Rows:
+    names = ((subject, draft, t) for subject, drafts in TRACES.items() for draft in drafts for t in TEMPERATURES)
+    for subject, draft, temperature in names:
+        own = found["leviathan_oracle"].get(f"policies/{subject}/{draft}/T={temperature}", {"costs": [{}]})
+        for each in own["costs"]:
+            named = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
+            if not each:
+                yield named
+            elif each["cost_ratio"] in (0.01, 0.05, 0.2):
+                gain = 100 * (each["oracle"] / each["constant"] - 1)
+                yield each | named | {"alpha": own["alpha"], "follows": own["follows"], "gain": gain}
+
+
+def checks(found: Found) -> Rows:
+    for temperature in TEMPERATURES:
+        yield {"T": f"{temperature:.0f}"} | found["leviathan_oracle"].get(f"check/T={temperature}", {})
+
+
+def hierarchical(found: Found) -> Rows:
+    for temperature, own in starting(found, "leviathan_oracle", "hierarchical/T="):
+        for each in own:
+            ratios = sorted(a / b for a, b in zip(own[0]["seconds"], each["seconds"], strict=True))
+            middle = sum(ratios[len(ratios) // 2 - 1 : len(ratios) // 2 + 1]) / 2
+            yield each | {"T": temperature[0], "low": ratios[0], "middle": middle, "high": ratios[-1]}
+
+
+def lenient(which: str) -> str:
+    return " | ".join(f"{{{which}[{lenience}][alpha]:.2f}}" for lenience in ("1.0", "0.5", "0.3", "0.1"))
+
+
+LEVIATHAN_TABLES = {
+    "table 1": Table(
+        "alpha | gamma | operations | paper | speed | paper",
+        "{alpha} | {gamma} | {operations:.3f} | {paper_operations:.2f} | {speed:.3f} | {paper_speed:.2f}",
+        lambda found: found["leviathan_theory"].get("table 1", []),
+    ),
+    "table 3": Table(
+        "target, text | draft | T = 0 | T = 1 | T = 1, drawn",
+        "{subject} | {draft} | {cold[1.0][alpha]:.3f} ± {cold[1.0][standard_error]:.3f}"
+        " | {warm[1.0][alpha]:.3f} ± {warm[1.0][standard_error]:.3f}"
+        " | {warm[1.0][drawn]:.3f} ± {warm[1.0][drawn_error]:.3f}",
+        by_draft,
+    ),
+    "tables 2 and 4": Table(
+        "target, text | draft | T | K | alpha | c | width | tokens per step (eq. 1) | theorem 3.8 | with widths"
+        " | measured",
+        "{subject} | {draft} | {T:.0f} | {num_draft_tokens} | {expected[alpha]:.2f} | {cost_ratio:.3f}"
+        " | {width_ratio:.2f} | {mean_acceptance_length:.2f} ({expected[expected_tokens]:.2f})"
+        " | {expected[theorem]:.2f} | {expected[machine]:.2f}"
+        " | **{speed:.2f}** ({speed_range[0]:.2f} to {speed_range[1]:.2f})",
+        speeds,
+    ),
+    "table 5": Table(
+        "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1 | total variation from p at 0.5, 0.3, 0.1",
+        "{subject} | {draft} | " + lenient("warm") + " | {apart}",
+        by_draft,
+    ),
+    "table 5, greedy": Table(
+        "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1", "{subject} | {draft} | " + lenient("cold"), by_draft
+    ),
+    "section 3.5": Table(
+        "target, text | draft | T | alpha, follows | c | best constant | formula | heuristic | optimal | oracle"
+        " | formula | gain of the oracle",
+        "{subject} | {draft} | {T} | {alpha:.2f}, {follows:+.2f} | {cost_ratio} | {constant:.2f} (K = {constant_k})"
+        " | {formula_constant:.2f} (K = {formula_k}) | {heuristic:.2f} | {optimal:.2f} | {oracle:.2f}"
+        " | {formula_oracle:.2f} | {gain:.0f}%",
+        policies,
+    ),
+    "section 3.5, check": Table("T | on the trace | in the loop", "{T} | {trace:.3f} | {loop:.3f}", checks),
+    "section 6": Table(
+        "T | small model | tokens per step | drafts per step | its forwards per step"
+        " | speed of the loop over the small model alone",
+        "{T} | {draft} | {mean_acceptance_length:.2f} | {drafts_per_step:.2f} | {draft_forwards_per_step:.2f}"
+        " | {middle:.2f} ({low:.2f} to {high:.2f})",
+        hierarchical,
+    ),
+}
+
+# Wagner et al.
+
+SPEECH = ("librivox", "espeak")
+SUBJECTS = (*SPEECH, "austen", "topics")
+OTHERS = tuple(METHODS)[1:]
+SCALES = ("sigmoid 10", "sigmoid 1000", "sigmoid 10000", "sigmoid 100000")
+
+
+def of(found: Found, kind: str, subject: str, more: str = "") -> Any:
+    """A cell of one of the two scripts; an empty one if it was not run."""
+    return found["wagner_asr" if subject in SPEECH else "wagner_text"].get(f"{kind}/{subject}{more}", {})
+
+
+def less(own: Mapping[str, Any], baseline: Mapping[str, Any], field: str) -> float:
+    """By how many percent less than the baseline."""
+    return 100 * (1 - own[field] / baseline[field])
+
+
+def wagner_quality(found: Found) -> Rows:
+    for subject in SUBJECTS:
+        own = of(found, "main", subject)
+        for method in METHODS:
+            one = {"subject": subject, "method": method, "own": own.get(method), "base": own.get(BASELINE)}
+            if own:
+                form = "WER {quality:.3f}"
+                if subject not in SPEECH:
+                    form = "ROUGE-1 {quality:.3f} +- {quality_error:.3f}, {nats:.2f} nats"
+                one["quality"] = form.format_map(own[method])
+                for field in ("seconds", "step_ms_median"):
+                    one[field] = "" if method == BASELINE else f"{less(own[method], own[BASELINE], field):.1f}"
+            yield one
+
+
+def wagner_wall(found: Found) -> Rows:
+    for subject in SUBJECTS:
+        own = of(found, "main", subject)
+        one = {"subject": subject} | own
+        for method in METHODS if own else ():
+            one[f"{method}, less"] = less(own[method], own[BASELINE], "wall_seconds")
+        if own:
+            one["share"] = 100 * own[BASELINE]["seconds"] / own[BASELINE]["wall_seconds"]
+        yield one
+
+
+def wagner_gammas(found: Found) -> Rows:
+    for subject in ("librivox", "austen", "topics"):
+        for gamma in GAMMAS:
+            one: dict[str, Any] = {"subject": subject, "gamma": gamma}
+            for method, own in of(found, "gamma", subject, f"/{gamma}").items():
+                one[method] = own | {"rate": own["accepted"] / own["drafted"]}
+            yield one
+
+
+def wagner_scales(found: Found) -> Rows:
+    """Quality, nats, time and acceptance of a subject, a line each; a column per scale."""
+    names = (BASELINE, *SCALES)
+    for subject in SUBJECTS:
+        own = of(found, "scales", subject)
+        kind, more = ("alone", "/draft") if subject in SPEECH else ("draft alone", "")
+        alone = of(found, kind, subject, more)
+
+        def line(what: str, values: Iterable[str], subject: str = "", alone: str = "") -> dict[str, str]:
+            return {"subject": subject, "what": what, **dict(zip(names, values, strict=False)), "alone": alone}
+
+        if not own:
+            yield {"subject": subject, "what": "WER" if subject in SPEECH else "ROUGE-1"}
+            continue
+        qualities = [f"{own[name]['quality']:.3f}" for name in names]
+        worst = f"{alone['quality']:.3f}" if alone else ""
+        yield line("WER" if subject in SPEECH else "ROUGE-1", qualities, subject, worst)
+        if subject not in SPEECH:
+            nats = [f"{own[name]['nats']:.2f}" for name in names]
+            yield line("nats per token under the target", nats, alone=f"{alone['nats']:.2f}" if alone else "")
+        times = [[less(own[name], own[BASELINE], field) for field in ("seconds", "step_ms_median")] for name in SCALES]
+        yield line("time, % less (median step)", ["", *(f"{whole:.1f} ({step:.1f})" for whole, step in times)])
+        yield line("accepted", [f"{own[name]['accepted'] / own[name]['drafted']:.3f}" for name in names])
+
+
+def wagner_laws(found: Found) -> Rows:
+    by_subject = {subject: of(found, "laws", subject, "/top_k=0") for subject in SUBJECTS}
+    for name in dict.fromkeys(name for own in by_subject.values() for name in own):
+        yield {"name": name} | {subject: own.get(name) for subject, own in by_subject.items()}
+
+
+def wagner_pairs(found: Found) -> Rows:
+    described = {
+        "librivox": ("Whisper base, tiny.en in the target's vocabulary", "5 clips that people read, 3 seeds"),
+        "espeak": ("the same", "6 sentences that espeak-ng speaks"),
+        "austen": ("the byte-level pair of the package", "16 continuations of 100 bytes"),
+        "topics": (
+            "SmolLM2-135M-Instruct, its first 28 of 30 layers",
+            '4 topics of Python\'s help and "Summary:", 24 tokens',
+        ),
+    }
+    for subject, (models, text) in described.items():
+        yield {"subject": subject, "models": models, "text": text} | of(found, "laws", subject, "/top_k=0")
+
+
+def wagner_peaks(found: Found) -> Rows:
+    for name, own in starting(found, "wagner_memory", "figures 4, 5/"):
+        for method in METHODS:
+            yield {"name": name, "method": method} | {f"at {n}": peak / 1e6 for n, peak in own[method].items()}
+
+
+def wagner_rates(found: Found) -> Rows:
+    for name, own in starting(found, "wagner_memory", "table 3/"):
+        yield {"name": name} | {method: one | {"MB": one["bytes"] / 1e6} for method, one in own.items()}
+
+
+def wagner_calls(found: Found) -> Rows:
+    for name, own in starting(found, "wagner_text", "calls/"):
+        for number in own[BASELINE]:
+            yield {"name": name, "number": number} | {method: own[method][number] for method in METHODS}
+
+
+def each(form: str, names: Iterable[str]) -> str:
+    """The same cell for every name, which stands for "@"."""
+    return " | ".join(form.replace("@", name) for name in names)
+
+
+WAGNER = {
+    "pairs": Table(
+        "target, draft | text | alpha of the pair (T = 1)",
+        "{subject}: {models} | {text} | {softmax[accepted]:.2f}",
+        wagner_pairs,
+    ),
+    "table 1": Table(
+        " | method | quality | time in the sampling function, % less | median step, % less"
+        " | texts equal to transformers'",
+        "{subject} | {method} | {quality} | {seconds} | {step_ms_median} | {own[identical]} of {base[identical]}",
+        wagner_quality,
+    ),
+    "table 3": Table(
+        f"GB/s | {each('@', METHODS)} | `copy_`",
+        "{name} | " + each("{@[gb_per_s]:.2f} ({@[MB]:.1f} MB, {@[ms]:.2f} ms)", (*METHODS, "copy_")),
+        wagner_rates,
+    ),
+    "table 5": Table(
+        f" | {each('@', OTHERS)} | steps: transformers, sigmoid | share of sampling in the baseline",
+        "{subject}, % less | "
+        + each("{@, less:.1f}", OTHERS)
+        + " | {transformers[steps]}, {sigmoid[steps]} | {share:.1f}%",
+        wagner_wall,
+    ),
+    "table 6": Table(
+        f"ms | {each('@', METHODS)}",
+        "{subject}: mean +- deviation; median | "
+        + each("{@[step_ms]:.2f} +- {@[step_ms_deviation]:.2f}; {@[step_ms_median]:.2f}", METHODS),
+        wagner_wall,
+    ),
+    "calls": Table(
+        f" | number of drafts | {each('@', METHODS)}",
+        "{name} | {number} | " + each("{@:.2f} ms", METHODS),
+        wagner_calls,
+    ),
+    "table 8": Table(
+        f" | gamma | {each('@', METHODS)}",
+        "{subject} | {gamma} | " + each("{@[rate]:.2f}, {@[step_ms_median]:.2f} ms", METHODS),
+        wagner_gammas,
+    ),
+    "tables 2 and 7": Table(
+        " |  | transformers | +-10 | +-1e3 | +-1e4 | +-1e5 | the draft alone",
+        "{subject} | {what} | " + each("{@}", (BASELINE, *SCALES)) + " | {alone}",
+        wagner_scales,
+    ),
+    "laws": Table(
+        f"distance from the target's law; accepted; rare | {each('@', SUBJECTS)}",
+        "{name} | " + each("{@[distance]:.4f}; {@[accepted]:.3f}; {@[tail]:.4f}", SUBJECTS),
+        wagner_laws,
+    ),
+    "figures 4 and 5": Table(
+        " | MB at gamma = | " + " | ".join(map(str, GAMMAS)),
+        "{name} | {method} | " + each("{at @:.2f}", map(str, GAMMAS)),
+        wagner_peaks,
+    ),
+}
+
+
+def times(found: Found) -> Rows:
+    for script, seconds in found["seconds"].items():
+        yield {"script": f"`{script}`", "cells": len(seconds), "minutes": sum(seconds) / 60}
+    yield {"script": "all", "cells": "", "minutes": sum(map(sum, found["seconds"].values())) / 60}
+
+
+TIMES = Table("script | cells | minutes", "{script} | {cells} | {minutes:.0f}", times)
