@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import torch_specops
+from torch_specops.beam import beam_search
 from torch_specops.cli.env import device_name, versions
 
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
@@ -71,7 +72,7 @@ def searches(target: nn.Module, draft: nn.Module, options: argparse.Namespace, n
 
     def ours(num_draft_tokens: int, draft_beams: int | None) -> Callable[[Tensor], tuple[Tensor, Any]]:
         def run(prompts: Tensor) -> tuple[Tensor, Any]:
-            output = torch_specops.generate(
+            output = beam_search(
                 target,
                 prompts,
                 num_beams=num_beams,

@@ -31,8 +31,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 import torch_specops
 from torch_specops import SamplingParams
-from torch_specops.decode import BeamOutput, TreeModel, beam_search
-from torch_specops.decode.beam_tree import BeamTree, Level
+from torch_specops.beam import BeamOutput, TreeModel, beam_search
+from torch_specops.beam.tree import BeamTree, Level
 from torch_specops.drafts import EarlyExit, LanguageModel, ModelDraft, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.hf import language_model

@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.decode import choices
-from torch_specops.decode.state import speculative_step
+from torch_specops.decode import runner
+from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
 
@@ -171,7 +171,7 @@ def test_pieces_do_not_share_the_limit_of_recompilations() -> None:
 
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(choices, "STEPS_THAT_PAY", 12)
+    monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
     prompt = PROMPTS[:1]
 
     def stats_of(decoder: SpeculativeDecoder, max_new_tokens: int) -> tuple[bool, str]:

@@ -21,6 +21,7 @@ ALLOWED = {
     "cli": {"__init__", "benchmark", "decode", "drafts", "hf", "sampling"},
     "benchmark": {"decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "schedules", "verification"},
+    "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "uniforms", "verification"},
     "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms", "verification"},
     "compilation": set(),
@@ -31,16 +32,16 @@ ALLOWED = {
     "ops": {"checks", "cpu", "kernels"},
     "parallel": {"checks", "cpu"},
     "testing": {"reference"},
-    "analysis": set(),
+    "analysis": {"checks"},
     "checks": set(),
     "cpu": set(),
     "kernels": set(),
     "reference": set(),
-    "schedules": set(),
+    "schedules": {"checks"},
     "uniforms": set(),
 }
 # The loop is handed transformers models, and fetches their adapter when it is.
-EXCEPTIONS = {("decode/choices.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}
+EXCEPTIONS = {("decode/inputs.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),

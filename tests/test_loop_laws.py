@@ -24,7 +24,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode import state
+from torch_specops.decode import step
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, PromptLookup
 from torch_specops.drafts import model as model_draft
 from torch_specops.drafts.ngram import NGram
@@ -297,7 +297,7 @@ def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report
 def test_uniforms_of_the_draft_used_again_are_caught(
     shared: str, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = state.verification_uniforms
+    right = step.verification_uniforms
 
     def wrong(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         accept, sample = right(seeds, positions, num_draft_tokens)
@@ -308,14 +308,14 @@ def test_uniforms_of_the_draft_used_again_are_caught(
             sample if shared == "accept" else propose[:, 0],
         )
 
-    monkeypatch.setattr(state, "verification_uniforms", wrong)
+    monkeypatch.setattr(step, "verification_uniforms", wrong)
     tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["opposite"]), 2, trials=FEWER_TRIALS)
     expect_caught(report, f"uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
 
 
 def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, right_draft = state.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
+    right, right_draft = step.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
     monkeypatch.setattr(
         model_draft, "uniforms", lambda seeds, at, *rest: right_draft(seeds, torch.zeros_like(at), *rest)
     )
@@ -325,8 +325,8 @@ def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypat
 
 def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row uses the first row's seed."""
-    right, right_draft = state.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
+    right, right_draft = step.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
     monkeypatch.setattr(model_draft, "uniforms", lambda seeds, *rest: right_draft(seeds[:1].expand_as(seeds), *rest))
     tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
     expect_caught(report, "one seed for all rows", p_values(tokens, pair_laws(TARGET)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import ragged
-from torch_specops.decode.ragged import FORWARD_COST, as_row_reader, groups_of, read_ragged
+from torch_specops.decode.ragged import FORWARD_COST, as_row_reader, read_ragged, row_groups
 from torch_specops.drafts import Draft, DraftSource, PromptLookup
 from torch_specops.hf import TransformersModel, language_model
 from torch_specops.sampling import SamplingTensors
@@ -41,7 +41,7 @@ READ_APART = [family for family in FAMILIES if family not in ("whisper", "t5")]
     ],
 )
 def test_groups(num_proposed: list[int], active: list[bool], expected: list[tuple[list[int], int]] | None) -> None:
-    assert groups_of(num_proposed, active) == expected
+    assert row_groups(num_proposed, active) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8, 64])
@@ -51,7 +51,7 @@ def test_groups_never_read_more(batch: int, width: int) -> None:
         for ended in range(batch - drafting + 1):
             counts = [width - 1] * drafting + [0] * (batch - drafting)
             active = [True] * (batch - ended) + [False] * ended
-            groups = groups_of(counts, active)
+            groups = row_groups(counts, active)
             if groups is None:
                 continue
             assert sorted(row for rows, _ in groups for row in rows) == list(range(batch - ended))
@@ -88,7 +88,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int] | None]:
 
     monkeypatch.setattr(TransformersModel, "forward", watching)
     monkeypatch.setattr(ragged, "FORWARD_COST", 0)
-    monkeypatch.setattr(ragged, "MOST_OF_PADDED", 1.0)
+    monkeypatch.setattr(ragged, "MAX_RELATIVE_COST", 1.0)
     return seen
 
 

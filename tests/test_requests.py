@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode import state
+from torch_specops.decode import step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup, model, ngram
 from torch_specops.hf import language_model
 
@@ -124,8 +124,8 @@ def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[in
         note(seeds, positions, 1, "sample")
         return real(seeds, positions, n)
 
-    real = state.verification_uniforms
-    monkeypatch.setattr(state, "verification_uniforms", verification_uniforms)
+    real = step.verification_uniforms
+    monkeypatch.setattr(step, "verification_uniforms", verification_uniforms)
     monkeypatch.setattr(model, "uniforms", uniforms)
     monkeypatch.setattr(ngram, "uniforms", uniforms)
     prompts, options, sampling = arguments([1])

@@ -1,7 +1,7 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
-`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `inductor`,
+`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `beam`, `inductor`,
 `parallel`, `reference` and `testing` are loaded when they are first used.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_LOADED_WHEN_USED = ("analysis", "hf", "inductor", "parallel", "reference", "testing")
+_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "parallel", "reference", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:
