@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import raised
 from torch import Tensor
 
 import torch_specops
-from torch_specops import analysis, reference, schedules
+from torch_specops import analysis, reference
 from torch_specops.analysis import (
     acceptance_probability,
     alpha_from_counts,
@@ -66,12 +67,6 @@ def test_closed_forms(alpha: Fraction) -> None:
     close(memory_access_factor(float(alpha), counts, 0.125), [(k * c + 1) / s for s, k in both])
     close(memory_access_factor(float(alpha), counts), [1 / s for s in exact])
     close(oracle_walltime_factor(float(alpha), 0.125).unsqueeze(0), [1 / (1 - alpha + c * alpha)])
-
-
-def test_the_textbook_form_fails_near_one() -> None:
-    exact = float(tokens_of(Fraction(NEAR_ONE), 20))
-    textbook = (1 - NEAR_ONE**21) / (1 - NEAR_ONE)
-    assert textbook != pytest.approx(exact, rel=1e-12)
 
 
 def test_limits() -> None:
@@ -167,22 +162,15 @@ def test_no_choice_of_k_beats_the_optimum_or_the_oracle(alpha: float, cost: floa
     found = walltime_factor(alpha, cost, best).item()
     assert found >= walltime_factor(alpha, cost, count).item() * (1 - 1e-12)
     assert oracle_walltime_factor(alpha, cost).item() >= found * (1 - 1e-12)
-
-
-@settings(deadline=None)
-@given(alpha=rates, cost=costs)
-def test_drafts_pay_iff_alpha_exceeds_the_cost(alpha: float, cost: float) -> None:
-    """Corollary 3.9."""
-    best = optimal_num_draft_tokens(alpha, cost, maximum=5).item()
+    # Corollary 3.9.
     assert (best > 0) == (alpha > cost)
     if best:
-        gain = walltime_factor(alpha, cost, best).item()
-        assert gain >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
+        assert found >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("cost", [Fraction(1, 50), Fraction(1, 8), Fraction(1, 2)])
+@pytest.mark.parametrize("cost", [Fraction(1, 50), Fraction(1, 2)])
 def test_optimum_is_the_smallest_of_the_best(cost: Fraction) -> None:
-    alphas = [Fraction(i, 40) for i in range(40)]
+    alphas = [Fraction(i, 20) for i in range(20)]
     expected = []
     for alpha in alphas:
         factors = [tokens_of(alpha, count) / (count * cost + 1) for count in range(60)]
@@ -197,24 +185,6 @@ def test_optimum_at_the_ends() -> None:
     assert optimal_num_draft_tokens(ends, 0.5, maximum=7).tolist() == [0, 0, 7]
     assert optimal_num_draft_tokens(1.0, torch.tensor([1.0, 1.5]), maximum=7).tolist() == [0, 0]
     assert optimal_num_draft_tokens(0.9, 0.0, maximum=0).item() == 0
-
-
-@settings(deadline=None)
-@given(alpha=rates, cost=costs, count=st.integers(0, 40))
-def test_the_loop_has_the_same_formulas(alpha: float, cost: float, count: int) -> None:
-    assert schedules.expected_tokens_per_step(alpha, count) == pytest.approx(
-        expected_tokens_per_step(alpha, count).item(), rel=1e-13
-    )
-    assert schedules.walltime_factor(alpha, cost, count) == pytest.approx(
-        walltime_factor(alpha, cost, count).item(), rel=1e-13
-    )
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.45, 0.7, 0.92])
-@pytest.mark.parametrize("cost", [0.02, 0.15])
-def test_the_optimal_schedule_is_the_optimum_where_every_k_is_a_bucket(alpha: float, cost: float) -> None:
-    schedule = schedules.Optimal(cost, buckets=range(40), prior=alpha)
-    assert schedule.first() == optimal_num_draft_tokens(alpha, cost, maximum=39).item()
 
 
 def test_arguments_broadcast() -> None:
@@ -233,6 +203,11 @@ def test_arguments_broadcast() -> None:
 logit = st.one_of(st.floats(-30, 30), st.sampled_from([-math.inf, math.nan, math.inf, 0.0, 3e38]))
 
 
+two_rows = st.integers(1, 6).flatmap(
+    lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
+)
+
+
 def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) -> float:
     """By the oracle's laws, one token at a time."""
     laws = [reference.probabilities(row, temperature) for row in (target, draft)]
@@ -241,9 +216,7 @@ def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) 
 
 @settings(deadline=None)
 @given(
-    rows=st.integers(1, 6).flatmap(
-        lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
-    ),
+    rows=two_rows,
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     lenience=st.floats(0.05, 1),
 )
@@ -264,9 +237,7 @@ def test_acceptance_is_the_overlap_of_the_laws(
 
 @settings(deadline=None)
 @given(
-    rows=st.integers(1, 6).flatmap(
-        lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
-    ),
+    rows=two_rows,
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     lenience=st.floats(0.05, 1),
 )
@@ -320,8 +291,7 @@ def test_argmax_lenience() -> None:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("lenience", [1.0, 0.4])
+@pytest.mark.parametrize(("temperature", "lenience"), [(1.0, 1.0), (0.7, 0.4)])
 def test_the_op_accepts_at_this_rate(temperature: float, lenience: float) -> None:
     generator = torch.Generator().manual_seed(1)
     trials, size = 100_000, 16
@@ -421,7 +391,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "target_logits: expected", lambda: divergence(torch.zeros(2, 0), torch.zeros(2, 0))),
     (ValueError, "temperature: expected finite", lambda: acceptance_probability(LOGITS, LOGITS, -1.0)),
     (ValueError, "temperature: expected finite", lambda: divergence(LOGITS, LOGITS, math.nan)),
-    (ValueError, "temperature: expected a number", lambda: divergence(LOGITS, LOGITS, torch.ones(3))),
+    (ValueError, "temperature: expected a shape", lambda: divergence(LOGITS, LOGITS, torch.ones(3))),
     (ValueError, r"lenience: expected a number in \(0, 1\]", lambda: acceptance_probability(LOGITS, LOGITS, 1.0, 0.0)),
     (TypeError, "lenience: ", lambda: acceptance_probability(LOGITS, LOGITS, 1.0, "1")),  # type: ignore[arg-type]
     (ValueError, "argmax_lenience: ", lambda: token_acceptance_probability(LOGITS, TOKENS, None, 0.0, 1.0, 1.5)),
@@ -433,10 +403,9 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), BAD)
-def test_errors_name_the_argument(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        call()
+def test_errors_name_the_argument() -> None:
+    cases = [(call, error, message) for error, message, call in BAD]
+    assert raised(lambda call: call(), cases) == []
 
 
 def test_every_public_function_is_tested_here() -> None:
