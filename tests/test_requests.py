@@ -1,5 +1,5 @@
-"""The tokens of a prompt depend on its sampling parameters and its seed alone: not on the batch around it, nor its place
-in it, nor how the loop runs. And no random number is used twice."""
+"""The tokens of a prompt depend on its sampling parameters and its seed alone: not on the batch around it, its place in
+the batch, or how the loop runs. And no random number is used twice."""
 
 from __future__ import annotations
 
