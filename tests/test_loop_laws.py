@@ -1,14 +1,13 @@
 """The joint law of the first three sampled tokens, by chi-square, and wrong loops that the same test rejects.
 
-TRIALS rows, each with a seed of its own, are decoded in one batch: row b of SEED has seed SEED + b. Half of them have
-one prompt and half a shorter one, so that the batch is ragged. Over V = 6 tokens, 216 texts of three tokens are
-possible; `chi_square` merges those expected fewer than 5 times. The exact law is the product of the target's softmaxes.
-A law fails below ALPHA, which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values); a wrong loop has to
-fall below the same ALPHA.
+TRIALS rows are decoded in one batch, row b with seed SEED + b. Half of them have one prompt and half a shorter one, so
+that the batch is ragged. With V = 6 tokens there are 216 texts of three tokens; `chi_square` merges those expected
+fewer than 5 times. The exact law is the product of the target's softmaxes. A law fails if its p-value is below ALPHA,
+which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values). A wrong loop has to fall below the same ALPHA.
 
-A draft whose cache lags is no wrong loop in this sense: it proposes from another q, but shows that same q, and the law
-stays exact. Nor is a draft that was drawn and is passed off as one-hot: given the draft, the token has the law of the
-target. What such drafts lose is acceptance, and that is what the last tests look at.
+Two kinds of drafts change the acceptance but not the law, and are tested last. A draft whose cache lags proposes from
+another q, but reports that same q. A draft that was sampled and is reported as one-hot is verified given its value, and
+the emitted token has the law of the target for each value.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def test_mixed_temperatures_have_their_own_laws(report: Report) -> None:
 
 
 class AnotherTemperature(ModelDraft):
-    """Draws at temperature 1 what is verified at the target's."""
+    """Draws at temperature 1; verified at the target's temperature."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -229,7 +228,7 @@ class AnotherTemperature(ModelDraft):
 
 
 class Unfiltered(ModelDraft):
-    """Draws from the whole vocabulary what is verified as if it had been filtered."""
+    """Draws without filters; verified with them."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -239,7 +238,7 @@ class Unfiltered(ModelDraft):
 
 
 class AnotherLse(ModelDraft):
-    """Draws at the target's temperature, and gives the logsumexp of temperature 1."""
+    """Draws at the target's temperature, and reports the logsumexp at temperature 1."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
@@ -248,7 +247,7 @@ class AnotherLse(ModelDraft):
 
 
 class OneBehind(ModelDraft):
-    """Shows the law of the draft before."""
+    """Reports the logits of the draft before."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
@@ -258,7 +257,7 @@ class OneBehind(ModelDraft):
 
 @pytest.mark.parametrize("kind", ["opposite", "close"])
 @pytest.mark.parametrize("wrong", [AnotherTemperature, AnotherLse, OneBehind])
-def test_a_draft_that_shows_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
+def test_a_draft_that_reports_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
     tokens = first_tokens(PairModel(TARGET), wrong(PairModel(TABLES[kind])), 2, 0.6, trials=FEWER_TRIALS)
     expect_caught(report, f"{wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
 
@@ -272,7 +271,7 @@ def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dic
 
 
 class ForgetfulTarget(PairModel):
-    """One token behind: it never remembers the last token it reads in a step, which matters when all are accepted."""
+    """Forgets the last token that it reads in a step, which matters when all drafts are accepted."""
 
     def remember(self, tokens: Tensor, positions: Tensor) -> None:
         kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(-1)
@@ -280,7 +279,7 @@ class ForgetfulTarget(PairModel):
 
 
 class HoldingTarget(PairModel):
-    """Without rollback: the rejected draft stays where the newest token should be."""
+    """Does not roll back: the rejected draft stays where the newest token should be."""
 
     def remember(self, tokens: Tensor, positions: Tensor) -> None:
         kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(1, None)
@@ -336,7 +335,7 @@ def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.Mo
 
 
 class Lagging(ModelDraft):
-    """Reads only the newest token first, so the last draft of a step that was accepted whole stays unread."""
+    """Reads only the newest token first, so that the last draft stays unread after all drafts were accepted."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
         model = self.model
@@ -376,7 +375,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
 
 
 class Hidden(ModelDraft):
-    """Passes off as certain what it drew."""
+    """Samples its drafts, and reports them as one-hot."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         return Draft(super().propose(tokens, lengths, num_draft_tokens, *rest).tokens)

@@ -104,10 +104,6 @@ class Prompts:
     eos: Tensor
     pad_token_id: int
 
-    @property
-    def batch(self) -> int:
-        return self.tokens.shape[0]
-
 
 def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: int = 0) -> Prompts:
     """Check prompts and limits; None for eos or pad tokens means those of the target.
