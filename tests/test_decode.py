@@ -195,6 +195,9 @@ def test_each_row_has_its_own_limit(draft: str, limits: tuple[int, ...]) -> None
         assert ended == sorted(ended) and ended[-1]
         counts = [len(step.tokens[row]) for step in steps]
         assert all((count == 0) == (sum(counts[:index]) == limit) for index, count in enumerate(counts))
+        # The last token before the limit needs no draft.
+        left = [limit - sum(counts[:index]) for index in range(len(counts))]
+        assert all(step.num_proposed[row] <= max(room - 1, 0) for step, room in zip(steps, left, strict=True))
 
 
 def padded_with(token: int, rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -40,9 +40,9 @@ class SpeculativeDecoder:
     Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
     greedy continuation. The state lives on the target's device, and inside a step the host waits for nothing.
 
-    What was compiled is kept: more prompts of the same batch size that fit `max_length` compile nothing. The pieces are
-    compiled again, once, for another batch size, another capacity (multiples of 64 without `max_length`), the first row
-    that is sampled or filtered, and another length of an encoder's input.
+    Compiled code is kept. More prompts of the same batch size that fit `max_length` compile nothing. Another batch
+    size, another capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, or another
+    length of an encoder's input compiles its own pieces, once.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
