@@ -215,11 +215,7 @@ def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) 
 
 
 @settings(deadline=None)
-@given(
-    rows=two_rows,
-    temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    lenience=st.floats(0.05, 1),
-)
+@given(rows=two_rows, temperature=st.sampled_from([0.3, 1.0, 2.5]), lenience=st.floats(0.05, 1))
 def test_acceptance_is_the_overlap_of_the_laws(
     rows: tuple[list[float], list[float]], temperature: float, lenience: float
 ) -> None:
@@ -236,11 +232,7 @@ def test_acceptance_is_the_overlap_of_the_laws(
 
 
 @settings(deadline=None)
-@given(
-    rows=two_rows,
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    lenience=st.floats(0.05, 1),
-)
+@given(rows=two_rows, temperature=st.sampled_from([0.0, 0.7, 1.0]), lenience=st.floats(0.05, 1))
 def test_over_tokens_of_the_draft_it_is_the_same(
     rows: tuple[list[float], list[float]], temperature: float, lenience: float
 ) -> None:
@@ -281,7 +273,7 @@ def test_temperature_zero() -> None:
 def test_argmax_lenience() -> None:
     """Appendix A.5 at temperature 0: the draft's argmax has e**-0.5 = 0.61 of the target's largest probability."""
     target, draft = torch.tensor([1.0, 0.0, 0.5, -math.inf]), torch.tensor([0.0, 0.0, 9.0, 1.0])
-    found = [acceptance_probability(target, draft, 0.0, 1.0, each).item() for each in (1.0, 0.62, 0.6, 0.1)]
+    found = [acceptance_probability(target, draft, 0.0, 1.0, lenience).item() for lenience in (1.0, 0.62, 0.6, 0.1)]
     assert found == [0, 0, 1, 1]
     tokens = torch.tensor([0, 1, 2, 3])
     assert token_acceptance_probability(target, tokens, None, 0.0, 1.0, 0.6).tolist() == [1, 0, 1, 0]
@@ -301,15 +293,9 @@ def test_the_op_accepts_at_this_rate(temperature: float, lenience: float) -> Non
     uniforms = torch.rand(3, trials, generator=generator)
     rows = draft.expand(trials, -1)
     tokens, lse = torch_specops.sample(rows, uniforms[0], temperatures)
+    logits = target.expand(trials, 2, -1), tokens.unsqueeze(1), rows.unsqueeze(1)
     _, num_accepted = torch_specops.verify_exact(
-        target.expand(trials, 2, -1),
-        tokens.unsqueeze(1),
-        rows.unsqueeze(1),
-        uniforms[1].unsqueeze(1),
-        uniforms[2],
-        temperatures,
-        lse.unsqueeze(1),
-        lenience,
+        *logits, uniforms[1].unsqueeze(1), uniforms[2], temperatures, lse.unsqueeze(1), lenience
     )
     assert z_score(num_accepted, acceptance_probability(target, draft, temperature, lenience).item()) < 4
     accepted = token_acceptance_probability(target, tokens, rows, temperature, lenience)

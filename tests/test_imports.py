@@ -22,7 +22,7 @@ ALLOWED = {
     "benchmark": {"decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "schedules", "verification"},
     "beam": {"checks", "decode", "drafts"},
-    "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "uniforms", "verification"},
+    "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "ops", "uniforms"},
     "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms", "verification"},
     "compilation": set(),
     "kv_cache": set(),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import Draft
-from ..sampling import SamplingTensors, filter_logits
-from ..verification import verify_block, verify_exact, verify_sigmoid
+from ..ops import filter_logits, verify_block, verify_exact, verify_sigmoid
+from ..sampling import SamplingTensors
 
 __all__ = ["Verifier"]
 
