@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import DRAFTS, GREEDY, LENGTH, cut, decode, expected_rows, make_draft, new_tokens, steps_of, streamed
-from tiny_models import (
-    FAMILIES,
-    POSITIONS,
-    PROMPTS,
-    VOCAB,
-    encoder_inputs,
-    greedy_alone,
-    padded,
-    shared_tiny,
-    tiny,
-)
+from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, greedy_alone, padded, shared_tiny, tiny
 from torch import Tensor
 
 import torch_specops

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import GREEDY, LENGTH, expected_rows, make_draft, new_tokens
-from tiny_models import (
-    PROMPTS,
-    PairModel,
-    encoder_inputs,
-    padded,
-    raised,
-    random_table,
-    shared_tiny,
-    tiny,
-)
+from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, raised, random_table, shared_tiny, tiny
 from torch import Tensor, nn
 
 import torch_specops

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import GREEDY, LENGTH, decode, expected_rows, make_draft, new_tokens, steps_of, streamed
-from tiny_models import (
-    PROMPTS,
-    PairModel,
-    padded,
-    random_table,
-    shared_tiny,
-)
+from tiny_models import PROMPTS, PairModel, padded, random_table, shared_tiny
 from torch import Tensor
 
 import torch_specops
