@@ -125,20 +125,6 @@ def z_score(samples: Tensor, expected: float) -> float:
     return abs(samples.mean().item() - expected) / (samples.std().item() / math.sqrt(len(samples)))
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.8, 0.95])
-def test_simulated_tokens_per_step(alpha: float) -> None:
-    tokens = simulated_steps(alpha, 6) + 1
-    assert z_score(tokens, expected_tokens_per_step(alpha, 6).item()) < 4
-    # Without the next token, with one draft more, and without the cap.
-    for wrong in (
-        expected_tokens_per_step(alpha, 6).item() - alpha**6,
-        expected_tokens_per_step(alpha, 7).item(),
-        1 / (1 - alpha),
-    ):
-        # The terms that the first two differ by vanish at a low alpha.
-        assert alpha == 0.3 or z_score(tokens, wrong) > 5
-
-
 @pytest.mark.parametrize("cost", [0.05, 0.3])
 def test_simulated_oracle(cost: float) -> None:
     """Steps whose K is the number of drafts that will be accepted: time 1 + c K for K + 1 tokens."""

@@ -132,51 +132,38 @@ def expect_caught(report: Report, name: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_draft_tokens", "temperature"),
+    ("kind", "num_draft_tokens", "temperature", "verify", "filters"),
     [
-        ("nothing", 1, 0.7),
-        ("opposite", 1, 1.0),
-        ("opposite", 2, 1.5),
-        ("opposite", 3, 0.7),
-        ("close", 1, 1.5),
-        ("close", 2, 0.7),
-        ("close", 3, 1.0),
-        ("prompt lookup", 1, 1.0),
-        ("prompt lookup", 3, 0.7),
-        ("n-gram", 2, 1.0),
-        ("n-gram with counts", 2, 0.7),
+        ("nothing", 1, 0.7, "exact", {}),
+        ("opposite", 1, 1.0, "exact", {}),
+        ("opposite", 2, 1.5, "exact", {}),
+        ("opposite", 3, 0.7, "exact", {}),
+        ("close", 1, 1.5, "exact", {}),
+        ("close", 2, 0.7, "exact", {}),
+        ("close", 3, 1.0, "exact", {}),
+        ("prompt lookup", 1, 1.0, "exact", {}),
+        ("prompt lookup", 3, 0.7, "exact", {}),
+        ("n-gram", 2, 1.0, "exact", {}),
+        ("n-gram with counts", 2, 0.7, "exact", {}),
+        ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
+        ("close", 2, 1.2, "exact", {"top_k": 3}),
+        ("opposite", 2, 1.2, "exact", {"top_p": 0.7}),
+        ("close", 3, 1.2, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
+        ("prompt lookup", 3, 1.2, "exact", {"top_k": 4, "top_p": 0.85}),
+        ("close", 2, 1.2, "block", {}),
+        ("opposite", 3, 1.2, "block", {}),
+        ("close", 3, 1.2, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("prompt lookup", 2, 1.2, "block", {"top_k": 4}),
+        ("n-gram with counts", 3, 1.2, "block", {"top_p": 0.8}),
     ],
 )
 def test_sampled_text_has_the_law_of_the_target(
-    kind: str, num_draft_tokens: int, temperature: float, report: Report
+    kind: str, num_draft_tokens: int, temperature: float, verify: str, filters: dict[str, float], report: Report
 ) -> None:
-    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature)
-    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}"
-    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_draft_tokens", "verify", "filters"),
-    [
-        ("nothing", 1, "exact", {"top_k": 3, "top_p": 0.8}),
-        ("close", 2, "exact", {"top_k": 3}),
-        ("opposite", 2, "exact", {"top_p": 0.7}),
-        ("close", 3, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("n-gram with counts", 2, "exact", {"min_p": 0.3}),
-        ("prompt lookup", 3, "exact", {"top_k": 4, "top_p": 0.85}),
-        ("close", 2, "block", {}),
-        ("opposite", 3, "block", {}),
-        ("close", 3, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("prompt lookup", 2, "block", {"top_k": 4}),
-        ("n-gram with counts", 3, "block", {"top_p": 0.8}),
-    ],
-)
-def test_sampled_text_has_the_law_of_the_filtered_target(
-    kind: str, num_draft_tokens: int, verify: str, filters: dict[str, float], report: Report
-) -> None:
-    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, 1.2, verify=verify, **filters)
-    name = f"{kind} draft, K = {num_draft_tokens}, {verify}, {filters}"
-    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, 1.2, **filters)))
+    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature, verify=verify, **filters)
+    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}, {verify}, {filters}"
+    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature, **filters)))
 
 
 def test_mixed_filters_have_their_own_laws(report: Report) -> None:

@@ -21,15 +21,6 @@ def factor(alpha: float, cost_ratio: float, num_draft_tokens: int) -> float:
     return walltime_factor(alpha, cost_ratio, num_draft_tokens).item()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 4])
-def test_constant(num_draft_tokens: int) -> None:
-    schedule = Constant(num_draft_tokens)
-    assert schedule.buckets == (num_draft_tokens,)
-    outcomes = ([], [num_draft_tokens], [num_draft_tokens, 0])
-    steps = [schedule.next([num_draft_tokens] * len(accepted), accepted) for accepted in outcomes]
-    assert [schedule.first(), *steps] == [num_draft_tokens] * 4
-
-
 EVERY = tuple(range(1, 21))
 ALL, SOME = ([6, 6], [6, 6]), ([6, 6], [6, 5])
 
@@ -78,6 +69,7 @@ def test_heuristic_buckets_reach_the_maximum() -> None:
 
 
 def test_schedules_by_name() -> None:
+    assert Constant(0).buckets == (0,) and Constant(4).next([4, 4], [0, 2]) == Constant(4).first() == 4
     schedules = [as_schedule(name, 6) for name in ("constant", "heuristic", "optimal")]
     assert [type(schedule) for schedule in schedules] == [Constant, Heuristic, Optimal]
     assert [schedule.buckets for schedule in schedules] == [(6,), (1, 2, 3, 5, 8, 12, 20), (0, 1, 2, 3, 5, 6)]
