@@ -25,6 +25,7 @@ from timing import Report, environment, options_of, synchronize
 from torch import Tensor, nn
 
 import torch_specops
+from torch_specops.beam import beam_search
 
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -68,7 +69,7 @@ def searches(target: nn.Module, draft: nn.Module, options: argparse.Namespace, n
 
     def ours(num_draft_tokens: int, draft_beams: int | None) -> Callable[[Tensor], tuple[Tensor, Any]]:
         def run(prompts: Tensor) -> tuple[Tensor, Any]:
-            output = torch_specops.generate(
+            output = beam_search(
                 target,
                 prompts,
                 num_beams=num_beams,

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import raised
 from torch import Tensor
 
 import torch_specops
-from torch_specops import analysis, reference, schedules
+from torch_specops import analysis, reference
 from torch_specops.analysis import (
     acceptance_probability,
     alpha_from_counts,
@@ -66,12 +67,6 @@ def test_closed_forms(alpha: Fraction) -> None:
     close(memory_access_factor(float(alpha), counts, 0.125), [(k * c + 1) / s for s, k in both])
     close(memory_access_factor(float(alpha), counts), [1 / s for s in exact])
     close(oracle_walltime_factor(float(alpha), 0.125).unsqueeze(0), [1 / (1 - alpha + c * alpha)])
-
-
-def test_the_textbook_form_fails_near_one() -> None:
-    exact = float(tokens_of(Fraction(NEAR_ONE), 20))
-    textbook = (1 - NEAR_ONE**21) / (1 - NEAR_ONE)
-    assert textbook != pytest.approx(exact, rel=1e-12)
 
 
 def test_limits() -> None:
@@ -130,20 +125,6 @@ def z_score(samples: Tensor, expected: float) -> float:
     return abs(samples.mean().item() - expected) / (samples.std().item() / math.sqrt(len(samples)))
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.8, 0.95])
-def test_simulated_tokens_per_step(alpha: float) -> None:
-    tokens = simulated_steps(alpha, 6) + 1
-    assert z_score(tokens, expected_tokens_per_step(alpha, 6).item()) < 4
-    # Without the next token, with one draft more, and without the cap.
-    for wrong in (
-        expected_tokens_per_step(alpha, 6).item() - alpha**6,
-        expected_tokens_per_step(alpha, 7).item(),
-        1 / (1 - alpha),
-    ):
-        # The terms that the first two differ by vanish at a low alpha.
-        assert alpha == 0.3 or z_score(tokens, wrong) > 5
-
-
 @pytest.mark.parametrize("cost", [0.05, 0.3])
 def test_simulated_oracle(cost: float) -> None:
     """Steps whose K is the number of drafts that will be accepted: time 1 + c K for K + 1 tokens."""
@@ -167,22 +148,15 @@ def test_no_choice_of_k_beats_the_optimum_or_the_oracle(alpha: float, cost: floa
     found = walltime_factor(alpha, cost, best).item()
     assert found >= walltime_factor(alpha, cost, count).item() * (1 - 1e-12)
     assert oracle_walltime_factor(alpha, cost).item() >= found * (1 - 1e-12)
-
-
-@settings(deadline=None)
-@given(alpha=rates, cost=costs)
-def test_drafts_pay_iff_alpha_exceeds_the_cost(alpha: float, cost: float) -> None:
-    """Corollary 3.9."""
-    best = optimal_num_draft_tokens(alpha, cost, maximum=5).item()
+    # Corollary 3.9.
     assert (best > 0) == (alpha > cost)
     if best:
-        gain = walltime_factor(alpha, cost, best).item()
-        assert gain >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
+        assert found >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("cost", [Fraction(1, 50), Fraction(1, 8), Fraction(1, 2)])
+@pytest.mark.parametrize("cost", [Fraction(1, 50), Fraction(1, 2)])
 def test_optimum_is_the_smallest_of_the_best(cost: Fraction) -> None:
-    alphas = [Fraction(i, 40) for i in range(40)]
+    alphas = [Fraction(i, 20) for i in range(20)]
     expected = []
     for alpha in alphas:
         factors = [tokens_of(alpha, count) / (count * cost + 1) for count in range(60)]
@@ -197,24 +171,6 @@ def test_optimum_at_the_ends() -> None:
     assert optimal_num_draft_tokens(ends, 0.5, maximum=7).tolist() == [0, 0, 7]
     assert optimal_num_draft_tokens(1.0, torch.tensor([1.0, 1.5]), maximum=7).tolist() == [0, 0]
     assert optimal_num_draft_tokens(0.9, 0.0, maximum=0).item() == 0
-
-
-@settings(deadline=None)
-@given(alpha=rates, cost=costs, count=st.integers(0, 40))
-def test_the_loop_has_the_same_formulas(alpha: float, cost: float, count: int) -> None:
-    assert schedules.expected_tokens_per_step(alpha, count) == pytest.approx(
-        expected_tokens_per_step(alpha, count).item(), rel=1e-13
-    )
-    assert schedules.walltime_factor(alpha, cost, count) == pytest.approx(
-        walltime_factor(alpha, cost, count).item(), rel=1e-13
-    )
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.45, 0.7, 0.92])
-@pytest.mark.parametrize("cost", [0.02, 0.15])
-def test_the_optimal_schedule_is_the_optimum_where_every_k_is_a_bucket(alpha: float, cost: float) -> None:
-    schedule = schedules.Optimal(cost, buckets=range(40), prior=alpha)
-    assert schedule.first() == optimal_num_draft_tokens(alpha, cost, maximum=39).item()
 
 
 def test_arguments_broadcast() -> None:
@@ -233,6 +189,11 @@ def test_arguments_broadcast() -> None:
 logit = st.one_of(st.floats(-30, 30), st.sampled_from([-math.inf, math.nan, math.inf, 0.0, 3e38]))
 
 
+two_rows = st.integers(1, 6).flatmap(
+    lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
+)
+
+
 def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) -> float:
     """By the oracle's laws, one token at a time."""
     laws = [reference.probabilities(row, temperature) for row in (target, draft)]
@@ -240,13 +201,7 @@ def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) 
 
 
 @settings(deadline=None)
-@given(
-    rows=st.integers(1, 6).flatmap(
-        lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
-    ),
-    temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    lenience=st.floats(0.05, 1),
-)
+@given(rows=two_rows, temperature=st.sampled_from([0.3, 1.0, 2.5]), lenience=st.floats(0.05, 1))
 def test_acceptance_is_the_overlap_of_the_laws(
     rows: tuple[list[float], list[float]], temperature: float, lenience: float
 ) -> None:
@@ -263,13 +218,7 @@ def test_acceptance_is_the_overlap_of_the_laws(
 
 
 @settings(deadline=None)
-@given(
-    rows=st.integers(1, 6).flatmap(
-        lambda size: st.tuples(*(st.lists(logit, min_size=size, max_size=size) for _ in range(2)))
-    ),
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    lenience=st.floats(0.05, 1),
-)
+@given(rows=two_rows, temperature=st.sampled_from([0.0, 0.7, 1.0]), lenience=st.floats(0.05, 1))
 def test_over_tokens_of_the_draft_it_is_the_same(
     rows: tuple[list[float], list[float]], temperature: float, lenience: float
 ) -> None:
@@ -310,7 +259,10 @@ def test_temperature_zero() -> None:
 def test_argmax_lenience() -> None:
     """Appendix A.5 at temperature 0: the draft's argmax has e**-0.5 = 0.61 of the target's largest probability."""
     target, draft = torch.tensor([1.0, 0.0, 0.5, -math.inf]), torch.tensor([0.0, 0.0, 9.0, 1.0])
-    found = [acceptance_probability(target, draft, 0.0, 1.0, each).item() for each in (1.0, 0.62, 0.6, 0.1)]
+    found = [
+        acceptance_probability(target, draft, 0.0, 1.0, lenience).item()
+        for lenience in (1.0, 0.62, math.exp(-0.5), 0.1)
+    ]
     assert found == [0, 0, 1, 1]
     tokens = torch.tensor([0, 1, 2, 3])
     assert token_acceptance_probability(target, tokens, None, 0.0, 1.0, 0.6).tolist() == [1, 0, 1, 0]
@@ -320,8 +272,7 @@ def test_argmax_lenience() -> None:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("lenience", [1.0, 0.4])
+@pytest.mark.parametrize(("temperature", "lenience"), [(1.0, 1.0), (0.7, 0.4)])
 def test_the_op_accepts_at_this_rate(temperature: float, lenience: float) -> None:
     generator = torch.Generator().manual_seed(1)
     trials, size = 100_000, 16
@@ -331,15 +282,9 @@ def test_the_op_accepts_at_this_rate(temperature: float, lenience: float) -> Non
     uniforms = torch.rand(3, trials, generator=generator)
     rows = draft.expand(trials, -1)
     tokens, lse = torch_specops.sample(rows, uniforms[0], temperatures)
+    logits = target.expand(trials, 2, -1), tokens.unsqueeze(1), rows.unsqueeze(1)
     _, num_accepted = torch_specops.verify_exact(
-        target.expand(trials, 2, -1),
-        tokens.unsqueeze(1),
-        rows.unsqueeze(1),
-        uniforms[1].unsqueeze(1),
-        uniforms[2],
-        temperatures,
-        lse.unsqueeze(1),
-        lenience,
+        *logits, uniforms[1].unsqueeze(1), uniforms[2], temperatures, lse.unsqueeze(1), lenience
     )
     assert z_score(num_accepted, acceptance_probability(target, draft, temperature, lenience).item()) < 4
     accepted = token_acceptance_probability(target, tokens, rows, temperature, lenience)
@@ -421,7 +366,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "target_logits: expected", lambda: divergence(torch.zeros(2, 0), torch.zeros(2, 0))),
     (ValueError, "temperature: expected finite", lambda: acceptance_probability(LOGITS, LOGITS, -1.0)),
     (ValueError, "temperature: expected finite", lambda: divergence(LOGITS, LOGITS, math.nan)),
-    (ValueError, "temperature: expected a number", lambda: divergence(LOGITS, LOGITS, torch.ones(3))),
+    (ValueError, "temperature: expected a shape", lambda: divergence(LOGITS, LOGITS, torch.ones(3))),
     (ValueError, r"lenience: expected a number in \(0, 1\]", lambda: acceptance_probability(LOGITS, LOGITS, 1.0, 0.0)),
     (TypeError, "lenience: ", lambda: acceptance_probability(LOGITS, LOGITS, 1.0, "1")),  # type: ignore[arg-type]
     (ValueError, "argmax_lenience: ", lambda: token_acceptance_probability(LOGITS, TOKENS, None, 0.0, 1.0, 1.5)),
@@ -433,10 +378,9 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), BAD)
-def test_errors_name_the_argument(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        call()
+def test_errors_name_the_argument() -> None:
+    cases = [(call, error, message) for error, message, call in BAD]
+    assert raised(lambda call: call(), cases) == []
 
 
 def test_every_public_function_is_tested_here() -> None:

@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.decode import choices
-from torch_specops.decode.state import speculative_step
+from torch_specops.decode import runner
+from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import language_model
 
@@ -76,8 +76,9 @@ def test_the_whole_step_is_one_graph() -> None:
         decode(compiled, PROMPTS.flip(1), MASK.flip(1), max_new_tokens=30)
 
 
-def step_with(family: str, kind: str, num_draft_tokens: int, backend: object) -> tuple[list[Tensor], list[Tensor]]:
-    """Records of some steps, eager and traced as one graph."""
+def check_one_graph(family: str, kind: str, num_draft_tokens: int, **options: Any) -> None:
+    """A step traces as one graph, and some steps give the records of eager ones."""
+    backend = CompileCounterWithBackend("eager")
     target = tiny(family)
     inputs = None
     if family == "whisper":
@@ -87,36 +88,43 @@ def step_with(family: str, kind: str, num_draft_tokens: int, backend: object) ->
     records = []
     for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
         decoder = SpeculativeDecoder(
-            target, source(kind, target), num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=False
+            target, source(kind, target), num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=False, **options
         )
         decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
         step = wrap(speculative_step)
         with torch.inference_mode():
             arguments = (decoder.target, decoder.draft, decoder._runner.state, num_draft_tokens, decoder._runner.verify)
             records.append([step(*arguments) for _ in range(4)])
-    return records[0], records[1]
+    assert backend.frame_count == 1
+    for expected, found in zip(*records, strict=True):
+        assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+IN_SHORT = ("llama", "gemma3", "t5")
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in IN_SHORT else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_a_step_of_every_family_traces_as_one_graph(family: str) -> None:
-    backend = CompileCounterWithBackend("eager")
-    eager, traced = step_with(family, "model", 2, backend)
-    assert backend.frame_count == 1
-    for expected, found in zip(eager, traced, strict=True):
-        assert torch.equal(expected, found)
+    check_one_graph(family, "model", 2)
 
 
-@pytest.mark.parametrize("kind", ["prompt lookup", "n-gram"])
-def test_a_step_of_every_draft_traces_as_one_graph(kind: str) -> None:
-    backend = CompileCounterWithBackend("eager")
-    eager, traced = step_with("llama", kind, 3, backend)
-    assert backend.frame_count == 1
-    for expected, found in zip(eager, traced, strict=True):
-        assert torch.equal(expected, found)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("prompt lookup", {}),
+        ("n-gram", {"verify": "block"}),
+        ("n-gram", {"verify": "sigmoid"}),
+        ("n-gram", {"lenience": 0.5, "argmax_lenience": 0.3}),
+    ],
+)
+def test_a_step_of_every_draft_and_verifier_traces_as_one_graph(kind: str, options: dict[str, Any]) -> None:
+    check_one_graph("llama", kind, 3, **options)
 
 
 def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny("llama")
+    target = tiny("llama", num_hidden_layers=1)
     graphs = {}
     for num_draft_tokens in (5, 10):
         torch._dynamo.reset()
@@ -132,7 +140,7 @@ def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 GREEDY, FILTERED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
 
 
-@pytest.mark.parametrize("kind", ["model", "n-gram"])
+@pytest.mark.parametrize("kind", [pytest.param("model", marks=pytest.mark.slow), "n-gram"])
 def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
@@ -171,7 +179,7 @@ def test_pieces_do_not_share_the_limit_of_recompilations() -> None:
 
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(choices, "STEPS_THAT_PAY", 12)
+    monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
     prompt = PROMPTS[:1]
 
     def stats_of(decoder: SpeculativeDecoder, max_new_tokens: int) -> tuple[bool, str]:

@@ -19,30 +19,30 @@ PACKAGE = Path(torch_specops.__file__).parent
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
     "__init__": {"decode", "drafts", "ops", "sampling", "uniforms"},
-    "cli": {"__init__", "benchmark", "decode", "drafts", "hf", "sampling"},
-    "benchmark": {"decode", "drafts", "hf", "sampling"},
-    "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "ops", "schedules"},
-    "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "ops", "uniforms"},
-    "drafts": {"checks", "compilation", "kv_cache", "sampling", "ops", "uniforms"},
-    "compilation": set(),
-    "kv_cache": set(),
-    "arguments": set(),
-    "registration": set(),
-    "sampling": set(),
-    "inductor": set(),
+    "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
+    "hf": {"beam", "checks", "decode", "drafts", "kv_cache", "ops", "sampling", "schedules"},
+    "beam": {"checks", "decode", "drafts"},
+    "decode": {"checks", "compilation", "drafts", "ops", "sampling", "schedules", "uniforms"},
+    "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "uniforms"},
     "ops": {"arguments", "checks", "dense", "kernels", "registration"},
     "parallel": {"arguments", "checks", "dense"},
-    "laws": set(),
-    "analysis": set(),
     "checks": {"arguments"},
     "dense": {"arguments"},
     "kernels": {"arguments"},
+    "analysis": {"checks"},
+    "schedules": {"checks"},
+    "arguments": set(),
+    "compilation": set(),
+    "inductor": set(),
+    "kv_cache": set(),
+    "laws": set(),
     "reference": set(),
-    "schedules": set(),
+    "registration": set(),
+    "sampling": set(),
     "uniforms": set(),
 }
 # The loop is handed transformers models, and fetches their adapter when it is.
-EXCEPTIONS = {("decode/choices.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}
+EXCEPTIONS = {("decode/inputs.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),

@@ -1,14 +1,13 @@
 """The joint law of the first three sampled tokens, by chi-square, and wrong loops that the same test rejects.
 
-TRIALS rows, each with a seed of its own, are decoded in one batch: row b of SEED has seed SEED + b. Half of them have
-one prompt and half a shorter one, so that the batch is ragged. Over V = 6 tokens, 216 texts of three tokens are
-possible; `chi_square` merges those expected fewer than 5 times. The exact law is the product of the target's softmaxes.
-A law fails below ALPHA, which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values); a wrong loop has to
-fall below the same ALPHA.
+TRIALS rows are decoded in one batch, row b with seed SEED + b. Half of them have one prompt and half a shorter one, so
+that the batch is ragged. With V = 6 tokens there are 216 texts of three tokens; `chi_square` merges those expected
+fewer than 5 times. The exact law is the product of the target's softmaxes. A law fails if its p-value is below ALPHA,
+which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values). A wrong loop has to fall below the same ALPHA.
 
-A draft whose cache lags is no wrong loop in this sense: it proposes from another q, but shows that same q, and the law
-stays exact. Nor is a draft that was drawn and is passed off as one-hot: given the draft, the token has the law of the
-target. What such drafts lose is acceptance, and that is what the last tests look at.
+Two kinds of drafts change the acceptance but not the law, and are tested last. A draft whose cache lags proposes from
+another q, but reports that same q. A draft that was sampled and is reported as one-hot is verified given its value, and
+the emitted token has the law of the target for each value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode import state
+from torch_specops.decode import step
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, PromptLookup
 from torch_specops.drafts import model as model_draft
 from torch_specops.drafts.ngram import NGram
@@ -133,51 +132,38 @@ def expect_caught(report: Report, name: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_draft_tokens", "temperature"),
+    ("kind", "num_draft_tokens", "temperature", "verify", "filters"),
     [
-        ("nothing", 1, 0.7),
-        ("opposite", 1, 1.0),
-        ("opposite", 2, 1.5),
-        ("opposite", 3, 0.7),
-        ("close", 1, 1.5),
-        ("close", 2, 0.7),
-        ("close", 3, 1.0),
-        ("prompt lookup", 1, 1.0),
-        ("prompt lookup", 3, 0.7),
-        ("n-gram", 2, 1.0),
-        ("n-gram with counts", 2, 0.7),
+        ("nothing", 1, 0.7, "exact", {}),
+        ("opposite", 1, 1.0, "exact", {}),
+        ("opposite", 2, 1.5, "exact", {}),
+        ("opposite", 3, 0.7, "exact", {}),
+        ("close", 1, 1.5, "exact", {}),
+        ("close", 2, 0.7, "exact", {}),
+        ("close", 3, 1.0, "exact", {}),
+        ("prompt lookup", 1, 1.0, "exact", {}),
+        ("prompt lookup", 3, 0.7, "exact", {}),
+        ("n-gram", 2, 1.0, "exact", {}),
+        ("n-gram with counts", 2, 0.7, "exact", {}),
+        ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
+        ("close", 2, 1.2, "exact", {"top_k": 3}),
+        ("opposite", 2, 1.2, "exact", {"top_p": 0.7}),
+        ("close", 3, 1.2, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
+        ("prompt lookup", 3, 1.2, "exact", {"top_k": 4, "top_p": 0.85}),
+        ("close", 2, 1.2, "block", {}),
+        ("opposite", 3, 1.2, "block", {}),
+        ("close", 3, 1.2, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("prompt lookup", 2, 1.2, "block", {"top_k": 4}),
+        ("n-gram with counts", 3, 1.2, "block", {"top_p": 0.8}),
     ],
 )
 def test_sampled_text_has_the_law_of_the_target(
-    kind: str, num_draft_tokens: int, temperature: float, report: Report
+    kind: str, num_draft_tokens: int, temperature: float, verify: str, filters: dict[str, float], report: Report
 ) -> None:
-    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature)
-    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}"
-    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_draft_tokens", "verify", "filters"),
-    [
-        ("nothing", 1, "exact", {"top_k": 3, "top_p": 0.8}),
-        ("close", 2, "exact", {"top_k": 3}),
-        ("opposite", 2, "exact", {"top_p": 0.7}),
-        ("close", 3, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("n-gram with counts", 2, "exact", {"min_p": 0.3}),
-        ("prompt lookup", 3, "exact", {"top_k": 4, "top_p": 0.85}),
-        ("close", 2, "block", {}),
-        ("opposite", 3, "block", {}),
-        ("close", 3, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("prompt lookup", 2, "block", {"top_k": 4}),
-        ("n-gram with counts", 3, "block", {"top_p": 0.8}),
-    ],
-)
-def test_sampled_text_has_the_law_of_the_filtered_target(
-    kind: str, num_draft_tokens: int, verify: str, filters: dict[str, float], report: Report
-) -> None:
-    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, 1.2, verify=verify, **filters)
-    name = f"{kind} draft, K = {num_draft_tokens}, {verify}, {filters}"
-    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, 1.2, **filters)))
+    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature, verify=verify, **filters)
+    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}, {verify}, {filters}"
+    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature, **filters)))
 
 
 def test_mixed_filters_have_their_own_laws(report: Report) -> None:
@@ -218,7 +204,7 @@ def test_mixed_temperatures_have_their_own_laws(report: Report) -> None:
 
 
 class AnotherTemperature(ModelDraft):
-    """Draws at temperature 1 what is verified at the target's."""
+    """Draws at temperature 1; verified at the target's temperature."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -229,7 +215,7 @@ class AnotherTemperature(ModelDraft):
 
 
 class Unfiltered(ModelDraft):
-    """Draws from the whole vocabulary what is verified as if it had been filtered."""
+    """Draws without filters; verified with them."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -239,7 +225,7 @@ class Unfiltered(ModelDraft):
 
 
 class AnotherLse(ModelDraft):
-    """Draws at the target's temperature, and gives the logsumexp of temperature 1."""
+    """Draws at the target's temperature, and reports the logsumexp at temperature 1."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
@@ -248,7 +234,7 @@ class AnotherLse(ModelDraft):
 
 
 class OneBehind(ModelDraft):
-    """Shows the law of the draft before."""
+    """Reports the logits of the draft before."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
@@ -258,7 +244,7 @@ class OneBehind(ModelDraft):
 
 @pytest.mark.parametrize("kind", ["opposite", "close"])
 @pytest.mark.parametrize("wrong", [AnotherTemperature, AnotherLse, OneBehind])
-def test_a_draft_that_shows_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
+def test_a_draft_that_reports_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
     tokens = first_tokens(PairModel(TARGET), wrong(PairModel(TABLES[kind])), 2, 0.6, trials=FEWER_TRIALS)
     expect_caught(report, f"{wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
 
@@ -272,7 +258,7 @@ def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dic
 
 
 class ForgetfulTarget(PairModel):
-    """One token behind: it never remembers the last token it reads in a step, which matters when all are accepted."""
+    """Forgets the last token that it reads in a step, which matters when all drafts are accepted."""
 
     def remember(self, tokens: Tensor, positions: Tensor) -> None:
         kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(-1)
@@ -280,7 +266,7 @@ class ForgetfulTarget(PairModel):
 
 
 class HoldingTarget(PairModel):
-    """Without rollback: the rejected draft stays where the newest token should be."""
+    """Does not roll back: the rejected draft stays where the newest token should be."""
 
     def remember(self, tokens: Tensor, positions: Tensor) -> None:
         kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(1, None)
@@ -297,7 +283,7 @@ def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report
 def test_uniforms_of_the_draft_used_again_are_caught(
     shared: str, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = state.verification_uniforms
+    right = step.verification_uniforms
 
     def wrong(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         accept, sample = right(seeds, positions, num_draft_tokens)
@@ -308,14 +294,14 @@ def test_uniforms_of_the_draft_used_again_are_caught(
             sample if shared == "accept" else propose[:, 0],
         )
 
-    monkeypatch.setattr(state, "verification_uniforms", wrong)
+    monkeypatch.setattr(step, "verification_uniforms", wrong)
     tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["opposite"]), 2, trials=FEWER_TRIALS)
     expect_caught(report, f"uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
 
 
 def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, right_draft = state.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
+    right, right_draft = step.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
     monkeypatch.setattr(
         model_draft, "uniforms", lambda seeds, at, *rest: right_draft(seeds, torch.zeros_like(at), *rest)
     )
@@ -325,8 +311,8 @@ def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypat
 
 def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row uses the first row's seed."""
-    right, right_draft = state.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(state, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
+    right, right_draft = step.verification_uniforms, model_draft.uniforms
+    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
     monkeypatch.setattr(model_draft, "uniforms", lambda seeds, *rest: right_draft(seeds[:1].expand_as(seeds), *rest))
     tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
     expect_caught(report, "one seed for all rows", p_values(tokens, pair_laws(TARGET)))
@@ -336,7 +322,7 @@ def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.Mo
 
 
 class Lagging(ModelDraft):
-    """Reads only the newest token first, so the last draft of a step that was accepted whole stays unread."""
+    """Reads only the newest token first, so that the last draft stays unread after all drafts were accepted."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
         model = self.model
@@ -376,7 +362,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
 
 
 class Hidden(ModelDraft):
-    """Passes off as certain what it drew."""
+    """Samples its drafts, and reports them as one-hot."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
         return Draft(super().propose(tokens, lengths, num_draft_tokens, *rest).tokens)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import torch_specops
 from torch_specops.decode import GenerationOutput
 from torch_specops.decode.greedy import ROUNDING, check_greedy
-from torch_specops.decode.state import speculative_step
+from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import quantised_copy
 from torch_specops.hf import language_model
 

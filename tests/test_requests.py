@@ -1,5 +1,5 @@
-"""A request is a prompt, its sampling parameters and its seed. Its tokens are a function of these alone: not of the
-batch around it, nor of its place there, nor of how the loop runs; and no random number serves twice."""
+"""The tokens of a prompt depend on its sampling parameters and its seed alone: not on the batch around it, its place in
+the batch, or how the loop runs. And no random number is used twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode import state
+from torch_specops.decode import step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup, model, ngram
 from torch_specops.hf import language_model
 
@@ -56,8 +56,9 @@ def arguments(chosen: list[int]) -> tuple[Tensor, dict[str, Any], SamplingParams
     return prompts, {"attention_mask": mask, "seed": seeds, "max_new_tokens": NEW_TOKENS}, sampling
 
 
-def texts(loop: SpeculativeDecoder, chosen: list[int]) -> list[list[int]]:
+def texts(loop: SpeculativeDecoder, chosen: list[int], **changes: Any) -> list[list[int]]:
     prompts, options, sampling = arguments(chosen)
+    options |= changes
     device = loop.target.device
     options["attention_mask"] = options["attention_mask"].to(device)
     output = loop.generate(prompts.to(device), sampling=sampling, eos_token_id=(), **options)
@@ -76,6 +77,8 @@ def test_a_request_gets_the_same_tokens_alone_and_anywhere_in_a_batch(kind: str)
     alone = texts_alone(kind)
     for chosen in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1, 1, 2, 1]):
         assert texts(decoder(kind), chosen) == [alone[index] for index in chosen]
+    # Neighbours that end early change nothing.
+    assert texts(decoder(kind), [2, 1, 0], max_new_tokens=[2, NEW_TOKENS, 0])[1] == alone[1]
 
 
 def test_a_request_of_another_seed_gets_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +90,12 @@ def test_a_request_of_another_seed_gets_other_tokens(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_loop_gives_the_same_tokens() -> None:
-    torch._dynamo.reset()
     alone = texts_alone("model")
     loop = decoder("model", compile=True)
     for chosen in ([0, 1, 2, 3], [3, 2, 1, 0]):
         assert texts(loop, chosen) == [alone[index] for index in chosen]
-    torch._dynamo.reset()
 
 
 @pytest.mark.gpu
@@ -124,8 +126,8 @@ def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[in
         note(seeds, positions, 1, "sample")
         return real(seeds, positions, n)
 
-    real = state.verification_uniforms
-    monkeypatch.setattr(state, "verification_uniforms", verification_uniforms)
+    real = step.verification_uniforms
+    monkeypatch.setattr(step, "verification_uniforms", verification_uniforms)
     monkeypatch.setattr(model, "uniforms", uniforms)
     monkeypatch.setattr(ngram, "uniforms", uniforms)
     prompts, options, sampling = arguments([1])
@@ -134,14 +136,14 @@ def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[in
 
 
 @pytest.mark.parametrize("kind", ["none", "n-gram", "model"])
-def test_no_number_serves_twice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_is_used_twice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = numbers_used(kind, monkeypatch)
     assert {stream for _, _, stream, _ in used} == {"sample", *(["propose", "accept"] if kind != "none" else [])}
     assert set(used.values()) == {1}
 
 
-def test_a_number_that_serves_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong draft: it proposes with the numbers of the acceptance tests."""
+def test_a_number_that_is_used_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong draft that proposes with the numbers of the acceptance tests."""
 
     def draws(self: ModelDraft, seeds: Tensor, lengths: Tensor, n: int, temperature: Tensor) -> Tensor:
         return model.uniforms(seeds, lengths, n, "accept")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -224,3 +226,17 @@ class PairModel:
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(vocab + 1, vocab, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def raised(call: Callable[[Any], object], cases: Sequence[tuple[Any, type[Exception], str]]) -> list[str]:
+    """The cases (argument, error, start of its message as a pattern) in which `call` does not raise what it should."""
+    wrong = []
+    for argument, error, message in cases:
+        try:
+            found: object = call(argument)
+        except Exception as raised_error:
+            found = raised_error
+            if isinstance(raised_error, error) and re.match(message, str(raised_error)):
+                continue
+        wrong.append(f"{argument}: expected {error.__name__} {message!r}, got {found!r}")
+    return wrong

@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
-`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `inductor`, `laws`,
-`parallel` and `reference` are loaded when they are first used.
+`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `beam`, `inductor`,
+`laws`, `parallel` and `reference` are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_LOADED_WHEN_USED = ("analysis", "hf", "inductor", "laws", "parallel", "reference")
+_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "parallel", "reference")
 
 
 def __getattr__(name: str) -> ModuleType:

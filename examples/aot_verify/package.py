@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_specops
-from torch_specops.decode.choices import as_verify
-from torch_specops.decode.state import DecodeState, speculative_step
+from torch_specops.decode.step import DecodeState, speculative_step
+from torch_specops.decode.verify import Verifier
 from torch_specops.drafts import ModelDraft
 from torch_specops.hf import language_model
 from torch_specops.sampling import SamplingTensors
@@ -70,7 +70,7 @@ class DecoderStep(nn.Module):
         self.num_draft_tokens = num_draft_tokens
         self._read_target, draft_model = language_model(target), language_model(draft)
         self._propose = ModelDraft(draft_model)
-        self._verify = as_verify("exact", self._propose, lenience=1.0, argmax_lenience=1.0)
+        self._verify = Verifier()
         self._layers = []
         first = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
         for model in (self._read_target, draft_model):
@@ -93,7 +93,7 @@ class DecoderStep(nn.Module):
         seeds: Tensor,
         temperature: Tensor,
     ) -> Tensor:
-        """The arguments are the fields of `DecodeState`; the result is the step's record [B, K+5] (`record_of`)."""
+        """The arguments are the fields of `DecodeState`; the result is the step's record [B, K+4] (`unpack_record`)."""
         # While the module is exported, its buffers are others than those that the caches know.
         for index, layer in enumerate(self._layers):
             layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")

@@ -1,11 +1,9 @@
-"""What speculative decoding is worth on paper: the formulas of Leviathan et al. 2023 (arXiv 2211.17192), over tensors.
+"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the gain of speculative decoding, over tensors.
 
-alpha is the probability that a draft which was reached is accepted, K (gamma there) the drafts per step, c the cost
-ratio. Two assumptions stand behind everything that takes an alpha: drafts are accepted independently, with the same
-probability; and the target reads K + 1 tokens in the time of one. Arithmetic is float64, whatever comes in, and
-arguments broadcast.
-
-`torch_specops.schedules` has two of these formulas in plain Python, for the decoding loop.
+alpha is the probability that a draft is accepted if the drafts before it were, K (gamma in the paper) the drafts per
+step, c the cost ratio. Everything that takes an alpha assumes that drafts are accepted independently with the same
+probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments are numbers or
+tensors and broadcast against each other.
 
 Example:
     >>> import torch

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .arguments import number
+from ..checks import check_numbers
+from .formulas import as_numbers
 
 __all__ = ["acceptance_probability", "alpha_from_counts", "divergence", "token_acceptance_probability"]
 
@@ -24,8 +25,8 @@ def acceptance_probability(
     """beta = sum_x min(p(x) / l, q(x)), the probability that a draft drawn from q is accepted (Leviathan et al. 2023,
     theorem 3.5; with lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6).
 
-    At temperature 0 both laws are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or 0; below
-    an `argmax_lenience` of 1, the draft's argmax x is accepted if softmax(target_logits)(x) >= l max softmax(..).
+    At temperature 0 both laws are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or 0. With
+    `argmax_lenience` below 1, the draft's argmax x is accepted if softmax(target_logits)(x) >= l max softmax(..).
 
     Args:
         target_logits: [.., V] of any floating dtype; -inf and NaN exclude a token, +inf is the largest float32.
@@ -38,7 +39,7 @@ def acceptance_probability(
         [..] float64 in [0, 1]; 0 where either row has no finite logit.
 
     Raises:
-        TypeError: logits that are no floating-point tensors, numbers that are none.
+        TypeError: logits that are not floating-point tensors, a number of another type.
         ValueError: vocabularies that differ, shapes that do not broadcast, a number out of range.
 
     Example:
@@ -51,7 +52,7 @@ def acceptance_probability(
     _check_lenience(lenience=lenience, argmax_lenience=argmax_lenience)
     _check_pair(target_logits, draft_logits)
     p, q = _probabilities(target_logits, temperature), _probabilities(draft_logits, temperature)
-    # Sums of rounded numbers may exceed one in the last digit.
+    # Rounding may bring the sum above 1.
     sampled = torch.minimum(p / lenience, q).sum(-1).clamp(max=1.0)
     is_greedy = _temperature(temperature, target_logits) == 0
     if not bool(is_greedy.any()):
@@ -68,21 +69,21 @@ def token_acceptance_probability(
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
 ) -> Tensor:
-    """min(1, p(x) / (l q(x))), the probability that this draft token is accepted; over x drawn from q its mean is
-    `acceptance_probability` (Leviathan et al. 2023, the first line of theorem 3.5's proof).
+    """min(1, p(x) / (l q(x))), the probability that this draft token is accepted. Its mean over x drawn from q is
+    `acceptance_probability` (Leviathan et al. 2023, the first line of the proof of theorem 3.5).
 
     Args:
         target_logits: [.., V], as for `acceptance_probability`.
         draft_tokens: [..] integers; one outside [0, V) is padding and is never accepted.
-        draft_logits: [.., V]; None = deterministic drafts (q is one-hot), so that the result is min(1, p(x) / l).
+        draft_logits: [.., V]; None = deterministic drafts: q is one-hot, and the result is min(1, p(x) / l).
         temperature, lenience, argmax_lenience: as for `acceptance_probability`.
 
     Returns:
-        [..] float64 in [0, 1]; 0 where q(x) is 0, as no draft is then drawn there. At temperature 0 q counts for
-        nothing: the result is 1 or 0.
+        [..] float64 in [0, 1]; 0 where q(x) is 0, because no draft is drawn there. At temperature 0 the result is 1 or
+        0, whatever q.
 
     Raises:
-        TypeError, ValueError: as `acceptance_probability`; tokens that are no integers.
+        TypeError, ValueError: as `acceptance_probability`; tokens of another dtype than int64 or int32.
 
     Example:
         >>> import torch
@@ -111,11 +112,12 @@ def token_acceptance_probability(
 
 
 def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
-    """alpha as a decoding loop shows it: accepted / (accepted + rejections), over all steps given.
+    """alpha estimated from the steps of a decoding loop: accepted / (accepted + rejections).
 
-    A step ends at its first rejection, so one whose drafts were not all accepted had exactly one, and the drafts behind
-    it were never tried. This is the maximum-likelihood alpha of the capped geometric variable of equation 1.
-    `GenerationStats.acceptance_rate` is another number: it divides by all drafts, tried or not, and falls as K grows.
+    A step ends at its first rejection, so a step whose drafts were not all accepted had exactly one, and the drafts
+    behind it were not tried. This is the maximum-likelihood alpha of the capped geometric variable of equation 1.
+    `GenerationStats.acceptance_rate` is a different number: it divides by all drafts, tried or not, and falls as K
+    grows.
 
     Args:
         num_accepted, num_proposed: integers of one shape, 0 <= num_accepted <= num_proposed.
@@ -124,7 +126,7 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
         A float64 scalar in [0, 1]; NaN when no draft was tried.
 
     Raises:
-        TypeError: counts that are no integer tensors.
+        TypeError: counts that are not integer tensors.
         ValueError: counts of unequal shape or out of range.
 
     Example:
@@ -150,8 +152,8 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
 def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Leviathan et al. 2023, definition 3.2).
 
-    It is the total variation distance, symmetric, and 1 - `acceptance_probability` (lemma 3.3, theorem 3.5). Summed as
-    it stands, so that it keeps its digits where p and q are close.
+    It is the total variation distance, symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
+    but it does not cancel where p and q are close.
 
     Args:
         target_logits, draft_logits, temperature: as for `acceptance_probability`.
@@ -188,7 +190,7 @@ def _probabilities(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def _accepted_when_greedy(logits: Tensor, argmax_lenience: float) -> Tensor:
-    """[.., V] bool, the tokens that a greedy row accepts."""
+    """[.., V] bool, the drafts that a greedy row accepts."""
     x = _clean(logits)
     if argmax_lenience == 1.0:
         accepted = torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.argmax(-1, keepdim=True), True)
@@ -204,28 +206,26 @@ def _clean(logits: Tensor) -> Tensor:
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """values [.., V] at index [..], both broadcast against each other."""
-    try:
-        shape = torch.broadcast_shapes(values.shape[:-1], index.shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"draft_tokens: expected a shape that broadcasts against {list(values.shape[:-1])}, got {list(index.shape)}"
-        ) from error
+    shape = _broadcast_shape("draft_tokens", index.shape, values.shape[:-1])
     expanded = values.expand(*shape, values.shape[-1])
     return expanded.gather(-1, index.expand(shape).unsqueeze(-1)).squeeze(-1)
 
 
 def _temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    value = number("temperature", temperature).to(logits.device)
+    value = as_numbers("temperature", temperature).to(logits.device)
     if not bool(((value >= 0) & (value < math.inf)).all()):
         raise ValueError(f"temperature: expected finite numbers >= 0, got {temperature}")
+    _broadcast_shape("temperature", value.shape, logits.shape[:-1])
+    return value
+
+
+def _broadcast_shape(name: str, shape: torch.Size, other: torch.Size) -> torch.Size:
     try:
-        torch.broadcast_shapes(value.shape, logits.shape[:-1])
+        return torch.broadcast_shapes(shape, other)
     except RuntimeError as error:
         raise ValueError(
-            f"temperature: expected a number, or a shape that broadcasts against {list(logits.shape[:-1])}, "
-            f"got {list(value.shape)}"
+            f"{name}: expected a shape that broadcasts against {list(other)}, got {list(shape)}"
         ) from error
-    return value
 
 
 def _check_pair(target_logits: Tensor, draft_logits: Tensor) -> None:
@@ -236,13 +236,7 @@ def _check_pair(target_logits: Tensor, draft_logits: Tensor) -> None:
             f"draft_logits: expected the target's vocabulary, {target_logits.shape[-1]} tokens, "
             f"got {draft_logits.shape[-1]}"
         )
-    try:
-        torch.broadcast_shapes(target_logits.shape, draft_logits.shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"draft_logits: expected a shape that broadcasts against {list(target_logits.shape)}, "
-            f"got {list(draft_logits.shape)}"
-        ) from error
+    _broadcast_shape("draft_logits", draft_logits.shape, target_logits.shape)
 
 
 def _check_logits(name: str, logits: Tensor) -> None:
@@ -253,8 +247,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
 
 
 def _check_lenience(**values: float) -> None:
+    check_numbers(**values)
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}: expected a number, got {value!r}")
         if not 0 < value <= 1:
             raise ValueError(f"{name}: expected a number in (0, 1], got {value}")

@@ -1,22 +1,22 @@
-"""The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it."""
+"""The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it.
 
-from .beam import BeamOutput, beam_search
-from .beam_tree import TreeModel
+From the outside in: `decoder.py` (the loop on the host), `runner.py` (a step runs eagerly, compiled or captured),
+`step.py` (one step), `verify.py` (which op verifies it). Beside them are `inputs.py`, `output.py`, and `ragged.py`
+(reading rows with different numbers of drafts).
+"""
+
 from .decoder import SpeculativeDecoder
 from .generate import generate
 from .greedy import GreedyCheck, GreedyDifference, check_greedy
 from .output import GenerationOutput, GenerationStats, Step
 
 __all__ = [
-    "BeamOutput",
     "GenerationOutput",
     "GenerationStats",
     "GreedyCheck",
     "GreedyDifference",
     "SpeculativeDecoder",
     "Step",
-    "TreeModel",
-    "beam_search",
     "check_greedy",
     "generate",
 ]

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from ..drafts import DraftSource, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
-from .beam import beam_search
 from .decoder import SpeculativeDecoder
-from .output import GenerationOutput
-from .prompts import EosTokenIds
-from .records import Streamer
+from .inputs import EosTokenIds
+from .output import GenerationOutput, Streamer
 
 __all__ = ["generate"]
 
@@ -37,21 +35,14 @@ def generate(
     compile: bool | str = "auto",
     inputs: Mapping[str, Tensor] | None = None,
     streamer: Streamer | None = None,
-    num_beams: int | None = None,
-    draft_beams: int | None = None,
-    num_return_sequences: int = 1,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
 
-    A `SpeculativeDecoder` for one batch. Use that class where prompts come again and again: what a call compiles (on
-    CUDA every call does, unless `compile=False`) is gone with it. The arguments are those of the class and of its
-    `generate`, and so are the result and the errors.
+    This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps what it compiled (on CUDA
+    steps are compiled unless `compile=False`), while every call of this function compiles again.
 
-    With `num_beams` it is beam search instead, and the result a `BeamOutput`; the arguments from there on are those of
-    `beam_search`. What beam search has no use for is refused: a temperature above 0; a `schedule`, a `verify` or a
-    lenience other than the default; `compile=True`; a `streamer`. No random number is drawn, so `seed` changes nothing.
+    Arguments, result and errors are those of `SpeculativeDecoder` and of its `generate`. Beam search is
+    `torch_specops.beam.beam_search`.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -65,41 +56,6 @@ def generate(
         >>> output.lengths
         tensor([13,  7])
     """
-    if num_beams is not None:
-        _check_defaults(
-            "beam search has no use for it",
-            schedule=(schedule, "constant"),
-            verify=(verify, "exact"),
-            lenience=(lenience, 1.0),
-            argmax_lenience=(argmax_lenience, 1.0),
-            compile=("auto" if compile is False else compile, "auto"),
-            streamer=(streamer, None),
-        )
-        if sampling is not None and bool((sampling.temperatures(len(input_ids)) > 0).any()):
-            raise ValueError(f"sampling: beam search samples nothing; expected temperature 0, got {sampling}")
-        return beam_search(
-            target,
-            input_ids,
-            num_beams=num_beams,
-            draft=draft,
-            draft_beams=draft_beams,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=num_draft_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            num_return_sequences=num_return_sequences,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            inputs=inputs,
-        )
-    _check_defaults(
-        "it needs num_beams",
-        draft_beams=(draft_beams, None),
-        num_return_sequences=(num_return_sequences, 1),
-        length_penalty=(length_penalty, 1.0),
-        early_stopping=(early_stopping, False),
-    )
     decoder = SpeculativeDecoder(
         target,
         draft,
@@ -121,9 +77,3 @@ def generate(
         inputs=inputs,
         streamer=streamer,
     )
-
-
-def _check_defaults(reason: str, **choices: tuple[object, object]) -> None:
-    for name, (value, default) in choices.items():
-        if value != default:
-            raise ValueError(f"{name}: {reason}; expected {default!r}, got {value!r}")

@@ -1,12 +1,17 @@
-"""What a decode gives: its steps as they come, the finished sequences, and what the steps add up to."""
+"""What the loop returns: steps while it runs, then the sequences and statistics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["GenerationOutput", "GenerationStats", "Step"]
+from .step import unpack_record
+
+__all__ = ["GenerationOutput", "GenerationStats", "Progress", "RecordReader", "Step", "Streamer", "streamer_calls"]
 
 
 @dataclass(frozen=True)
@@ -14,12 +19,12 @@ class Step:
     """One round of drafting and verifying, for every row of the batch.
 
     Args:
-        tokens: what each row emitted: accepted drafts, then the next token; cut after an eos and at the row's limit;
-            empty for a row that had ended before.
-        num_accepted: drafts that the target accepted, per row (also those cut after an eos or at the limit).
+        tokens: the tokens that each row emitted: accepted drafts, then the next token, cut after an eos and at the
+            row's limit. Empty for a row that had ended before.
+        num_accepted: drafts that the target accepted, per row, including those cut after an eos or at the limit.
         num_proposed: drafts that were verified, per row.
-        finished: the rows that have ended by now.
-        seconds: time of the step, as the host saw it.
+        finished: whether each row has ended.
+        seconds: duration of the step, measured on the host.
     """
 
     tokens: list[list[int]]
@@ -31,19 +36,19 @@ class Step:
 
 @dataclass
 class GenerationStats:
-    """What the steps add up to. A step counts once for every row that took part in it.
+    """Counts and times, summed over all steps.
 
     Args:
         seeds: one per row.
-        num_steps: target forwards after the prompt, of the batch.
-        num_row_steps: steps, summed over the rows that took part.
-        num_tokens: emitted tokens, over all rows.
-        num_accepted, num_proposed: drafts accepted and verified, over all rows.
-        accepted_at, proposed_at: the same by position of the draft.
+        num_steps: steps of the batch.
+        num_row_steps: steps, summed over the rows that took part in them.
+        num_tokens: emitted tokens of all rows.
+        num_accepted, num_proposed: accepted and verified drafts of all rows.
+        accepted_at, proposed_at: the same, for each position of a draft in its step.
         seconds: time of the steps, without compilation.
-        prefill_seconds: time of reading the prompts, draft included. An eager loop reads prompts of one length with
-            the target in the first step, whose time then holds it.
-        compile_seconds: time spent compiling and capturing, 0 when nothing had to be.
+        prefill_seconds: time of reading the prompts with target and draft. An eager loop lets the target read prompts
+            of one length in the first step, and that time is then part of `seconds`.
+        compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
         compiled: whether the steps ran compiled, and why.
     """
 
@@ -62,17 +67,18 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens per row and step, the next token included: 1 when no draft is ever accepted."""
+        """Emitted tokens per row and step, including the next token: 1 when no draft is accepted."""
         return self.num_tokens / max(self.num_row_steps, 1)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted drafts / verified drafts (those after a rejection count as verified); None if there were none."""
+        """Accepted drafts / verified drafts. Drafts after a rejection count as verified. None without drafts."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Accepted / verified for the first draft of a step, the second, ...; unconditional."""
+        """Accepted / verified drafts at the first position of a step, the second, ...; not conditional on the drafts
+        before."""
         return [
             accepted / proposed if proposed else 0.0
             for accepted, proposed in zip(self.accepted_at, self.proposed_at, strict=True)
@@ -87,19 +93,22 @@ class GenerationStats:
         self.num_steps += 1
         self.seconds += step.seconds
         for tokens, num_accepted, num_proposed in zip(step.tokens, step.num_accepted, step.num_proposed, strict=True):
-            # A row without tokens had ended before, or ends here without one: nothing of it was verified.
-            if not tokens:
-                continue
-            self.num_row_steps += 1
-            self.num_tokens += len(tokens)
-            self.num_accepted += num_accepted
-            self.num_proposed += num_proposed
-            missing = num_proposed - len(self.proposed_at)
-            self.accepted_at += [0] * missing
-            self.proposed_at += [0] * missing
-            for position in range(num_proposed):
-                self.proposed_at[position] += 1
-                self.accepted_at[position] += position < num_accepted
+            self.add_row(len(tokens), num_accepted, num_proposed)
+
+    def add_row(self, num_tokens: int, num_accepted: int, num_proposed: int) -> None:
+        """Count what one row did in a step. A row without a token had ended before, or the target failed."""
+        if num_tokens == 0:
+            return
+        self.num_row_steps += 1
+        self.num_tokens += num_tokens
+        self.num_accepted += num_accepted
+        self.num_proposed += num_proposed
+        new_positions = [0] * (num_proposed - len(self.proposed_at))
+        self.proposed_at += new_positions
+        self.accepted_at += new_positions
+        for position in range(num_proposed):
+            self.proposed_at[position] += 1
+            self.accepted_at[position] += position < num_accepted
 
 
 @dataclass(frozen=True)
@@ -109,10 +118,10 @@ class GenerationOutput:
     Args:
         sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id.
         prompt_lengths: [B] int64.
-        lengths: [B] int64, prompt and new tokens.
-        stats: what the steps add up to.
-        errors: by row, why it ended early; empty when every row ended well.
-        interrupted: True when a KeyboardInterrupt ended the decode; what was generated by then is here.
+        lengths: [B] int64, tokens of prompt and output.
+        stats: counts and times.
+        errors: row -> why it ended early; empty when every row ended normally.
+        interrupted: True when a KeyboardInterrupt ended the decode. The output then holds the tokens generated so far.
 
     Example:
         >>> import torch, torch_specops
@@ -131,5 +140,91 @@ class GenerationOutput:
     interrupted: bool = False
 
     def new_tokens(self, row: int) -> list[int]:
-        """The tokens that one row emitted."""
+        """The new tokens of one row."""
         return self.sequences[row, int(self.prompt_lengths[row]) : int(self.lengths[row])].tolist()
+
+
+@dataclass
+class Progress:
+    """What the host has learnt from the steps so far. On CUDA the state on the device may be one step ahead.
+
+    Args:
+        lengths: tokens of each row.
+        finished: whether each row has ended.
+        stats: counts and times.
+    """
+
+    lengths: list[int]
+    finished: list[bool]
+    stats: GenerationStats
+
+    def add(self, record: Tensor, seconds: float) -> tuple[Step, list[int], list[int]]:
+        """Count a step.
+
+        Returns:
+            The step, and the numbers of drafts proposed and accepted in the rows that took part.
+        """
+        emitted, num_accepted, num_proposed, finished = unpack_record(record)
+        step = Step(
+            tokens=[[token for token in row if token >= 0] for row in emitted.tolist()],
+            num_accepted=num_accepted.tolist(),
+            num_proposed=num_proposed.tolist(),
+            finished=finished.bool().tolist(),
+            seconds=seconds,
+        )
+        active = [row for row, ended in enumerate(self.finished) if not ended]
+        self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
+        self.finished = step.finished
+        self.stats.add(step)
+        return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
+
+
+class RecordReader:
+    """Copies the records of steps to the host.
+
+    On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
+    while the host looks at this one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._queue: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def push(self, record: Tensor) -> None:
+        if not self._is_cuda:
+            self._queue.append((record, None))
+            return
+        pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+        pinned.copy_(record, non_blocking=True)
+        event = torch.cuda.Event()
+        # The copy is on the stream of the record's device, which need not be the current device.
+        event.record(torch.cuda.current_stream(record.device))
+        self._queue.append((pinned, event))
+
+    def pop(self) -> Tensor | None:
+        if self._is_cuda and len(self._queue) < 2:
+            return None
+        record, event = self._queue.pop(0)
+        if event is not None:
+            event.synchronize()
+        return record
+
+
+# Called with every step; or an object with `put(tokens)` and `end()`, like transformers' streamers.
+Streamer = Callable[[Step], object] | Any
+
+
+def streamer_calls(
+    streamer: Streamer | None, input_ids: Tensor
+) -> tuple[Callable[[Step], object], Callable[[], object]]:
+    """What to call with every step, and at the end. A streamer of transformers gets the prompt here."""
+    if streamer is None:
+        return lambda step: None, lambda: None
+    if hasattr(streamer, "put") and hasattr(streamer, "end"):
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"streamer: one with put and end takes a batch of one, got {input_ids.shape[0]} rows")
+        streamer.put(input_ids.cpu())
+        return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64)), streamer.end
+    if callable(streamer):
+        return streamer, lambda: None
+    raise TypeError(f"streamer: expected a callable, or an object with put and end, got {type(streamer)}")

@@ -1,42 +1,46 @@
-"""Reading drafts where a forward takes the time of the tokens it reads: without the padding of a batch.
+"""Reading the rows of a batch in groups, so that rows with few tokens are not padded to the longest.
 
-On a CPU, eagerly, a forward over a batch of eight takes several times as long for eleven tokens a row as for one. So a
-single row with drafts would make every other row read as many, and a row that has ended would be read to the end.
+This pays in eager steps on a CPU, where a forward takes longer the more tokens it reads: for a batch of eight, several
+times as long for eleven tokens a row as for one. Without groups, one row with drafts would make every other row read as
+many tokens, and rows that have ended would be read until the whole batch has ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..drafts import LanguageModel
 
-__all__ = ["RowReader", "as_row_reader", "groups_of", "read_ragged"]
+__all__ = ["RowReader", "as_row_reader", "read_ragged", "row_groups"]
 
-# What a forward costs beside its tokens, in tokens: each reads all weights. SmolLM2 135M in float32: 23 with one
+# The cost of a forward without its tokens (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one
 # thread, 36 with two.
 FORWARD_COST = 32
-# Rows apart from the others are gathered from the cache, so a little that is saved is nothing saved.
-MOST_OF_PADDED = 0.75
+# Groups have to be cheaper than this share of the padded forward, because their rows are gathered from the cache.
+MAX_RELATIVE_COST = 0.75
+
+# Rows that are read together, and how many tokens of each.
+Group = tuple[list[int], int]
 
 
 @runtime_checkable
 class RowReader(LanguageModel, Protocol):
-    """A language model that can read some rows of its batch and leave the others alone."""
+    """A language model that can read some rows of its batch and leave the others as they are."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it can: a model may, and one that wraps it not."""
+        """Whether it can: a class may have the method while some of its models cannot use it."""
         ...
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """As `LanguageModel.forward`, for the sequences `rows` [A] int64, which differ; tokens and positions are
-        [A, n]. None = all."""
+        """As `LanguageModel.forward`, for the rows `rows` [A] int64 only, each at most once; tokens and positions are
+        [A, n]. None = all rows."""
         ...
 
 
@@ -44,38 +48,49 @@ def as_row_reader(model: LanguageModel) -> RowReader | None:
     return model if isinstance(model, RowReader) and model.reads_rows else None
 
 
-def groups_of(num_proposed: Sequence[int], active: Sequence[bool]) -> list[tuple[list[int], int]] | None:
-    """Which rows to read together, and how many tokens of each: those that have not ended, and the ones with drafts
-    apart from the others where that pays. None = all of them, as they are.
+def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:
+    """The groups in which to read the active rows: all together, or rows with drafts apart from those without.
 
     Args:
         num_proposed: drafts of each row.
-        active: whether it has not ended.
+        active: whether each row has not ended.
+
+    Returns:
+        The cheaper grouping; None if one padded forward over all rows is as good.
     """
     width = max(num_proposed, default=0) + 1
     rows = [row for row, is_active in enumerate(active) if is_active]
     drafting = [row for row in rows if num_proposed[row] > 0]
     others = [row for row in rows if num_proposed[row] == 0]
+    # If one of the two groups is empty, the single group is the cheaper one.
     groups = min(([(rows, width)], [(drafting, width), (others, 1)]), key=_cost)
-    return groups if rows and _cost(groups) <= MOST_OF_PADDED * _cost([(active, width)]) else None
+    padded = [(list(range(len(active))), width)]
+    return groups if rows and _cost(groups) <= MAX_RELATIVE_COST * _cost(padded) else None
 
 
-def _cost(groups: Sequence[tuple[Sequence[Any], int]]) -> int:
-    """In tokens. Of two groups one may be empty, and then is no cheaper than the other alone."""
+def _cost(groups: Sequence[Group]) -> int:
     return sum(len(rows) * width + FORWARD_COST for rows, width in groups)
 
 
 def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor) -> Tensor:
-    """[B, n, V] logits of the newest token and the drafts [B, n]; 0 where nothing was read, because nobody asks."""
-    batch, width = tokens.shape
-    groups = groups_of(num_proposed.tolist(), (~finished).tolist())
+    """[B, n, V] logits of each row's newest token and drafts.
+
+    Rows that have ended, and padding among the drafts, may not be read; their logits are then 0.
+
+    Args:
+        tokens, positions: [B, n] int64, the newest token and the drafts.
+        num_proposed: [B] int64, drafts of each row.
+        finished: [B] bool.
+    """
+    groups = row_groups(num_proposed.tolist(), (~finished).tolist())
     if groups is None:
-        return target.forward(tokens, positions, width)
-    parts = []
-    for members, count in groups:
+        return target.forward(tokens, positions, tokens.shape[1])
+    logits = None
+    for members, width in groups:
         rows = torch.tensor(members)
-        parts.append((rows, target.forward(tokens[rows, :count], positions[rows, :count], count, rows)))
-    logits = parts[0][1].new_zeros(batch, width, parts[0][1].shape[2])
-    for rows, part in parts:
-        logits[rows, : part.shape[1]] = part
+        part = target.forward(tokens[rows, :width], positions[rows, :width], width, rows)
+        if logits is None:
+            logits = part.new_zeros(*tokens.shape, part.shape[2])
+        logits[rows, :width] = part
+    assert logits is not None
     return logits

@@ -1,4 +1,4 @@
-"""How a step runs: as it stands, as compiled pieces, as one graph, and on CUDA captured into a CUDA graph."""
+"""How a step runs: eagerly, in compiled pieces, as one compiled graph, and on CUDA captured into a CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,26 +17,61 @@ from ..drafts.base import static_tensors_of
 from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from .ragged import as_row_reader
-from .state import DecodeState, Verify, num_proposed_of, propose, shortened, speculative_step, verify_and_commit
+from .step import DecodeState, count_proposed, propose, shorten, speculative_step, verify_and_commit
+from .verify import Verifier
 
-__all__ = ["StepRunner"]
+__all__ = ["StepRunner", "resolve_compile"]
+
+# Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
+# cpu-loop-austen-bytes.
+STEPS_THAT_PAY = 8000
+
+
+def resolve_compile(
+    compile: bool | str, target: LanguageModel, draft: DraftSource | None, num_steps: float
+) -> tuple[bool, str]:
+    """Whether to compile the steps, and why.
+
+    Args:
+        compile: as `SpeculativeDecoder` takes it.
+        num_steps: eager steps done so far, and those that the new batch needs at least.
+    """
+    models = (target, getattr(draft, "model", None))
+    obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
+    if isinstance(compile, bool):
+        if compile and obstacle is not None:
+            raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
+        return compile, f"compile={compile} was asked for"
+    if compile != "auto":
+        raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
+    if obstacle is not None:
+        return False, f"eager: {obstacle}"
+    device = target.device
+    if device.type == "cuda":
+        return True, "compiled: on CUDA the host would be the slowest part of a step"
+    if draft is not None and draft.deterministic:
+        # Text without a match has no drafts, and an eager forward takes the time of the tokens it reads.
+        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
+    pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
+    if num_steps >= STEPS_THAT_PAY:
+        return True, f"compiled: {pays}"
+    return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
 
 
 class StepRunner:
     """Runs the steps of one batch after another, and keeps what was compiled and captured for them.
 
     Args:
-        target, draft, verify: what a step is made of.
-        one_graph: compile a step as a single graph, not in pieces.
+        target, draft, verify: the parts of a step.
+        one_graph: compile a step as a single graph instead of in pieces.
 
     Attributes:
-        verify: as given.
         compiled: whether steps are compiled.
-        unread_length: the length of every row, where the next step is to read the prompts as well; None = the target
-            has read them.
+        unread_length: the length of every row if the next step has to read the prompts as well; None = the target has
+            read them.
     """
 
-    def __init__(self, target: LanguageModel, draft: DraftSource | None, verify: Verify, one_graph: bool) -> None:
+    def __init__(self, target: LanguageModel, draft: DraftSource | None, verify: Verifier, one_graph: bool) -> None:
         self.compiled = False
         self.unread_length: int | None = None
         self.verify = verify
@@ -48,15 +83,16 @@ class StepRunner:
         self._shape: Hashable = None
         self._state: DecodeState | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The K whose steps are compiled and captured.
         self._ready: set[int] = set()
-        # What the graphs read and write, kept alive for them: as long as a tensor lives, no other has its address.
+        # The tensors that the graphs read and write. While they are held here, no new tensor can take their addresses.
         self._captured: list[Tensor] = []
-        # One for all captures: cuBLAS keeps a workspace for each stream it has met.
-        self._side: torch.cuda.Stream | None = None
+        # One stream for all captures: cuBLAS keeps a workspace for every stream that it was used on.
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process.
-        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": [], "_side": None}
+        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": [], "_capture_stream": None}
 
     @property
     def state(self) -> DecodeState:
@@ -66,15 +102,16 @@ class StepRunner:
 
     @property
     def draft_shape(self) -> Hashable | None:
-        """What stands for the shapes of the batch where the draft compiles its pieces; None = it compiles none."""
+        """The key of the batch's shapes under which a draft compiles its own pieces; None = it runs eagerly, or inside
+        one graph."""
         return self._shape if self.compiled and not self._one_graph else None
 
     def start(self, values: DecodeState, inputs: Mapping[str, Tensor]) -> DecodeState:
-        """Begin a batch: its state on the target's device, in the tensors of the state before where the shapes are the
-        same, because graphs know their addresses."""
+        """Begin a batch with these values. If the shapes are those of the batch before, they are copied into its
+        tensors, because graphs hold their addresses."""
         shape = _shape_of(values, inputs)
         if shape != self._shape:
-            # Before the models make room for the new batch.
+            # Frees their memory before the models make room for the new batch.
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
@@ -91,8 +128,8 @@ class StepRunner:
         return self._state
 
     def keep_valid_graphs(self) -> None:
-        """Called once the models are ready for the batch: CUDA graphs stay if all that they captured is where it was.
-        A model may have a new cache although no shape has changed, if another decoder used it in between."""
+        """Drop the CUDA graphs unless every tensor that they captured is still where it was. Called once the models
+        are ready for a batch: a model has a new cache if another decoder used it in between."""
         if self._target.device.type != "cuda":
             return
         parts = [self._target] if self._draft is None else [self._target, self._draft]
@@ -109,11 +146,12 @@ class StepRunner:
         self._captured = []
 
     def run(self, num_draft_tokens: int, schedule: Schedule | None = None) -> Tensor:
-        """One step; returns its record.
+        """Run one step and return its record.
 
         Args:
-            schedule: what says how many of the drafts are worth reading, where that can be asked; None = all that a
-                batch has, its padding too.
+            num_draft_tokens: K.
+            schedule: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
+                padding included.
         """
         with self.on_device():
             if num_draft_tokens in self._graphs:
@@ -123,11 +161,11 @@ class StepRunner:
             return self._step(num_draft_tokens, schedule)
 
     def prepare(self, num_draft_tokens: int) -> float:
-        """Compile and capture the step for this K, unless that was done; returns the seconds it took."""
+        """Compile and capture the step for this K if that was not done; returns the seconds it took."""
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
-        with self.on_device(), self._nothing_emitted():
+        with self.on_device(), self._all_finished():
             if self._target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
@@ -136,9 +174,9 @@ class StepRunner:
         return time.perf_counter() - started
 
     def seconds_of(self, num_draft_tokens: int) -> float:
-        """What a step takes that reads all of its drafts; the state stays as it is."""
+        """The time of a step that reads all K drafts, the median of three. The state does not change."""
         times = []
-        with self._nothing_emitted():
+        with self._all_finished():
             for _ in range(3):
                 self.synchronize()
                 started = time.perf_counter()
@@ -148,7 +186,7 @@ class StepRunner:
         return sorted(times)[1]
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Makes the target's device the current one, which Triton launches on and streams belong to."""
+        """Makes the target's device the current one: Triton launches there, and streams belong to it."""
         device = self._target.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -162,30 +200,22 @@ class StepRunner:
             step = self._piece(speculative_step, num_draft_tokens)
             return step(self._target, self._draft, state, num_draft_tokens, self.verify)
         compiles_itself = self._draft is None or self._draft.compiles_itself
-        proposal = (propose if compiles_itself else self._piece(propose, num_draft_tokens))(
-            self._draft, state, num_draft_tokens
-        )
+        draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
+        proposal = draft(self._draft, state, num_draft_tokens)
         row_reader = None
         if schedule is not None and not self.compiled and state.tokens.device.type == "cpu":
-            # Shapes are free here, and a forward over fewer tokens is cheaper.
-            proposal = shortened(proposal, self._width(proposal, schedule))
+            # Here shapes may change from step to step, and a forward over fewer tokens is faster.
+            proposal = shorten(proposal, self._num_to_verify(proposal, schedule))
             row_reader = self._row_reader
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self._target,
-            state,
-            proposal.tokens,
-            proposal.logits,
-            proposal.lse,
-            self.verify,
-            unread_length,
-            row_reader,
+            self._target, state, proposal, self.verify, unread_length, row_reader
         )
 
-    def _width(self, proposal: Draft, schedule: Schedule) -> int:
-        """How many drafts of a row are worth reading. Those of a model have been paid for, and its rows have as many
-        as each other."""
-        counts = num_proposed_of(proposal.tokens)
+    def _num_to_verify(self, proposal: Draft, schedule: Schedule) -> int:
+        """How many drafts of a row to verify: all that a model has sampled; of a deterministic draft, as many as the
+        schedule says."""
+        counts = count_proposed(proposal)
         if self._draft is None or not self._draft.deterministic:
             return int(counts.max())
         return schedule.trim(counts[~self.state.finished].tolist())
@@ -194,8 +224,8 @@ class StepRunner:
         return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
 
     @contextmanager
-    def _nothing_emitted(self) -> Iterator[None]:
-        """Rows are marked as finished: a step then changes nothing but cache slots that are not visible."""
+    def _all_finished(self) -> Iterator[None]:
+        """Marks all rows as finished. A step then emits nothing and changes only cache slots that are not visible."""
         finished = self.state.finished.clone()
         try:
             self.state.finished.fill_(True)
@@ -204,38 +234,40 @@ class StepRunner:
             self.state.finished.copy_(finished)
 
     def _capture(self, num_draft_tokens: int) -> None:
-        """The whole step as one CUDA graph; its pool is shared with the graphs of other K, which never run together."""
-        if self._side is None:
-            self._side = torch.cuda.Stream(self._target.device)
-        self._side.wait_stream(torch.cuda.current_stream())
+        """Capture the whole step as one CUDA graph. Graphs of different K share a memory pool: they never run at the
+        same time."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self._target.device)
+        stream = self._capture_stream
+        stream.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        # The outer context leaves the side stream also where a capture fails.
-        with torch.cuda.stream(self._side):
+        # The outer context also leaves the stream if a capture fails.
+        with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(num_draft_tokens)
-            # torch's default stream for captures belongs to the device that captured first; its default error mode
-            # forbids other threads to use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local"):
+            # By default torch would capture on a stream of the device that captured first, and other threads could not
+            # use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 record = self._step(num_draft_tokens)
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens] = (graph, record)
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything about a batch that a compiled piece takes for fixed, but for K."""
+    """Everything that a compiled piece takes as constant for a batch, without K."""
     tensors = _tensors_of(state) | dict(inputs)
     return state.is_sampled, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
-    """Every tensor of a state, by name; those of its sampling too."""
+    """Every tensor of a state by name, those of its sampling included."""
     tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
     return tensors | _tensors_of(values.sampling) if isinstance(values, DecodeState) else tensors
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the data: those inside a quantised weight."""
+    """The tensors that hold the data of a tensor: a quantised weight has several."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor.detach()

@@ -1,7 +1,7 @@
-"""The beams of every row and how they grow by a token, in the arithmetic of transformers' beam search.
+"""The beams of every row, and how they grow by one token.
 
-Scores are float32 and summed in the same order, candidates are taken by the same `topk` over the same shapes, so that
-even ties fall alike. What differs is that every row has a length and an end of its own.
+The arithmetic is that of transformers' beam search: float32 scores, summed in the same order, and candidates from the
+same `topk` over the same shapes, so that even ties are broken alike. Here every row has its own length and end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["BeamScorer"]
 
-# Added to the score of a beam that must not be chosen; in float32 what it is added to nearly vanishes.
+# Added to the score of a beam that must not be chosen. In float32 it outweighs any score.
 EXCLUDED = -1.0e9
 
 
@@ -20,7 +20,7 @@ class BeamScorer:
 
     Args:
         num_beams: w >= 1.
-        limits: [B] int64 >= 1, the tokens after which a row ends.
+        limits: [B] int64 >= 1, the number of new tokens at which a row ends.
         eos: [B, E] int64, tokens that finish a beam; -1 is none.
         length_penalty: a finished beam's score is divided by its number of new tokens to this power.
         early_stopping: when a row with w finished beams ends. True: at once. False: when the best running beam, at its
@@ -32,8 +32,8 @@ class BeamScorer:
         counts: [B] int64, how many new tokens they have.
         finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w]: the finished
             beams, best one first; their scores are divided by the penalty.
-        done: [B] bool, rows that have ended.
-        failed: [B] bool, those that ended because no continuation had a finite score.
+        done: [B] bool, whether a row has ended.
+        failed: [B] bool, whether it ended because no continuation had a finite score.
 
     Raises:
         ValueError: a length penalty that no float32 can hold at the largest limit.
@@ -49,13 +49,13 @@ class BeamScorer:
         self.early_stopping = early_stopping
         self.length_penalty = length_penalty
         self._penalties = _penalties(longest, length_penalty).to(limits.device)
-        # So many that w of them do not end with an eos.
+        # Enough candidates that at least w of them do not end with an eos.
         self.num_candidates = max(2, 1 + eos.shape[1]) * num_beams
         self._is_top = torch.arange(self.num_candidates, device=limits.device) < num_beams
 
         self.tokens = limits.new_zeros(batch, num_beams, longest)
         self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
-        # All beams begin as the prompt; only the first one counts.
+        # All beams begin with the same prompt, so only the first one may be continued.
         self.scores[:, 0] = 0.0
         self.counts = torch.zeros_like(limits)
         self.finished_tokens = torch.zeros_like(self.tokens)
@@ -73,8 +73,8 @@ class BeamScorer:
             active: [B] bool; the others stay as they are.
 
         Returns:
-            parents [B, w] and tokens [B, w]: the running beams, as beams before and what followed them. They mean
-            nothing in rows that are not active, or done by now.
+            parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token.
+            Undefined in rows that are not active, or done by now.
         """
         log_probs = logits.float().log_softmax(-1)
         # A beam with a NaN among its logits has no continuation.
@@ -103,8 +103,8 @@ class BeamScorer:
         return parents.gather(1, best), tokens.gather(1, best)
 
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best beams; of rows that failed, the running
-        ones."""
+        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; of the running ones in
+        rows that failed."""
         running_scores = self.scores / self._penalties[self.counts].unsqueeze(1)
         running_lengths = self.counts.unsqueeze(1).expand_as(self.finished_lengths)
         failed = self.failed.unsqueeze(1)
@@ -148,7 +148,7 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:
-    """[longest + 1] float32: what scores are divided by, by length."""
+    """[longest + 1] float32, what the score of a beam is divided by, for each length."""
     try:
         values = torch.tensor([1.0, *(length**length_penalty for length in range(1, longest + 1))], dtype=torch.float32)
     except OverflowError:

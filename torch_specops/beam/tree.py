@@ -1,9 +1,9 @@
 """The tree of texts that beam search keeps in one row of a cache.
 
-Beams share most of their text, so a row's beams are a tree: each token that was read is a node with a slot of its own
+Beams share most of their text, so the beams of a row are a tree. Each token that was read is a node with its own slot
 in the row's cache, and each beam knows which slots hold its text. A forward reads many nodes at once, and the mask
-shows each node its own ancestors. Beams are reordered by reordering what they see; keys and values never move. A slot
-that no beam sees is free.
+shows each node its own ancestors. When beams are reordered, only these sets of slots are; keys and values never move. A
+slot that no beam sees is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..drafts import LanguageModel
 
 __all__ = ["BeamTree", "Level", "TreeModel"]
 
-# Forwards look at a multiple of so many slots.
+# The number of slots that a forward attends to is a multiple of this.
 WIDTH_MULTIPLE = 32
 
 
@@ -34,10 +34,10 @@ class TreeModel(LanguageModel, Protocol):
         Args:
             tokens: [B, n] int64.
             positions: [B, n] int64, their positions in their texts.
-            slots: [B, n] int64, where their keys and values are written. A slot may repeat only with the same node.
-            visible: [B, n, S] bool, the slots that hold a node's own text, itself included; no other slot, and none
-                from S on, has a part in it.
-            slot_positions: [B, S] int64, the position of what each slot holds.
+            slots: [B, n] int64, where their keys and values are written. A slot may repeat only for the same node.
+            visible: [B, n, S] bool, the slots that hold a node's text, itself included. The node may attend to these
+                slots only; slots from S on are visible to no node.
+            slot_positions: [B, S] int64, the position of the token that each slot holds.
         """
         ...
 
@@ -48,7 +48,7 @@ class Level:
 
     Args:
         tokens: [B, n] int64.
-        parents: [B, n] int64, indices into the level before; at depth 0 the beam itself.
+        parents: [B, n] int64, indices into the level above; at depth 0, the index of the beam.
         slots: [B, n] int64.
         visible: [B, n, S] bool.
     """
@@ -59,7 +59,7 @@ class Level:
     visible: Tensor
 
     def index_of(self, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes [B, w] by parent and token: whether there are such, and where."""
+        """Find nodes by parent [B, w] and token [B, w]: whether each is there, and its index."""
         same = (self.parents.unsqueeze(1) == parents.unsqueeze(2)) & (self.tokens.unsqueeze(1) == tokens.unsqueeze(2))
         return same.any(2), same.byte().argmax(2)
 
@@ -68,15 +68,16 @@ class BeamTree:
     """The texts of w running beams in each of B rows, and the slots that hold them.
 
     Args:
-        tokens: [B, P] int64, the prompts; all but the newest token of each stand in the slots of their positions.
+        tokens: [B, P] int64, the prompts. All but the newest token of each have been read, into the slots of their
+            positions.
         lengths: [B] int64 >= 1.
         num_beams: w.
         num_slots: S.
 
     Attributes:
-        tokens: [B, w] int64, the newest token of each beam, not read yet.
+        tokens: [B, w] int64, the newest token of each beam, which has not been read.
         positions: [B] int64, its position.
-        width: all slots that any beam sees are below it.
+        width: no beam sees a slot from here on.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, num_beams: int, num_slots: int) -> None:
@@ -94,8 +95,12 @@ class BeamTree:
         self._levels: list[Level] = []
 
     def begin(self, num_nodes: int, num_live: int) -> Level:
-        """The level of the newest tokens; room for `num_nodes` nodes, theirs included, where `num_live` slots at most
-        are taken in any row."""
+        """Start a round with the level of the newest tokens.
+
+        Args:
+            num_nodes: the most nodes of the round, these included.
+            num_live: the most slots in use in any row.
+        """
         wanted = -(-(num_live + num_nodes) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self.width = min(max(self.width, wanted), self.num_slots)
         is_taken = self._sees[:, :, : self.width].any(1)
@@ -105,7 +110,7 @@ class BeamTree:
         return self._add(self.tokens, parents, self._sees[:, :, : self.width])
 
     def grow(self, parents: Tensor, tokens: Tensor) -> Level:
-        """The next level: nodes [B, n] below `parents` [B, n] of the last one."""
+        """Add a level: nodes with `tokens` [B, n] below the nodes `parents` [B, n] of the last level."""
         above = self._levels[-1].visible
         return self._add(tokens, parents, above.gather(1, parents.unsqueeze(2).expand(-1, -1, self.width)))
 
@@ -113,14 +118,14 @@ class BeamTree:
         """Logits [B, n, V] of the nodes of some levels, one after another.
 
         Args:
-            with_parents: the model has not read what stands before the newest tokens, and reads that first.
+            with_parents: let the model also read the tokens before the newest ones, which it has not read.
         """
         tokens = torch.cat([level.tokens for level in levels], 1)
         slots = torch.cat([level.slots for level in levels], 1)
         visible = torch.cat([level.visible for level in levels], 1)
         num_nodes = tokens.shape[1]
         if with_parents:
-            # A row that has ended sees nothing; even so a node must see itself.
+            # A row that has ended sees nothing, but a node must see itself.
             parents = self._sees[:, :, : self.width].scatter(2, self._parent_slots.unsqueeze(2), True)
             tokens = torch.cat([self._parent_tokens, tokens], 1)
             slots = torch.cat([self._parent_slots, slots], 1)
@@ -130,19 +135,19 @@ class BeamTree:
         return model.forward_tree(tokens, positions, slots, visible, slot_positions)[:, -num_nodes:]
 
     def move(self, parents: Tensor, tokens: Tensor, num_levels: Tensor, done: Tensor) -> None:
-        """Make the beams that follow `parents` [B, w], counted over all levels, with `tokens` [B, w]."""
+        """End the round: the new beams continue the nodes `parents` [B, w], counted over all levels, with `tokens`
+        [B, w]. `num_levels` [B] tokens were decided; rows that are `done` [B] free their slots."""
         levels = self._levels
         visible = torch.cat([level.visible for level in levels], 1)
         self._parent_tokens = torch.cat([level.tokens for level in levels], 1).gather(1, parents)
         self._parent_slots = torch.cat([level.slots for level in levels], 1).gather(1, parents)
         sees = visible.gather(1, parents.unsqueeze(2).expand(-1, -1, self.width))
-        # A row that has ended needs no slots.
         self._sees[:, :, : self.width] = sees & ~done[:, None, None]
         self.tokens = tokens
         self.positions = self.positions + num_levels
 
     def num_live(self) -> Tensor:
-        """[B] slots that some beam sees."""
+        """[B] the number of slots that some beam sees."""
         return self._sees.any(1).sum(1)
 
     def _add(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Level:

@@ -1,4 +1,5 @@
-"""Beam search with a draft: the beams of the target alone, several levels per forward (Leviathan et al. 2023, A.4)."""
+"""Beam search with a draft: the same beams as without one, and several levels per forward of the target (Leviathan et
+al. 2023, appendix A.4)."""
 
 from __future__ import annotations
 
@@ -11,24 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..decode.inputs import (
+    BatchRequest,
+    EosTokenIds,
+    Prompts,
+    as_draft_source,
+    as_language_model,
+    check_pair,
+    check_room,
+    read_prompts,
+)
+from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import DraftSource, LanguageModel, ModelDraft
-from .beam_scorer import BeamScorer
-from .beam_tree import BeamTree, Level, TreeModel
-from .choices import as_draft_source, as_language_model
-from .output import GenerationOutput, GenerationStats
-from .pair import check_pair, check_room
-from .prompts import EosTokenIds, align_prompts, eos_tensor, per_row
+from .scorer import BeamScorer
+from .tree import BeamTree, Level, TreeModel
 
 __all__ = ["BeamOutput", "beam_search"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamOutput(GenerationOutput):
-    """The best finished beams: R for each of B prompts, best one first, those of a prompt side by side.
+    """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best one first.
 
-    `sequences`, `prompt_lengths` and `lengths` have B * R rows; the keys of `errors` are prompts. In `stats` a step is
-    a round, and a token is a level: one more token for all of a prompt's beams. So `mean_acceptance_length` is levels
-    per round, and `num_accepted` of the `num_proposed` drafted levels held all of the target's beams.
+    `sequences`, `prompt_lengths` and `lengths` have B * R rows; the keys of `errors` are prompts. In `stats`, a step is
+    a round, and what is counted as a token is a level: one more token for all beams of a prompt. So
+    `mean_acceptance_length` is levels per round, and `num_accepted` counts the drafted levels that held all of the
+    target's beams.
 
     Args:
         scores: [B * R] float32, the summed log-probability of the new tokens / their number ** length_penalty.
@@ -55,37 +64,43 @@ def beam_search(
     pad_token_id: int | None = None,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> BeamOutput:
-    """Beam search, with the beams that transformers' `generate(num_beams=w, do_sample=False)` finds.
+    """Beam search that returns the beams of transformers' `generate(num_beams=w, do_sample=False)`.
 
-    In a round the draft searches K levels deep with u beams, beginning at the target's w beams; one forward of the
-    target reads all these nodes, as a tree in one row of its cache. Then the target's beams are advanced level by
-    level, for as long as all of them are among the nodes that were read. So a round decides 1 to K + 1 levels, and the
-    draft has no part in the result, up to the rounding of the target's forwards.
+    In a round, the draft searches K levels deep with u beams, beginning at the target's w beams. One forward of the
+    target reads all these nodes, as a tree in one row of its cache. Then the target's beams advance level by level, as
+    long as all of them are among the nodes that were read. So a round decides 1 to K + 1 levels. The draft has no
+    influence on the result, up to the rounding of the target's forwards. Nothing is compiled.
 
     Args:
         target: a transformers model, or a `TreeModel`.
-        input_ids, attention_mask, max_new_tokens, eos_token_id, pad_token_id, inputs: as in
-            `SpeculativeDecoder.generate`; max_new_tokens >= 1.
-        num_beams: w >= 1; with 1 it is greedy decoding, as in transformers: the first eos is the end.
-        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, a level per round.
-        draft_beams: u >= w; None = w. More of them make it likelier that the target's beams are among them, and its
-            forward wider.
-        num_draft_tokens: K >= 0.
+        input_ids: [B, P] int64, padded on either side.
+        num_beams: w >= 1; 1 is greedy decoding, as in transformers.
+        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round.
+        draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, and the
+            forwards are wider.
+        attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
+        max_new_tokens: the most tokens to emit, one number or one per row, >= 1.
+        num_draft_tokens: K >= 0, levels drafted per round.
         length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
         early_stopping: when a prompt with w finished beams is done. True: at once. False: when the best running beam,
-            at its length, scores no better than the worst finished one. "never": when it could not at any length.
+            at its present length, scores no better than the worst finished one. "never": when it could not at any
+            length.
         num_return_sequences: R, 1 to num_beams.
+        eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's generation
+            config.
+        pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
+        inputs: what the target's encoder reads, by name, as in `SpeculativeDecoder.generate`.
 
     Returns:
-        `BeamOutput`. Where no continuation has a finite score a prompt ends with its running beams as they are, an
+        `BeamOutput`. A prompt without any continuation of finite score ends with its running beams as they are, an
         entry in `errors`, and a warning.
 
     Raises:
-        TypeError, ValueError: by name; a draft that is no model; a model that cannot read a tree.
+        TypeError, ValueError: a wrong argument, by name; a draft that is no model; a model that cannot read a tree.
 
     Example:
         >>> import torch, transformers
-        >>> from torch_specops.decode import beam_search
+        >>> from torch_specops.beam import beam_search
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
         >>> target = transformers.LlamaForCausalLM(config).eval()
@@ -107,18 +122,16 @@ def beam_search(
     model = _tree_model("target", as_language_model("target", target))
     draft_model = _draft_model(draft, model)
 
-    prompts, lengths = align_prompts(input_ids, attention_mask, model.vocab_size)
-    prompts, lengths = prompts.to(model.device), lengths.to(model.device)
-    limits = per_row("max_new_tokens", max_new_tokens, prompts.shape[0], 1).to(model.device)
-    check_room(model, draft_model, int((lengths + limits).max()))
-    eos_ids = getattr(model, "eos_token_ids", ()) if eos_token_id is None else eos_token_id
-    eos = eos_tensor(eos_ids, prompts.shape[0]).to(model.device)
-    if pad_token_id is None:
-        pad_token_id = getattr(model, "pad_token_id", None)
-    else:
-        checks.check_int("pad_token_id", pad_token_id, 0)
-    # A single beam is greedy decoding: its first eos is the end.
-    scorer = BeamScorer(num_beams, limits, eos, float(length_penalty), num_beams == 1 or early_stopping)
+    request = BatchRequest(
+        input_ids, attention_mask, max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+    )
+    prompts = read_prompts(model, request, min_new_tokens=1)
+    check_room(model, draft_model, int(prompts.limits.max()))
+    new_tokens = (prompts.limits - prompts.lengths).to(model.device)
+    # With one beam, the first eos ends the search, as in greedy decoding.
+    scorer = BeamScorer(
+        num_beams, new_tokens, prompts.eos.to(model.device), float(length_penalty), num_beams == 1 or early_stopping
+    )
     widest = max(scorer.num_candidates, 0 if draft_model is None else width)
     if widest > num_beams * model.vocab_size:
         raise ValueError(
@@ -127,11 +140,11 @@ def beam_search(
         )
 
     search = _Search(model, draft_model, scorer, width, num_draft_tokens)
-    search.start(prompts, lengths, inputs)
+    search.start(prompts.tokens.to(model.device), prompts.lengths.to(model.device), inputs)
     search.run()
-    output = _output(search, prompts, lengths, num_return_sequences, pad_token_id)
+    output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():
-        # The decorator stands between this line and the caller's.
+        # 3, because `inference_mode` adds a frame between this one and the caller's.
         warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
     return output
 
@@ -154,7 +167,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # Every level that is kept takes w slots at most, and the nodes of a round stand beside them.
+        # Every level that is kept takes at most w slots, and the nodes of a round come on top.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -165,7 +178,7 @@ class _Search:
             model.start(batch, num_slots, inputs)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
-        # The draft proposes no eos: a beam that ends has no next level. -1 becomes the column that is cut off.
+        # The draft proposes no eos, because a beam that ends has no next level. -1 becomes a last column, which is cut.
         eos = torch.where(self.scorer.eos < self.target.vocab_size, self.scorer.eos, -1) % (self.target.vocab_size + 1)
         is_eos = torch.zeros(batch, self.target.vocab_size + 1, dtype=torch.bool, device=prompts.device)
         self._is_eos = is_eos.scatter(1, eos, True)[:, None, : self.target.vocab_size]
@@ -183,17 +196,19 @@ class _Search:
             record = self._round(num_draft_tokens, draft_lags).tolist()
             num_levels, left, live = ([row[column] for row in record] for column in range(3))
             self._num_live = max(live)
-            # The last level that was drafted is one that the draft did not read.
+            # The draft has not read the last level that it drafted.
             draft_lags = any(levels > num_draft_tokens for levels in num_levels)
-            _add(self.stats, num_levels, [min(num_draft_tokens, row - 1) for row in room])
+            self.stats.num_steps += 1
+            for levels, before in zip(num_levels, room, strict=True):
+                self.stats.add_row(levels, levels - 1, min(num_draft_tokens, before - 1))
             self.stats.seconds += time.perf_counter() - started
             room = left
 
     def _round(self, num_draft_tokens: int, draft_lags: bool) -> Tensor:
-        """Draft, read, and advance the beams as far as they were read.
+        """Draft, read, and advance the beams as far as their nodes were read.
 
         Returns:
-            [B, 3] int64: levels decided, levels that may follow (0: the row has ended), and slots taken.
+            [B, 3] int64: levels decided, levels left (0: the row has ended), and slots in use.
         """
         scorer, tree = self.scorer, self.tree
         levels = self._propose(num_draft_tokens, draft_lags)
@@ -214,7 +229,7 @@ class _Search:
                 break
             is_read, nodes = levels[depth + 1].index_of(nodes, tokens)
             active = active & is_read.all(1) & ~scorer.done
-            # On a CPU looking costs nothing, and the levels that follow are not reached by any row.
+            # On a CPU this check is free, and no row reaches the remaining levels.
             if active.device.type == "cpu" and not bool(active.any()):
                 break
         num_levels = scorer.counts - before
@@ -236,40 +251,20 @@ class _Search:
         return levels
 
 
-def _add(stats: GenerationStats, num_levels: list[int], num_proposed: list[int]) -> None:
-    stats.num_steps += 1
-    for levels, proposed in zip(num_levels, num_proposed, strict=True):
-        if levels == 0:
-            continue
-        stats.num_row_steps += 1
-        stats.num_tokens += levels
-        stats.num_accepted += levels - 1
-        stats.num_proposed += proposed
-        missing = proposed - len(stats.proposed_at)
-        stats.proposed_at += [0] * missing
-        stats.accepted_at += [0] * missing
-        for depth in range(proposed):
-            stats.proposed_at[depth] += 1
-            stats.accepted_at[depth] += depth < levels - 1
-
-
-def _output(
-    search: _Search, prompts: Tensor, prompt_lengths: Tensor, num_sequences: int, pad_token_id: int | None
-) -> BeamOutput:
+def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer = search.scorer
     tokens, num_new, scores = scorer.result(num_sequences)
-    if pad_token_id is None:
-        pad_token_id = max(int(scorer.eos[0, 0]), 0)
-    longest = prompts.shape[1]
+    prompt_tokens, prompt_lengths = prompts.tokens.to(tokens.device), prompts.lengths.to(tokens.device)
+    longest = prompt_tokens.shape[1]
     before = prompt_lengths[:, None, None]
     lengths = prompt_lengths.unsqueeze(1) + num_new
     index = torch.arange(int(lengths.max()), device=tokens.device)
-    source = torch.cat([prompts.unsqueeze(1).expand(-1, num_sequences, -1), tokens], 2)
+    source = torch.cat([prompt_tokens.unsqueeze(1).expand(-1, num_sequences, -1), tokens], 2)
     place = torch.where(index < before, index, longest + index - before).clamp(max=source.shape[2] - 1)
     sequences = source.gather(2, place.expand(-1, num_sequences, -1))
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
     return BeamOutput(
-        sequences=torch.where(index < lengths.unsqueeze(2), sequences, pad_token_id).flatten(0, 1),
+        sequences=torch.where(index < lengths.unsqueeze(2), sequences, prompts.pad_token_id).flatten(0, 1),
         prompt_lengths=prompt_lengths.repeat_interleave(num_sequences),
         lengths=lengths.flatten(),
         stats=search.stats,
@@ -290,7 +285,7 @@ def _draft_model(draft: DraftSource | LanguageModel | nn.Module | None, target: 
     source = as_draft_source(draft)
     if source is None:
         return None
-    # A source that proposes in a way of its own is more than its model, and that part would be lost.
+    # A subclass that overrides `propose` does more than its model, and beam search would ignore that.
     if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(draft)}")
     source.bind(target)

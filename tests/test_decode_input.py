@@ -1,0 +1,256 @@
+"""The loop with rows that fail, bad arguments, and how arguments reach the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import GREEDY, LENGTH, expected_rows, make_draft, new_tokens
+from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, raised, random_table, shared_tiny, tiny
+from torch import Tensor, nn
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import GenerationOutput, Step
+from torch_specops.decode.verify import Verifier
+from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
+from torch_specops.sampling import SamplingTensors
+
+
+class FailingRow(PairModel):
+    """From a position on, the logits of row 1 are NaN."""
+
+    def __init__(self, table: Tensor, position: int) -> None:
+        super().__init__(table)
+        self.position = position
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        logits = super().forward(tokens, positions, num_logits).clone()
+        logits[1][positions[1, -logits.shape[1] :] >= self.position] = torch.nan
+        return logits
+
+
+TABLE = random_table(8, seed=5)
+SHORT_PROMPTS = [[1, 2, 3], [4, 5], [6, 0, 2, 7]]
+
+
+def run_tables(target: LanguageModel, draft: Any = None, **options: Any) -> GenerationOutput:
+    input_ids, mask = padded(SHORT_PROMPTS, "left")
+    arguments = {"max_new_tokens": 12, "num_draft_tokens": 3, "sampling": GREEDY, "seed": 3} | options
+    return torch_specops.generate(target, input_ids, attention_mask=mask, draft=draft, **arguments)
+
+
+@pytest.mark.parametrize("draft", ["nothing", "itself", "opposite", "prompt lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_logit_ends_alone(draft: str, temperature: float) -> None:
+    source = {"nothing": None, "itself": PairModel(TABLE), "opposite": PairModel(-TABLE)}.get(draft, PromptLookup())
+    sampling = SamplingParams(temperature=temperature)
+    whole = run_tables(PairModel(TABLE), source, sampling=sampling)
+    # Row 1 has two tokens: with position 1 it emits nothing.
+    for position in (1, 2, 7):
+        message = f"target: no finite logit after {position + 1} tokens"
+        with pytest.warns(RuntimeWarning, match=f"row 1: {message}"):
+            output = run_tables(FailingRow(TABLE, position), source, sampling=sampling)
+        assert output.errors == {1: message}
+        assert output.lengths.tolist() == [15, position + 1, 16]
+        for row, new in enumerate(new_tokens(output)):
+            assert new == whole.new_tokens(row)[: len(new)]
+        assert (output.sequences[1, position + 1 :] == 0).all()
+
+
+def test_a_row_that_ends_in_time_has_no_error() -> None:
+    """The limit or an eos comes with the last token for which the target had finite logits."""
+    whole = run_tables(PairModel(TABLE)).new_tokens(1)
+    for draft in (None, PairModel(TABLE)):
+        for options in ({"max_new_tokens": 3}, {"eos_token_id": [[], [whole[2]], []]}):
+            output = run_tables(FailingRow(TABLE, 4), draft, **options)
+            assert output.errors == {}
+            assert output.new_tokens(1) == whole[: whole.index(whole[2]) + 1 if "eos_token_id" in options else 3]
+
+
+def test_a_draft_without_a_finite_logit_costs_only_its_drafts() -> None:
+    whole, output = (run_tables(PairModel(TABLE), draft) for draft in (None, FailingRow(TABLE, 4)))
+    assert torch.equal(whole.sequences, output.sequences) and output.errors == {}
+    assert whole.stats.num_steps > output.stats.num_steps > 2
+
+
+def test_a_model_that_fails_on_one_row_works_for_the_next_batch() -> None:
+    """A NaN embedding fills a row's cache with NaN: nothing of it may stay."""
+    model = tiny("llama")
+    broken = 59
+    assert broken not in {token for row in (*expected_rows(), *PROMPTS) for token in row}
+    with torch.no_grad():
+        model.get_input_embeddings().weight[broken] = torch.nan
+    decoder = SpeculativeDecoder(model, model, num_draft_tokens=3, sampling=GREEDY)
+    # Longer than the next batch's prompts, which would overwrite it.
+    input_ids, mask = padded([PROMPTS[0], [1, broken, *[8] * 10], PROMPTS[2]], "left")
+    with pytest.warns(RuntimeWarning, match="row 1: target: no finite logit after 12 tokens"):
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
+    assert new_tokens(output) == [expected_rows()[0], [], expected_rows()[2]]
+    assert list(output.errors) == [1]
+    input_ids, mask = padded(PROMPTS, "left")
+    output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
+    assert new_tokens(output) == expected_rows() and output.errors == {}
+
+
+@pytest.mark.parametrize("op", ["exact", "block", "sigmoid"])
+def test_the_verifier_passes_everything_on(op: str) -> None:
+    """Same tokens as from the op itself; without any one of its arguments they would differ."""
+    generator = torch.Generator().manual_seed(0)
+    target, logits = 2 * torch.randn(2, 500, 3, 8, generator=generator)
+    temperature = torch.tensor([0.0, 0.6]).repeat(250)
+    tokens = torch.randint(8, (500, 2), generator=generator)
+    draft = Draft(tokens, logits[:, :2], torch.zeros(500, 2))
+    accept, sample = torch.rand(500, 2, generator=generator), torch.rand(500, generator=generator)
+    filters = {"top_k": torch.tensor([3, 0, 0, 0]), "top_p": torch.tensor([1, 0.6, 1, 1])}
+    filters |= {"min_p": torch.tensor([0, 0, 0.3, 0.3])}
+    filters = {name: values.repeat_interleave(125) for name, values in filters.items()}
+
+    def run(draft: Draft = draft, sampling: SamplingTensors | None = None, **lenience: float) -> list[list[int]]:
+        sampling = sampling or SamplingTensors(temperature, **filters)
+        return Verifier(op, **lenience)(target, draft, (accept, sample), sampling)[0].tolist()
+
+    first = (target, tokens, draft.logits, accept, sample)
+    if op == "exact":
+        lossy = {"lenience": 0.5, "argmax_lenience": 0.3}
+        direct = torch_specops.verify_exact(*first, temperature, draft.lse, **filters, **lossy)
+        assert run(**lossy) == direct[0].tolist()
+        assert run(**lossy) != run(lenience=0.5) != run() != run(argmax_lenience=0.3)
+    elif op == "block":
+        direct = torch_specops.verify_block(*first, temperature, draft.lse, **filters)
+        assert run() == direct[0].tolist() != run(Draft(tokens, draft.logits))
+    else:
+        kept = [
+            torch_specops.filter_logits(row, temperature, **filters)
+            for row in torch.cat([target, draft.logits], 1).unbind(1)
+        ]
+        direct = torch_specops.verify_sigmoid(
+            torch.stack(kept[:3], 1), tokens, torch.stack(kept[3:], 1), accept, sample, temperature=temperature
+        )
+        assert run() == direct[0].tolist()
+    assert run() != run(Draft(tokens)) if op != "sigmoid" else True
+    for name in filters:
+        assert run() != run(sampling=SamplingTensors(temperature, **(filters | {name: None})))
+    assert run() != run(sampling=SamplingTensors(torch.ones(500), **filters))
+
+
+# Bad input.
+
+PROMPT = torch.tensor([[1, 2], [3, 4]])
+THREE = torch.tensor([[1, 2, 3], [1, 2, 3]])
+
+BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"input_ids: expected \[B, P\] .* shape \[3\]"),
+    ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, ValueError, r"input_ids: .* got shape \[1, 0\]"),
+    ({"input_ids": torch.ones(1, 3)}, TypeError, "input_ids: expected an int64 tensor .* got torch.float32"),
+    ({"input_ids": [[1, 2]]}, TypeError, "input_ids: expected an int64 tensor .* got <class 'list'>"),
+    ({"input_ids": torch.tensor([[1, 8]])}, ValueError, r"input_ids: expected tokens in \[0, 8\), got 8"),
+    ({"input_ids": torch.tensor([[1, -1]])}, ValueError, r"input_ids: expected tokens in \[0, 8\), got -1"),
+    ({"attention_mask": PROMPT[:1]}, ValueError, r"attention_mask: expected \[2, 2\], .* got \[1, 2\]"),
+    ({"attention_mask": [[1, 1], [1, 1]]}, TypeError, "attention_mask: expected a tensor .* got <class 'list'>"),
+    ({"attention_mask": PROMPT}, ValueError, "attention_mask: expected zeros and ones"),
+    ({"attention_mask": PROMPT == 1}, ValueError, "attention_mask: .* got none in row 1"),
+    (
+        {"input_ids": THREE, "attention_mask": torch.tensor([[0], [2]]) != THREE},
+        ValueError,
+        "attention_mask: expected padding at the ends of a row only, got a hole in row 1",
+    ),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected a number >= 0, got -1"),
+    ({"max_new_tokens": [3, -2]}, ValueError, "max_new_tokens: expected a number >= 0, got -2"),
+    ({"max_new_tokens": [3, 2, 1]}, ValueError, "max_new_tokens: expected one number or 2, got 3"),
+    ({"max_new_tokens": None}, TypeError, "max_new_tokens: expected"),
+    ({"max_new_tokens": [2, 2.5]}, TypeError, "max_new_tokens: expected an int, got <class 'float'>"),
+    ({"max_new_tokens": True}, TypeError, "max_new_tokens: expected an int, got <class 'bool'>"),
+    ({"seed": 2**63}, ValueError, "seed: expected a 64-bit number, got 9223372036854775808"),
+    ({"seed": "x"}, TypeError, "seed: expected an int or an int64 tensor .* got <class 'str'>"),
+    ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int or a tensor \[2\], got shape \[3\]"),
+    ({"seed": torch.tensor([1.0, 2.0])}, TypeError, "seed: .* int64 tensor .* got torch.float32"),
+    ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
+    ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
+    ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens for each of 2 rows, got 3"),
+    ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
+    ({"pad_token_id": "x"}, TypeError, "pad_token_id: expected"),
+    ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
+    ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
+    (
+        {"sampling": SamplingParams(temperature=[0.5, 1.0, 2.0])},
+        ValueError,
+        r"temperature: expected one number or 2, got shape \[3\]",
+    ),
+]
+
+
+def test_bad_arguments_of_a_call() -> None:
+    """Refused by `generate`, and by `stream` at the call and not at the first step."""
+    decoder = SpeculativeDecoder(PairModel(TABLE))
+    with pytest.raises(RuntimeError, match="nothing was decoded yet"):
+        decoder.output()
+    for call in (decoder.generate, decoder.stream):
+        assert (
+            raised(lambda bad, call=call: call(**({"input_ids": PROMPT, "max_new_tokens": 4} | bad)), BAD_CALLS) == []
+        )
+
+
+class Elsewhere(DraftSource):
+    device = torch.device("meta")
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        raise AssertionError("never asked")
+
+
+SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
+BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
+    ({"target": nn.Linear(2, 2)}, TypeError, "model: expected a transformers model, got .*Linear"),
+    ({"draft": "x"}, TypeError, "draft: expected a model, a DraftSource or None, got <class 'str'>"),
+    ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens"),
+    ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
+    ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
+    ({"num_draft_tokens": True}, TypeError, "num_draft_tokens: expected an int, got <class 'bool'>"),
+    ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
+    ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block' or 'sigmoid', got 'typical'"),
+    ({"verify": "sigmoid", "draft": None}, ValueError, SIGMOID),
+    ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, SIGMOID),
+    ({"lenience": 0.0}, ValueError, r"lenience: expected a number in \(0, 1\], got 0"),
+    ({"lenience": "1"}, TypeError, "lenience: expected a number"),
+    ({"argmax_lenience": 1.5}, ValueError, r"argmax_lenience: expected a number in \(0, 1\], got 1.5"),
+    ({"verify": "block", "lenience": 0.5}, ValueError, "lenience: only verify='exact' can be lenient; .* 'block'"),
+    ({"compile": "always"}, ValueError, "compile: expected True, False or 'auto', got 'always'"),
+    ({"max_length": 1}, ValueError, "max_length: expected a number >= 2, got 1"),
+    ({"max_length": 9.0}, TypeError, "max_length: expected an int, got <class 'float'>"),
+    ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
+]
+
+
+def test_bad_arguments_of_a_decoder() -> None:
+    models = {"target": PairModel(TABLE), "draft": PairModel(TABLE)}
+    assert raised(lambda bad: SpeculativeDecoder(**(models | bad)), BAD_DECODERS) == []
+
+
+def test_generate_passes_everything_on() -> None:
+    input_ids, mask = padded(PROMPTS, "left")
+    steps: list[Step] = []
+    arguments: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": [9, 20, 4],
+        "seed": 3,
+        "eos_token_id": [5, 6],
+        "pad_token_id": 9,
+    }
+    options: dict[str, Any] = {
+        "num_draft_tokens": 4,
+        "schedule": "heuristic",
+        "sampling": SamplingParams(temperature=0.8),
+        "verify": "sigmoid",
+        "compile": False,
+    }
+    model, draft = shared_tiny("llama"), make_draft("perturbed")
+    output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
+    same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
+    assert torch.equal(output.sequences, same.sequences)
+    assert output.stats.seeds == [3, 4, 5] and len(steps) == output.stats.num_steps
+    assert output.stats.compiled == "compile=False was asked for"
+    encoder = encoder_inputs("t5")
+    whole = torch_specops.generate(shared_tiny("t5"), input_ids, attention_mask=mask, inputs=encoder, sampling=GREEDY)
+    assert len(whole.new_tokens(0)) == 128 and whole.new_tokens(0)[:LENGTH] == expected_rows(family="t5")[0]

@@ -1,0 +1,251 @@
+"""The steps of the loop: how many drafts they have, what they report, and how they end early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import GREEDY, LENGTH, decode, expected_rows, make_draft, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, PairModel, padded, random_table, shared_tiny
+from torch import Tensor
+
+import torch_specops
+from torch_specops import SpeculativeDecoder
+from torch_specops.decode import GenerationStats, Step
+from torch_specops.decode import decoder as decoder_module
+from torch_specops.decode import runner as runner_module
+from torch_specops.drafts import Draft, DraftSource
+from torch_specops.schedules import Heuristic, Optimal, Schedule
+
+
+class Cycle(Schedule):
+    """1, 3, 0, 1, 3, 0, ...; remembers what it was told."""
+
+    buckets = (0, 1, 3)
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], list[int]]] = []
+        self.resets = 0
+
+    def first(self) -> int:
+        self._coming = cycle([3, 0, 1])
+        return 1
+
+    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
+        self.told.append((list(num_proposed), list(num_accepted)))
+        return next(self._coming)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "schedule"),
+    [
+        ("perturbed", "heuristic"),
+        ("perturbed", "optimal"),
+        ("perturbed", Heuristic(1, maximum=6)),
+        ("prompt lookup", "optimal"),
+        ("itself", Cycle()),
+    ],
+)
+def test_greedy_under_a_schedule(draft: str, schedule: str | Schedule) -> None:
+    assert new_tokens(steps_of(draft, 2, schedule)[1]) == expected_rows()
+
+
+class Timed(PairModel):
+    """A model whose forward over n tokens moves a clock by first + more * (n - 1)."""
+
+    def __init__(self, table: Tensor, clock: list[float], first: float, more: float) -> None:
+        super().__init__(table)
+        self.clock, self.first, self.more = clock, first, more
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.clock[0] += self.first + self.more * (tokens.shape[1] - 1)
+        return super().forward(tokens, positions, num_logits)
+
+
+def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    for module in (decoder_module, runner_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    table = random_table(8, 0)
+    decoder = SpeculativeDecoder(
+        Timed(table, clock, 1.0, 0.1), Timed(table, clock, 0.2, 0.0), num_draft_tokens=4, schedule="optimal"
+    )
+    output = decoder.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, seed=0)
+    assert isinstance(decoder.schedule, Optimal)
+    assert decoder.schedule.buckets == (0, 1, 2, 3, 4)
+    # Four drafts of 0.2, and four more tokens of 0.1 for the target, in target forwards of 1.
+    assert decoder.schedule.cost_ratio == pytest.approx((4 * 0.2 + 4 * 0.1) / 4)
+    # Every draft is accepted, so in the end the largest K is chosen.
+    assert output.stats.acceptance_rate == 1.0 and len(output.stats.proposed_at) == 4
+
+
+def test_a_custom_schedule_is_followed_and_told() -> None:
+    schedule = Cycle()
+    limits = [20, 3, 12]
+    steps, output = steps_of("perturbed", 2, schedule, max_new_tokens=limits)
+    assert new_tokens(output) == [row[:limit] for row, limit in zip(expected_rows(), limits, strict=True)]
+    assert [max(step.num_proposed) for step in steps] == list(islice(cycle([1, 3, 0]), len(steps)))
+    assert schedule.resets == 1
+    # It is not told of rows that had ended before a step.
+    ended = [[False] * 3, *(step.finished for step in steps)]
+    expected = [
+        tuple([count for count, over in zip(counts, before, strict=True) if not over] for counts in both)
+        for both, before in zip(((step.num_proposed, step.num_accepted) for step in steps), ended, strict=False)
+    ]
+    assert schedule.told == expected
+
+
+@pytest.mark.parametrize(
+    ("draft", "expected"), [("itself", [2, 3, 5, 8]), ("stranger", [2, 1, 1, 1, 1]), ("nothing", [0, 0, 0])]
+)
+def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int]) -> None:
+    """2, 4, 6, 8 drafts or the bucket below; 1 fewer after a rejection; none without a draft."""
+    steps, _ = steps_of(draft, 2, "heuristic", max_new_tokens=40)
+    assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
+
+
+def test_one_graph_changes_nothing_in_eager_steps() -> None:
+    """Prompts of one length are read together with the first drafts."""
+    prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    for one_graph in (False, True):
+        decoder = SpeculativeDecoder(
+            shared_tiny("llama"), shared_tiny("llama", seed=3), sampling=GREEDY, one_graph=one_graph
+        )
+        assert new_tokens(decoder.generate(prompt, max_new_tokens=LENGTH)) == [expected_rows()[0]] * 2
+
+
+# Steps, statistics and streams.
+
+
+def test_steps_and_statistics_agree() -> None:
+    steps, output = steps_of("perturbed", 2)
+    assert streamed(steps) == new_tokens(output)
+    for step in steps:
+        assert all(0 <= n <= proposed <= 2 for n, proposed in zip(step.num_accepted, step.num_proposed, strict=True))
+        assert step.seconds >= 0
+        for tokens, n, finished in zip(step.tokens, step.num_accepted, step.finished, strict=True):
+            assert len(tokens) == n + 1 or finished
+    added, stats = GenerationStats(seeds=[]), output.stats
+    for step in steps:
+        added.add(step)
+    assert (added.num_steps, added.num_row_steps, added.num_tokens) == (stats.num_steps, stats.num_row_steps, 60)
+    assert (added.num_accepted, added.num_proposed) == (stats.num_accepted, stats.num_proposed)
+    assert stats.prefill_seconds > 0 and stats.compile_seconds == 0
+    assert "eager" in stats.compiled
+    heard: list[Step] = []
+    decode(make_draft("perturbed"), 2, streamer=heard.append)
+    assert streamed(heard) == streamed(steps)
+
+
+def test_statistics_count_what_was_emitted_and_verified() -> None:
+    stats = GenerationStats(seeds=[0, 1])
+    stats.add(Step([[1, 2, 3], [8]], [2, 0], [4, 1], [False, False], 0.5))
+    stats.add(Step([[4], []], [0, 3], [0, 3], [False, True], 0.25))
+    stats.add(Step([[5, 6], []], [3, 3], [4, 4], [True, True], 0.25))
+    assert (stats.num_steps, stats.num_row_steps, stats.num_tokens) == (3, 4, 7)
+    assert stats.mean_acceptance_length == 7 / 4
+    assert stats.acceptance_rate == 5 / 9
+    assert stats.acceptance_rate_per_position == [2 / 3, 1.0, 0.5, 0.0]
+    assert stats.seconds == 1.0 and stats.tokens_per_second == 7.0
+
+
+class TokenStreamer:
+    """Like transformers' streamers: gets the prompt, then int64 tokens, then the end."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        assert value.dtype == torch.int64
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+def test_a_streamer_of_transformers() -> None:
+    streamer = TokenStreamer()
+    decode(make_draft("perturbed"), 3, prompts=PROMPTS[:1], streamer=streamer)
+    prompt, *tokens, end = streamer.heard
+    assert prompt == [list(PROMPTS[0])] and end == "end"
+    assert [token for step in tokens for token in step] == expected_rows()[0]
+    with pytest.raises(ValueError, match="streamer: one with put and end takes a batch of one, got 3 rows"):
+        decode(None, 1, streamer=TokenStreamer())
+    with pytest.raises(TypeError, match=r"streamer: expected a callable, .* got <class 'int'>"):
+        decode(None, 1, streamer=3)
+    # A row that fails emits no token.
+    streamer = TokenStreamer()
+    with pytest.warns(RuntimeWarning, match="row 0: target: no finite logit after 2 tokens"):
+        torch_specops.generate(
+            PairModel(torch.full((9, 8, 8), torch.nan)), torch.tensor([[1, 2]]), max_new_tokens=3, streamer=streamer
+        )
+    assert streamer.heard == [[[1, 2]], [], "end"]
+
+
+def test_a_stream_ends_where_the_next_one_begins() -> None:
+    """A decoder has one state: an earlier stream may not continue with the tokens of a later one."""
+    decoder = SpeculativeDecoder(shared_tiny("llama"), make_draft("perturbed"), num_draft_tokens=2, sampling=GREEDY)
+    first = decoder.stream(torch.tensor([PROMPTS[0]]), max_new_tokens=LENGTH)
+    next(first)
+    never_begun = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
+    last = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
+    for old in (first, never_begun):
+        with pytest.raises(RuntimeError, match="stream"):
+            next(old)
+    assert streamed(list(last), 1) == [expected_rows()[2]]
+
+
+class Interrupting(DraftSource):
+    """Ctrl-C while the third step drafts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return Draft(torch.full((len(tokens), num_draft_tokens), -1))
+
+
+def test_an_interrupt_in_a_streamer_keeps_what_was_generated() -> None:
+    steps: list[Step] = []
+
+    def impatient(step: Step) -> None:
+        steps.append(step)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    output = decode(make_draft("perturbed"), 2, streamer=impatient)
+    assert output.interrupted and output.errors == {}
+    kept = new_tokens(output)
+    assert kept == streamed(steps)
+    assert all(3 <= len(row) <= 9 for row in kept)
+    assert kept == [full[: len(row)] for full, row in zip(expected_rows(), kept, strict=True)]
+    assert output.stats.num_steps == 3
+
+
+def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
+    source = Interrupting()
+    decoder = SpeculativeDecoder(shared_tiny("llama"), source, sampling=GREEDY)
+    input_ids, mask = padded(PROMPTS, "left")
+    for expected in ([row[:2] for row in expected_rows()], expected_rows()):
+        # The second call finds a decoder that works as if nothing had happened.
+        output = decoder.generate(
+            input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None, eos_token_id=()
+        )
+        assert new_tokens(output) == expected and output.interrupted == (expected != expected_rows())
+    # A streamer with an `end` is told.
+    streamer = TokenStreamer()
+    decode(Interrupting(), 2, prompts=PROMPTS[:1], streamer=streamer)
+    assert streamer.heard[1:] == [[token] for token in expected_rows()[0][:2]] + ["end"]
+    # Without a streamer, the interrupt goes to the caller.
+    with pytest.raises(KeyboardInterrupt):
+        decode(Interrupting(), 2)

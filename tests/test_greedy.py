@@ -1,0 +1,36 @@
+"""`check_greedy`: plain greedy decoding beside an output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import PROMPTS, VOCAB, PairModel, greedy_alone, greedy_rows, shared_tiny
+
+from torch_specops.decode.greedy import GreedyDifference, check_greedy
+from torch_specops.hf import language_model
+
+
+def test_a_wrong_token_is_found_and_the_rest_checked() -> None:
+    target = language_model(shared_tiny("llama"))
+    prompt, greedy = torch.tensor([PROMPTS[0]]), greedy_rows("llama", 20)[0]
+    assert check_greedy(target, prompt, greedy).identical
+    wrong = [*greedy[:12], (greedy[12] + 1) % VOCAB]
+    # After the wrong token the text goes on greedily, so that there is one difference.
+    wrong += greedy_alone(shared_tiny("llama"), [*PROMPTS[0], *wrong], 10)
+    check = check_greedy(target, prompt, wrong)
+    assert [(difference.index, difference.expected_token) for difference in check.differences] == [(12, greedy[12])]
+    assert check.num_tokens == 23
+    assert not check.identical and not check.only_rounding
+
+
+def test_near_ties_are_no_defects() -> None:
+    table = torch.zeros(6, 5, 5)
+    table[:, 1, 2], table[:, 1, 3], table[:, 1, 4] = 1.0, 1.0 - 2e-6, 1.0 - 1e-3
+    prompt = torch.tensor([[1]])
+    near, far = (check_greedy(PairModel(table), prompt, [token]) for token in (3, 4))
+    assert not near.identical and near.only_rounding
+    assert not far.identical and not far.only_rounding
+    assert isinstance(near.differences[0], GreedyDifference)
+    assert near.differences[0].logit_gap == pytest.approx(2e-6, rel=0.1)
+    with pytest.raises(ValueError, match=r"input_ids: expected one prompt \[1, P\], got \[2, 1\]"):
+        check_greedy(PairModel(table), torch.tensor([[1], [2]]), [3])

@@ -1,0 +1,207 @@
+"""What a caller passes to the loop, checked and converted: models, prompts and the settings of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..sampling import SamplingParams
+
+__all__ = [
+    "BatchRequest",
+    "EosTokenIds",
+    "Prompts",
+    "as_draft_source",
+    "as_language_model",
+    "check_pair",
+    "check_room",
+    "read_prompts",
+    "row_seeds",
+]
+
+EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
+
+
+def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
+    """The model itself, or the adapter of a transformers model."""
+    if isinstance(model, nn.Module):
+        # `hf` imports this package, so it is imported only when a transformers model arrives.
+        from ..hf import language_model
+
+        return language_model(model)
+    if isinstance(model, LanguageModel):
+        return model
+    raise TypeError(f"{name}: expected a transformers model or a LanguageModel, got {type(model)}")
+
+
+def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> DraftSource | None:
+    """The source itself, or a `ModelDraft` around a model."""
+    if draft is None or isinstance(draft, DraftSource):
+        return draft
+    if isinstance(draft, (nn.Module, LanguageModel)):
+        return ModelDraft(as_language_model("draft", draft))
+    raise TypeError(f"draft: expected a model, a DraftSource or None, got {type(draft)}")
+
+
+def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
+    """Raise ValueError if the draft's vocabulary or device is known and differs from the target's."""
+    if draft is None:
+        return
+    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens"
+        )
+    if draft.device is not None and draft.device != target.device:
+        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
+
+
+def check_room(target: LanguageModel, draft: DraftSource | LanguageModel | None, longest: int) -> None:
+    """Raise ValueError if a sequence of `longest` tokens is longer than the target or the draft can read."""
+    for name, model in (("target", target), ("draft", draft)):
+        readable = None if model is None else model.max_length
+        if readable is not None and longest > readable:
+            raise ValueError(
+                f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
+                f"got {longest}"
+            )
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """The arguments of one call of `SpeculativeDecoder.generate` or `stream`, which documents them."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+    max_new_tokens: int | Sequence[int] = 128
+    sampling: SamplingParams | None = None
+    seed: int | Tensor | None = None
+    eos_token_id: EosTokenIds = None
+    pad_token_id: int | None = None
+    inputs: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts, checked; tensors on the CPU.
+
+    Args:
+        tokens: [B, P] int64, each prompt from index 0 on, then zeros.
+        lengths: [B] int64 >= 1, tokens of each prompt.
+        limits: [B] int64, the length at which each sequence ends.
+        eos: [B, E] int64, tokens that end a sequence; -1 is none.
+        pad_token_id: what fills a sequence after its end.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    limits: Tensor
+    eos: Tensor
+    pad_token_id: int
+
+
+def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: int = 0) -> Prompts:
+    """Check prompts and limits; None for eos or pad tokens means those of the target.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype or shape, an empty prompt, a mask with holes, a token out of range, fewer
+            than `min_new_tokens` new tokens.
+    """
+    tokens, lengths = _align(request.input_ids, request.attention_mask, target.vocab_size)
+    batch = tokens.shape[0]
+    max_new_tokens = _per_row("max_new_tokens", request.max_new_tokens, batch, min_new_tokens)
+    eos_token_id = request.eos_token_id
+    eos = _eos_tensor(getattr(target, "eos_token_ids", ()) if eos_token_id is None else eos_token_id, batch)
+    pad_token_id = request.pad_token_id
+    if pad_token_id is not None:
+        checks.check_int("pad_token_id", pad_token_id, 0)
+    else:
+        pad_token_id = getattr(target, "pad_token_id", None)
+    if pad_token_id is None:
+        pad_token_id = max(int(eos[0, 0]), 0)
+    return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id)
+
+
+def row_seeds(seed: int | Tensor | None, batch: int) -> Tensor:
+    """[B] int64. An int seeds row b with seed + b; None draws one from torch's default generator."""
+    if seed is None:
+        seed = int(torch.randint(0, 2**62, (1,)))
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            raise TypeError(f"seed: expected an int or an int64 tensor [{batch}], got {seed.dtype}")
+        if seed.shape != (batch,):
+            raise ValueError(f"seed: expected an int or a tensor [{batch}], got shape {list(seed.shape)}")
+        return seed.cpu()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: expected an int or an int64 tensor [{batch}], got {type(seed)}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected a 64-bit number, got {seed}")
+    return torch.tensor(seed) + torch.arange(batch)
+
+
+def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Prompts padded on either side -> tokens [B, P] that begin at index 0, and lengths [B]."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        found = getattr(input_ids, "dtype", type(input_ids))
+        raise TypeError(f"input_ids: expected an int64 tensor [B, P], got {found}")
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids: expected [B, P] with B, P >= 1, got shape {list(input_ids.shape)}")
+    input_ids = input_ids.cpu()
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: expected a tensor [B, P], got {type(attention_mask)}")
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: expected {list(input_ids.shape)}, as input_ids has, got {list(attention_mask.shape)}"
+        )
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise ValueError("attention_mask: expected zeros and ones")
+    is_token = attention_mask.cpu().bool()
+    lengths = is_token.sum(1)
+    if bool((lengths == 0).any()):
+        raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
+    # Text may begin once per row: after padding, or at the start.
+    begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
+    if bool((begins.sum(1) > 1).any()):
+        row = int((begins.sum(1) > 1).long().argmax())
+        raise ValueError(f"attention_mask: expected padding at the ends of a row only, got a hole in row {row}")
+    tokens = input_ids.long().gather(1, (~is_token).long().argsort(dim=1, stable=True))
+    inside = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+    wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
+    if bool(wrong.any()):
+        raise ValueError(f"input_ids: expected tokens in [0, {vocab_size}), got {int(tokens[wrong][0])}")
+    return torch.where(inside, tokens, 0)[:, : int(lengths.max())], lengths
+
+
+def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
+    """One int or one per row -> [B] int64."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    values = list(value) if isinstance(value, Sequence) else [value] * batch
+    if len(values) != batch:
+        raise ValueError(f"{name}: expected one number or {batch}, got {len(values)}")
+    for number in values:
+        checks.check_int(name, number, least)
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
+    """A token, several, or several for each row -> [B, E] int64, padded with -1."""
+    if isinstance(eos_token_id, str) or not isinstance(eos_token_id, Sequence):
+        rows: list[list[Any]] = [[eos_token_id]] * batch
+    elif not any(isinstance(item, Sequence) for item in eos_token_id):
+        rows = [list(eos_token_id)] * batch
+    else:
+        rows = [list(item) if isinstance(item, Sequence) else [item] for item in eos_token_id]
+        if len(rows) != batch:
+            raise ValueError(f"eos_token_id: expected tokens for each of {batch} rows, got {len(rows)} lists")
+    for token in (token for row in rows for token in row):
+        checks.check_int("eos_token_id", token, 0)
+    width = max(max(len(row) for row in rows), 1)
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64)

@@ -1,0 +1,77 @@
+"""How the loop verifies drafts: by which op, and with which parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .. import checks
+from ..drafts import Draft
+from ..ops import filter_logits, verify_block, verify_exact, verify_sigmoid
+from ..sampling import SamplingTensors
+
+__all__ = ["Verifier"]
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Calls one of the verify ops with what a step has.
+
+    Args:
+        op: "exact", "block" or "sigmoid".
+        lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
+    """
+
+    op: str = "exact"
+    lenience: float = 1.0
+    argmax_lenience: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.check_numbers(lenience=self.lenience, argmax_lenience=self.argmax_lenience)
+        for name, value in (("lenience", self.lenience), ("argmax_lenience", self.argmax_lenience)):
+            if not 0.0 < value <= 1.0:
+                raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
+            if value < 1.0 and self.op != "exact":
+                raise ValueError(
+                    f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {self.op!r}"
+                )
+        if self.op not in ("exact", "block", "sigmoid"):
+            raise ValueError(f"verify: expected 'exact', 'block' or 'sigmoid', got {self.op!r}")
+
+    def __call__(
+        self, target_logits: Tensor, draft: Draft, uniforms: tuple[Tensor, Tensor], sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Accept drafts, and draw the next token.
+
+        Args:
+            target_logits: [B, K+1, V].
+            draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled.
+            uniforms: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token.
+            sampling: temperature and filters of each row.
+
+        Returns:
+            output_tokens [B, K+1] int64: accepted drafts, the next token, then -1.
+            num_accepted [B] int64.
+        """
+        temperature, filters = sampling.temperature, sampling.filters
+        if self.op == "sigmoid":
+            # This op has no filters of its own, so both sides are filtered before.
+            target_logits, filters = _filtered(target_logits, sampling), {}
+            if draft.logits is not None:
+                draft_logits = _filtered(draft.logits, sampling)
+                return verify_sigmoid(target_logits, draft.tokens, draft_logits, *uniforms, temperature=temperature)
+        arguments = (target_logits, draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
+        if self.op == "block":
+            return verify_block(*arguments, **filters)
+        return verify_exact(*arguments, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
+
+
+def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """[B, n, V] logits, with -inf for what top-k, top-p and min-p of each row remove."""
+    if not sampling.filters:
+        return logits
+    num_logits = logits.shape[1]
+    filters = {name: values.repeat_interleave(num_logits) for name, values in sampling.filters.items()}
+    temperature = sampling.temperature.repeat_interleave(num_logits)
+    return filter_logits(logits.flatten(0, 1), temperature, **filters).unflatten(0, logits.shape[:2])
