@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RaggedKeyValues", "visible_slots", "within_window"]
+__all__ = ["RaggedKeyValues", "visible_slots"]
 
 
 class RaggedKeyValues:
@@ -45,29 +45,19 @@ class RaggedKeyValues:
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
-def visible_slots(positions: Tensor, capacity: int, window: int | None = None) -> Tensor:
-    """[B, 1, n, capacity] bool: which slots a token at a position may attend to.
+def visible_slots(
+    positions: Tensor, slot_positions: Tensor, window: int | None = None, own_text: Tensor | None = None
+) -> Tensor:
+    """[B, 1, n, S] bool: which slots a token at a position attends to.
 
     Args:
         positions: [B, n] int64.
-        capacity: slots per sequence.
+        slot_positions: [B or 1, S] int64, the position of what each slot holds.
         window: a token sees itself and the window - 1 tokens before it; None = all before it.
+        own_text: [B, n, S] bool, the slots that hold a token's own text; None = all up to its own position.
     """
-    slot = torch.arange(capacity, device=positions.device)
-    position = positions[:, None, :, None]
-    visible = slot <= position
-    return visible if window is None else visible & (slot > position - window)
-
-
-def within_window(visible: Tensor, positions: Tensor, slot_positions: Tensor, window: int | None = None) -> Tensor:
-    """[B, 1, n, S] bool: what is left of `visible` in a layer with a window, where slots hold any positions.
-
-    Args:
-        visible: [B, n, S] bool: the slots that hold a token's own text.
-        positions: [B, n] int64.
-        slot_positions: [B, S] int64.
-        window: as in `visible_slots`.
-    """
+    distance = positions.unsqueeze(2) - slot_positions.unsqueeze(1)
+    visible = distance >= 0 if own_text is None else own_text
     if window is not None:
-        visible = visible & (slot_positions.unsqueeze(1) > positions.unsqueeze(2) - window)
+        visible = visible & (distance < window)
     return visible.unsqueeze(1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import GenerationOutput, SpeculativeDecoder
 from ..drafts import DraftSource, LanguageModel
-from ..drafts.base import static_tensors_of
+from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
-from .models import EncoderDecoderModel, TransformersModel, language_model
+from .model_copy import ModelCopy
+from .models import EncoderDecoderModel, language_model
 
 __all__ = ["custom_generate"]
 
@@ -66,8 +69,8 @@ def custom_generate(
         stopping_criteria: the longest length and eos tokens.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with
-            the model until another draft or another of these comes.
+        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept for
+            the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
         seed: as there.
         inputs_tensor: what the encoder read; transformers passes it.
@@ -98,9 +101,8 @@ def custom_generate(
     max_length, eos_token_ids = _stops(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
-    kept = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
-    decoder: SpeculativeDecoder = kept.decoder
-    target: Any = decoder.target
+    kept = _kept_decoder(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
+    target: Any = kept.decoder.target
     if suppresses:
         target.suppress(input_ids, mask, processors)
         target = target.model
@@ -109,7 +111,7 @@ def custom_generate(
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
-    output = decoder.generate(
+    output = kept.decoder.generate(
         input_ids,
         attention_mask=mask,
         # A sequence may be at the limit already; transformers then emits one token all the same.
@@ -121,55 +123,38 @@ def custom_generate(
         inputs=inputs,
         streamer=token_streamer,
     )
-    # An eager decoder would only hold its caches.
-    if decoder.compiled:
-        model._torch_specops = kept
+    # An eager decoder has nothing to keep but caches.
+    if kept.decoder.compiled:
+        _kept[model] = kept
     return torch.cat([input_ids, _new_tokens(output, pad_token_id).to(input_ids.device)], 1)
 
 
-class _Suppressing:
-    """A target that never says some tokens, and some others never first (`LanguageModel`)."""
+class _Suppressing(LanguageModelWrapper):
+    """A target that never says some tokens, and some others never first."""
 
-    def __init__(self, model: TransformersModel) -> None:
-        self.model = model
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
         self._never = torch.zeros(model.vocab_size, dtype=torch.bool, device=model.device)
         self._never_first = torch.zeros_like(self._never)
         self._first = torch.zeros(0, dtype=torch.int64, device=model.device)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
-
     def suppress(self, input_ids: Tensor, mask: Tensor | None, processors: Mapping[type, Any]) -> None:
-        """Read the processors of a call. Tensors keep their addresses: graphs know them."""
+        """Read the processors of a call. The tensors keep their addresses, which CUDA graphs know."""
         tokens = torch.arange(self.vocab_size, device=self.device)
         never = processors.get(SuppressTokensLogitsProcessor)
-        if never is not None:
-            self._never.copy_(torch.isin(tokens, never.suppress_tokens.to(self.device)))
-        else:
-            self._never.zero_()
-        # Where the first new token of each row stands: its own length, without padding.
-        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
-        first = torch.full_like(padding, -1)
         never_first = processors.get(SuppressTokensAtBeginLogitsProcessor)
-        if never_first is not None:
-            self._never_first.copy_(torch.isin(tokens, never_first.begin_suppress_tokens.to(self.device)))
-            first = never_first.begin_index - padding
+        for suppressed, listed in (
+            (self._never, None if never is None else never.suppress_tokens),
+            (self._never_first, None if never_first is None else never_first.begin_suppress_tokens),
+        ):
+            suppressed.zero_() if listed is None else suppressed.copy_(torch.isin(tokens, listed.to(self.device)))
+        # Where the first new token of each row stands: at its own length, without padding.
+        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
+        first = torch.full_like(padding, -1) if never_first is None else never_first.begin_index - padding
         if self._first.shape == first.shape:
             self._first.copy_(first)
         else:
             self._first = first.to(self.device)
-
-    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.model.start(batch, capacity, inputs)
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         logits = self.model.forward(tokens, positions, num_logits)
@@ -177,25 +162,24 @@ class _Suppressing:
         return logits.masked_fill(self._never | (is_first.unsqueeze(2) & self._never_first), -torch.inf)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        tensors = static_tensors_of(self.model)
+        tensors = super().static_tensors()
         return None if tensors is None else [*tensors, self._never, self._never_first, self._first]
 
-    def first_layers(self, num_layers: int) -> LanguageModel:
-        return self.model.first_layers(num_layers)
+
+@dataclass(frozen=True)
+class _Kept:
+    """A decoder that may be used again: for calls with the same `choices`. `copy` makes the model that it reads."""
+
+    choices: tuple[Any, ...]
+    copy: ModelCopy
+    decoder: SpeculativeDecoder
 
 
-class _KeptDecoder:
-    """A model's compiled decoder between two calls; a copy of the model, or a file of it, starts without one."""
-
-    def __init__(self, arguments: tuple[Any, ...] = (), decoder: Any = None) -> None:
-        self.arguments = arguments
-        self.decoder = decoder
-
-    def __reduce__(self) -> tuple[type[_KeptDecoder], tuple[()]]:
-        return _KeptDecoder, ()
+# The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its own key alive.
+_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
-def _decoder_of(
+def _kept_decoder(
     model: PreTrainedModel,
     suppresses: bool,
     draft_model: DraftSource | LanguageModel | nn.Module | None,
@@ -203,22 +187,29 @@ def _decoder_of(
     schedule: str | Schedule,
     verify: str,
     compile: bool | str,
-) -> _KeptDecoder:
-    choices = (draft_model, num_draft_tokens, schedule, verify, compile)
-    arguments = (id(model), model.device, model.dtype, suppresses, *choices)
-    kept = getattr(model, "_torch_specops", None)
-    if kept is not None and kept.arguments == arguments:
+) -> _Kept:
+    draft_is_model = draft_model is model
+    draft_choice = None if draft_is_model else draft_model
+    # What the decoder was made for. A graph of another device or dtype cannot be used again.
+    choices: tuple[Any, ...] = (suppresses, draft_is_model, draft_choice, num_draft_tokens, schedule, verify, compile)
+    choices += (model.device, model.dtype, model.config._attn_implementation)
+    kept = _kept.get(model)
+    # Taken out while it is in use: a call from another thread makes its own.
+    if kept is not None and kept.choices == choices and _kept.pop(model, None) is kept:
+        kept.copy.of(model)
         return kept
-    target = language_model(model)
+    copy = ModelCopy()
+    own = copy.of(model)
+    target: LanguageModel = language_model(own)
     decoder = SpeculativeDecoder(
         _Suppressing(target) if suppresses else target,
-        draft_model,
+        own if draft_is_model else draft_model,
         num_draft_tokens=num_draft_tokens,
         schedule=schedule,
         verify=verify,
         compile=compile,
     )
-    return _KeptDecoder(arguments, decoder)
+    return _Kept(choices, copy, decoder)
 
 
 def _check_mode(config: GenerationConfig) -> None:
