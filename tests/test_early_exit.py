@@ -89,18 +89,6 @@ def test_a_deep_whisper_has_a_cache_for_each_layer() -> None:
     assert output.lengths.tolist() == [len(prompt) + 12 for prompt in PROMPTS]
 
 
-def test_sampled_text_with_all_layers_accepts_every_draft() -> None:
-    output = torch_specops.generate(
-        three_layers("llama"),
-        torch.tensor([[3, 4, 5]]),
-        draft=EarlyExit(LAYERS),
-        max_new_tokens=24,
-        num_draft_tokens=3,
-        seed=4,
-    )
-    assert output.stats.acceptance_rate == 1.0
-
-
 def test_bad_numbers_of_layers() -> None:
     for number in (0, -1):
         with pytest.raises(ValueError, match=f"num_layers: expected a number >= 1, got {number}"):
