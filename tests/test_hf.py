@@ -237,7 +237,7 @@ def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model() -> None:
         expected = full_logits(model, TOKENS)
         adapter = hf.language_model(model)
         adapter.start(1, 200)
-        adapter._max_length = None
+        adapter.max_length = None
         adapter.forward(TOKENS.repeat(1, 6)[:1], torch.arange(144).unsqueeze(0))
         assert torch.equal(full_logits(model, TOKENS), expected)
 

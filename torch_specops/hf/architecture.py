@@ -31,8 +31,9 @@ def windows(config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """Some rotary embeddings change with the longest text of a batch: their forward looks at positions, which a graph
-    cannot do. None = no layer does."""
+    """The reason, or None. Some rotary embeddings change with the longest text of a batch: their forward looks at the
+    values of positions, which a graph cannot do.
+    """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
@@ -42,10 +43,10 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 
 def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """For T5: what to add to its attention scores, so that they have the relative bias of each row's own positions.
+    """For T5: what its mask must add, so that attention scores have the relative bias of each row's own positions.
 
-    T5 adds a bias itself, as if every row began at position 0 (the cache says so). The mask, which is added too,
-    carries the difference to the right one: of tokens at positions [B, n], to slots that hold positions [B or 1, S].
+    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
+    those [B or 1, S] that the slots hold, and returns the difference to the right bias. None = not a T5.
     """
     blocks = getattr(model.get_decoder(), "block", None)
     if blocks is None:

@@ -1,8 +1,8 @@
 """Attention of grouped queries over the cache, without a copy of the keys for each query head.
 
-transformers' "sdpa" repeats keys and values for every head of a group when there is a mask, and ragged rows always have
-one: each step would copy the whole cache, as many times over as a group has heads. Here the heads of a group become
-further queries of the one key head they share.
+With a mask, transformers' "sdpa" repeats keys and values for every query head of a group. Ragged rows always have a
+mask, so each step would copy the whole cache as many times as a group has heads. Here the query heads of a group become
+further queries of the key head that they share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def grouped_attention(
     """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]."""
     batch, num_heads, count, head_dim = query.shape
     group = num_heads // key.shape[1]
-    # The mask is copied for each head of a group. For a long prompt that is more than the keys are.
+    # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
     is_long = count > head_dim
     if group == 1 or is_long or attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}

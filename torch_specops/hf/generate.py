@@ -1,4 +1,4 @@
-"""The decoding loop behind transformers' own `generate`."""
+"""The decoding loop behind transformers' own `generate`, through its `custom_generate` argument."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .model_copy import ModelCopy
-from .models import EncoderDecoderModel, language_model
+from .models import EncoderDecoderModel, language_model, placed
 
 __all__ = ["custom_generate"]
 
@@ -58,12 +58,12 @@ def custom_generate(
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, draft_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens of the same law.
-    transformers calls this function with its prepared arguments; a user passes the ones from `draft_model` to
-    `compile`. Do not pass `assistant_model` or `streamer`: transformers keeps them from such a function.
+    transformers prepares the other arguments; a user passes those from `draft_model` to `compile`. Do not pass
+    `assistant_model` or `streamer`: transformers does not hand them on to such a function.
 
     Args:
         model: the target.
-        input_ids: [B, P] int64, padded as they were given.
+        input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
             everywhere or at the start; renormalisation.
         stopping_criteria: the longest length and eos tokens.
@@ -73,15 +73,15 @@ def custom_generate(
             the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
         seed: as there.
-        inputs_tensor: what the encoder read; transformers passes it.
+        inputs_tensor: the input of the encoder; transformers passes it.
         model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token.
 
     Raises:
-        NotImplementedError: a generation mode with beams or of another kind, a processor or criterion other than
-            those above, a filter that keeps more than one token at least, outputs beside the tokens.
+        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor or criterion other
+            than those above, a filter with min_tokens_to_keep above 1, outputs besides the tokens.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -101,7 +101,8 @@ def custom_generate(
     max_length, eos_token_ids = _stops(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
-    kept = _kept_decoder(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
+    choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
+    kept = _kept_decoder(model, draft_model, suppresses, choices)
     target: Any = kept.decoder.target
     if suppresses:
         target.suppress(input_ids, mask, processors)
@@ -114,7 +115,7 @@ def custom_generate(
     output = kept.decoder.generate(
         input_ids,
         attention_mask=mask,
-        # A sequence may be at the limit already; transformers then emits one token all the same.
+        # transformers emits one token even if the prompt has max_length tokens already.
         max_new_tokens=max(max_length - input_ids.shape[1], 1),
         sampling=_sampling(generation_config, processors),
         seed=seed,
@@ -130,7 +131,7 @@ def custom_generate(
 
 
 class _Suppressing(LanguageModelWrapper):
-    """A target that never says some tokens, and some others never first."""
+    """A target that never emits some tokens, and some others never as the first new token."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -151,10 +152,7 @@ class _Suppressing(LanguageModelWrapper):
         # Where the first new token of each row stands: at its own length, without padding.
         padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
         first = torch.full_like(padding, -1) if never_first is None else never_first.begin_index - padding
-        if self._first.shape == first.shape:
-            self._first.copy_(first)
-        else:
-            self._first = first.to(self.device)
+        self._first = placed(self._first, first.to(self.device))
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         logits = self.model.forward(tokens, positions, num_logits)
@@ -168,9 +166,9 @@ class _Suppressing(LanguageModelWrapper):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A decoder that may be used again: for calls with the same `choices`. `copy` makes the model that it reads."""
+    """A decoder, what it was made for, and what makes the model that it reads."""
 
-    choices: tuple[Any, ...]
+    made_for: tuple[Any, ...]
     copy: ModelCopy
     decoder: SpeculativeDecoder
 
@@ -181,35 +179,28 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 def _kept_decoder(
     model: PreTrainedModel,
-    suppresses: bool,
     draft_model: DraftSource | LanguageModel | nn.Module | None,
-    num_draft_tokens: int,
-    schedule: str | Schedule,
-    verify: str,
-    compile: bool | str,
+    suppresses: bool,
+    choices: dict[str, Any],
 ) -> _Kept:
     draft_is_model = draft_model is model
-    draft_choice = None if draft_is_model else draft_model
-    # What the decoder was made for. A graph of another device or dtype cannot be used again.
-    choices: tuple[Any, ...] = (suppresses, draft_is_model, draft_choice, num_draft_tokens, schedule, verify, compile)
-    choices += (model.device, model.dtype, model.config._attn_implementation)
+    # A graph of another device or dtype cannot be used again.
+    made_for = (
+        *(None if draft_is_model else draft_model, draft_is_model, suppresses, choices),
+        *(model.device, model.dtype, model.config._attn_implementation),
+    )
     kept = _kept.get(model)
     # Taken out while it is in use: a call from another thread makes its own.
-    if kept is not None and kept.choices == choices and _kept.pop(model, None) is kept:
+    if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
         kept.copy.of(model)
         return kept
     copy = ModelCopy()
     own = copy.of(model)
     target: LanguageModel = language_model(own)
-    decoder = SpeculativeDecoder(
-        _Suppressing(target) if suppresses else target,
-        own if draft_is_model else draft_model,
-        num_draft_tokens=num_draft_tokens,
-        schedule=schedule,
-        verify=verify,
-        compile=compile,
-    )
-    return _Kept(choices, copy, decoder)
+    if suppresses:
+        target = _Suppressing(target)
+    decoder = SpeculativeDecoder(target, own if draft_is_model else draft_model, **choices)
+    return _Kept(made_for, copy, decoder)
 
 
 def _check_mode(config: GenerationConfig) -> None:
@@ -227,7 +218,7 @@ def _check_mode(config: GenerationConfig) -> None:
             raise NotImplementedError(f"{name}: the sequences are the only output, got {getattr(config, name)}")
 
 
-# The place of each kind of processor among the others. Filters keep other tokens in another order.
+# Processors that are understood, and their order: filters in another order keep other tokens.
 _PROCESSORS: dict[type, int] = {
     SuppressTokensLogitsProcessor: 0,
     SuppressTokensAtBeginLogitsProcessor: 0,
@@ -244,7 +235,7 @@ def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
     last = 0
     for processor in processors:
         kind = type(processor)
-        # A subclass may do anything.
+        # Not isinstance: a subclass may do anything.
         if kind not in _PROCESSORS:
             raise NotImplementedError(
                 f"logits_processor: {kind.__name__} may depend on the text so far, or is not known here"
@@ -260,7 +251,7 @@ def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
 
 def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> SamplingParams:
     if not config.do_sample:
-        # What is left changes no maximum.
+        # The processors that are understood, but for suppressed tokens, do not change the argmax.
         return SamplingParams(temperature=0.0)
     values = {
         name: getattr(processors[kind], name)
@@ -298,12 +289,12 @@ def _stops(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
     return min(lengths), eos_token_ids
 
 
-# What `generate` prepares for its own loop; this one has its own cache, and reads one logit row per token.
+# What transformers prepares for its own loop. Ours has its own cache and needs none of it.
 _PREPARED = frozenset(["cache_position", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"])
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The mask of the text, after a look at everything that the model would have been given beside it."""
+    """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ValueError("past_key_values: the loop has a cache of its own and would neither read nor fill this one")
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
@@ -323,9 +314,9 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
 def _encoder_inputs(
     model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the target's encoder said, and what it read: a draft has an encoder of its own."""
+    """The output of the target's encoder, and its input, which a draft with its own encoder reads."""
     inputs = {}
-    # Without raw inputs, transformers makes up tokens of -100.
+    # transformers fills in tokens of -100 where the encoder's output was given instead of its input.
     if inputs_tensor is not None and not bool((inputs_tensor == -100).all()):
         copies = input_ids.shape[0] // inputs_tensor.shape[0]
         inputs[model.main_input_name] = inputs_tensor.repeat_interleave(copies, 0)

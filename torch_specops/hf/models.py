@@ -16,7 +16,7 @@ from .attention import use_grouped_attention
 from .cache import CrossCache, RaggedCache
 from .model_copy import ModelCopy
 
-__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
+__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -96,11 +96,15 @@ class TransformersModel:
     Attributes:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
+        max_length: the most tokens that its positions allow; None = any.
         not_compiled: why its forward cannot be compiled; None if it can.
+        reads_rows: whether `forward` can read some rows alone, once it has read all of them.
 
     Raises:
         ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
     """
+
+    reads_rows = True
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         if getattr(model, "_is_stateful", False):
@@ -126,7 +130,7 @@ class TransformersModel:
         self._first_layers = num_layers
         self._additive_mask = attention == "eager"
         self._windows = windows(self._config)
-        self._max_length = max_length(self._config)
+        self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._copy = ModelCopy()
@@ -148,12 +152,8 @@ class TransformersModel:
         return self.model.device
 
     @property
-    def max_length(self) -> int | None:
-        return self._max_length
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Taken from the generation config: a tokenizer rebuilt from a GGUF file names a wrong eos token."""
+        """Those of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if eos is None:
             return ()
@@ -174,7 +174,7 @@ class TransformersModel:
         if self._cache is not None and self._cache_key == key:
             self._cache.clear()
         else:
-            self._cache, self._cache_key = RaggedCache(batch, capacity, self._num_layers), key
+            self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
 
     @property
     def _num_layers(self) -> int:
@@ -182,19 +182,16 @@ class TransformersModel:
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
-        """The cache of every layer, once a forward has allocated it. Its tensors may be replaced by others of the same
-        shape: by the buffers of a module that is to be exported."""
+        """The cache of every layer, once a forward has allocated it.
+
+        Its tensors may be replaced by others of the same shape, such as the buffers of a module to be exported.
+        """
         return self._require_cache().key_values
 
     def static_tensors(self) -> list[Tensor]:
         """Weights and cache."""
         cache = [tensor for layer in self.key_values for tensor in (layer.keys, layer.values)]
         return [*self.prepared.parameters(), *self.prepared.buffers(), *cache]
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether `forward` can read some rows alone, once it has read all of them."""
-        return True
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
@@ -247,11 +244,11 @@ class TransformersModel:
         return self._cache
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        # Drafts may stand beyond the last position that the model knows; what it says of them is never emitted.
+        # Drafts may stand beyond the last position that the model knows. They are never emitted.
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _slots_to_read(self, positions: Tensor) -> int:
-        """On a CPU, where looking is free, as many as may hold text; else all, because shapes have to stay."""
+        """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return self._require_cache().capacity
         return int(positions.amax()) + 1
@@ -269,7 +266,7 @@ class TransformersModel:
     def _as_mask(self, visible: Tensor) -> Tensor:
         if not self._additive_mask:
             return visible
-        # Eager attention adds its mask, and would add a boolean one as 0 and 1.
+        # Eager attention adds the mask to its scores.
         dtype = self.model.dtype
         return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
@@ -282,21 +279,19 @@ class EncoderDecoderModel(TransformersModel):
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         super().__init__(model, num_layers)
-        # What the encoder said of the inputs, where it ran already: `start` then does not run it.
+        # The output of the encoder, where it has run already; `start` then does not run it.
         self.encoder_outputs: Tensor | None = None
         self._encoder_states: Tensor | None = None
         self._encoder_mask: Tensor | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in parameters
         if not self._takes_positions:
-            self._max_length = None
+            self.max_length = None
         self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
         self._relative_bias = relative_bias(self.prepared)
 
-    @property
-    def reads_rows(self) -> bool:
-        # The encoder's keys and values would have to be copied, and they are most of what a step reads.
-        return False
+    # It would copy the encoder's keys and values, which are most of what a step reads.
+    reads_rows = False
 
     @property
     def _num_layers(self) -> int:
@@ -307,23 +302,17 @@ class EncoderDecoderModel(TransformersModel):
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
-        same = self._encoder_states is not None and self._encoder_states.shape == states.shape
-        if same and (mask is None) == (self._encoder_mask is None):
-            # Graphs know the addresses.
-            self._encoder_states.copy_(states)  # type: ignore[union-attr]
-            if mask is not None:
-                self._encoder_mask.copy_(mask)  # type: ignore[union-attr]
-        else:
-            self._encoder_states = states.clone()
-            self._encoder_mask = None if mask is None else mask.to(self.device, copy=True)
+        before = self._encoder_states
+        self._encoder_states = placed(before, states.clone())
+        self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
-        if self._cross_cache is None or not same:
+        if self._cross_cache is None or self._encoder_states is not before:
             self._cross_cache = CrossCache(self._num_layers)
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
         self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
 
     def static_tensors(self) -> list[Tensor]:
-        """Weights, caches, and what the encoder said."""
+        """Weights, caches, and the output of the encoder."""
         encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
         cross = [] if self._cross_cache is None else self._cross_cache.key_values
         return [*super().static_tensors(), *encoder, *cross]
@@ -369,3 +358,8 @@ class EncoderDecoderModel(TransformersModel):
 
 def _as_float(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.float64 else logits
+
+
+def placed(old: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
+    return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)
