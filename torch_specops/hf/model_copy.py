@@ -41,6 +41,8 @@ class ModelCopy:
             for name, value in vars(module).items()
         }
         attributes["training"] = False
+        # What `Module.compile` made calls the original.
+        attributes.pop("_compiled_call_impl", None)
         # Some rotary embeddings register a new buffer in a forward.
         attributes["_buffers"] = dict(module._buffers)
         attributes["_modules"] = {
