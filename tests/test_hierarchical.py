@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    PROMPTS,
-    PairModel,
-    greedy_rows,
-    padded,
-    perturbed,
-    random_table,
-    shared_tiny,
-    tiny,
-)
+from tiny_models import PROMPTS, PairModel, greedy_rows, padded, perturbed, random_table, shared_tiny, tiny
 from torch import Tensor
 
 import torch_specops
@@ -206,14 +197,6 @@ def test_a_cache_that_lags_is_caught() -> None:
     assert wrong != right
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen2 sliding"])
-def test_greedy_is_plain_greedy(family: str) -> None:
-    draft = HierarchicalDraft(language_model(perturbed(shared_tiny(family))), num_inner_tokens=2, num_forwards=2)
-    steps = steps_of(shared_tiny(family), draft, num_draft_tokens=3)
-    rows = [tuple(token for step in steps for token in step.tokens[row]) for row in range(3)]
-    assert rows == list(greedy_rows(family, 16))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_target_that_drafts_for_itself_accepts_everything(temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature)
@@ -266,12 +249,6 @@ def test_a_single_draft_needs_no_inner_one() -> None:
     assert found.tokens.shape == (4, 1) and (found.tokens >= 0).all()
 
 
-def test_a_model_without_a_law_drafts_nothing() -> None:
-    table = torch.full((V + 1, V, V), -torch.inf)
-    found = drafts_of(HierarchicalDraft(PairModel(table), PromptLookup(min_ngram=1)), 1.0, trials=2)
-    assert (found.tokens[:, 0] == -1).all()
-
-
 def test_it_traces_as_one_graph() -> None:
     model = tiny("llama", vocab=V).float()
     sampling = SamplingParams(temperature=0.8).tensors(2)
@@ -292,9 +269,8 @@ def test_it_traces_as_one_graph() -> None:
     torch.testing.assert_close(eager.logits * present, traced.logits * present)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "arguments"),
-    [
+def test_errors_name_the_argument() -> None:
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "inner: expected a DraftSource", {"inner": "prompt lookup"}),
         (
             ValueError,
@@ -306,8 +282,7 @@ def test_it_traces_as_one_graph() -> None:
         (ValueError, "num_inner_tokens: ", {"num_inner_tokens": 0}),
         (TypeError, "num_forwards: ", {"num_forwards": True}),
         (ValueError, "num_forwards: ", {"num_forwards": 0}),
-    ],
-)
-def test_errors_name_the_argument(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        HierarchicalDraft(PairModel(SMALL), **arguments)
+    ]
+    for error, message, arguments in cases:
+        with pytest.raises(error, match=f"^{message}"):
+            HierarchicalDraft(PairModel(SMALL), **arguments)

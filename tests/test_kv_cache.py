@@ -14,10 +14,13 @@ from torch_specops.kv_cache import RaggedKeyValues, visible_slots
 BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 100])
+SLOTS = torch.arange(CAPACITY).unsqueeze(0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_a_token_sees_the_slots_up_to_its_own(window: int | None) -> None:
     positions = torch.tensor([[0, 1], [4, 5], [6, 2]])
-    visible = visible_slots(positions, CAPACITY, window)
+    visible = visible_slots(positions, SLOTS, window)
     assert visible.shape == (3, 1, 2, CAPACITY) and visible.dtype == torch.bool
     for row in range(3):
         for index in range(2):
@@ -28,28 +31,17 @@ def test_a_token_sees_the_slots_up_to_its_own(window: int | None) -> None:
             assert visible[row, 0, index].tolist() == expected
 
 
-def test_every_token_sees_itself() -> None:
-    positions = torch.arange(CAPACITY).unsqueeze(0)
-    for window in (None, 1, 3):
-        assert visible_slots(positions, CAPACITY, window)[0, 0].diagonal().all()
+def test_a_token_of_a_tree_sees_its_own_text_within_the_window() -> None:
+    """Slots hold any positions there, and which ones are a token's own text is given."""
+    own_text = torch.tensor([[[True, True, False, True]]])
+    slot_positions = torch.tensor([[0, 2, 1, 1]])
+    for window, expected in ((None, [0, 1, 3]), (2, [1, 3]), (1, [1])):
+        visible = visible_slots(torch.tensor([[2]]), slot_positions, window, own_text)
+        assert visible.shape == (1, 1, 1, 4) and visible[0, 0, 0].nonzero().flatten().tolist() == expected
 
 
 def random_states(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_rows_are_written_at_their_own_slots() -> None:
-    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH + 1, seed=1)
-    cache = RaggedKeyValues(keys, values, CAPACITY)
-    assert cache.keys.shape == (BATCH, HEADS, CAPACITY, WIDTH)
-    assert cache.values.shape == (BATCH, HEADS, CAPACITY, WIDTH + 1)
-    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
-    cache.write(keys, values, slots)
-    for buffer, written in ((cache.keys, keys), (cache.values, values)):
-        for row in range(BATCH):
-            others = [slot for slot in range(CAPACITY) if slot not in slots[row].tolist()]
-            assert torch.equal(buffer[row][:, slots[row]], written[row])
-            assert (buffer[row][:, others] == 0).all()
 
 
 def test_some_rows_are_written_and_read_apart_from_the_others() -> None:
@@ -57,6 +49,12 @@ def test_some_rows_are_written_and_read_apart_from_the_others() -> None:
     slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
     whole, apart = (RaggedKeyValues(keys, values, CAPACITY) for _ in range(2))
     whole.write(keys, values, slots)
+    for buffer, written in ((whole.keys, keys), (whole.values, values)):
+        assert buffer.shape[2] == CAPACITY
+        for row in range(BATCH):
+            others = [slot for slot in range(CAPACITY) if slot not in slots[row].tolist()]
+            assert torch.equal(buffer[row][:, slots[row]], written[row])
+            assert (buffer[row][:, others] == 0).all()
     for rows in (torch.tensor([2, 0]), torch.tensor([1])):
         apart.write(keys[rows], values[rows], slots[rows], rows)
         for read, buffer in zip(apart.read(6, rows), (whole.keys, whole.values), strict=True):
@@ -76,35 +74,16 @@ def test_a_later_write_takes_the_place_of_an_earlier_one() -> None:
     assert torch.equal(cache.keys[1, :, :6], torch.cat([first[1], second[1]], 1))
 
 
-def test_a_slot_may_be_written_twice_with_the_same_states() -> None:
-    states = random_states(1, HEADS, 1, WIDTH, seed=4)
-    cache = RaggedKeyValues(states, states, CAPACITY)
-    cache.write(states.expand(-1, -1, 2, -1), states.expand(-1, -1, 2, -1), torch.tensor([[0, 0]]))
-    assert torch.equal(cache.keys[:, :, :1], states) and (cache.keys[:, :, 1:] == 0).all()
-
-
-def test_the_buffers_keep_their_addresses() -> None:
-    states = random_states(BATCH, HEADS, 2, WIDTH, seed=5)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_clearing_leaves_zeros_at_the_same_addresses(dtype: torch.dtype) -> None:
+    states = torch.full((1, HEADS, 2, WIDTH), torch.nan, dtype=dtype)
     cache = RaggedKeyValues(states, states, CAPACITY)
     before = cache.keys.data_ptr(), cache.values.data_ptr()
-    cache.write(states, states, torch.tensor([[0, 1]] * BATCH))
-    cache.clear()
-    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == before
-
-
-def test_clearing_leaves_zeros_where_not_a_number_stood() -> None:
-    states = torch.full((1, HEADS, 2, WIDTH), torch.nan)
-    cache = RaggedKeyValues(states, states, CAPACITY)
     cache.write(states, states, torch.tensor([[2, 3]]))
     assert cache.keys.isnan().any() and cache.values.isnan().any()
     cache.clear()
     assert (cache.keys == 0).all() and (cache.values == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_the_dtype_is_that_of_the_states(dtype: torch.dtype) -> None:
-    states = random_states(1, HEADS, 1, WIDTH, seed=6).to(dtype)
-    cache = RaggedKeyValues(states, states, CAPACITY)
+    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == before
     assert cache.keys.dtype == cache.values.dtype == dtype
 
 
@@ -125,7 +104,7 @@ def test_attention_over_the_cache_is_that_over_each_text() -> None:
         at = slots[:, None, :, None].expand(-1, HEADS, -1, WIDTH)
         for keys, values in ((garbage, garbage), (k, v)):
             cache.write(keys.gather(2, at), values.gather(2, at), slots)
-        output = attention(q.gather(2, at), cache.keys, cache.values, visible_slots(slots, CAPACITY))
+        output = attention(q.gather(2, at), cache.keys, cache.values, visible_slots(slots, SLOTS))
         outputs.scatter_(2, at, output)
         cache.write(garbage.gather(2, at[:, :, 1:]), garbage.gather(2, at[:, :, 1:]), slots[:, 1:])
         done = torch.minimum(done + 1, torch.tensor(lengths) - 1)

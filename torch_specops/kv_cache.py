@@ -1,8 +1,8 @@
 """A static key-value cache for ragged rows.
 
-Every sequence has its own length; its token at position j has its keys and values in slot j. A forward writes the
-slots of the tokens it reads and attends to the slots up to each token's own position, so what stands in later slots is
-never seen: undoing a rejected draft is reading at an earlier position again, nothing is cropped or cleared.
+Every sequence has its own length, and the keys and values of its token at position j stand in slot j. A forward writes
+the slots of the tokens it reads, and each token attends to the slots up to its own. To undo a rejected draft, the next
+forward reads at an earlier position again; nothing is cropped or cleared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RaggedKeyValues", "visible_slots", "within_window"]
+__all__ = ["RaggedKeyValues", "visible_slots"]
 
 
 class RaggedKeyValues:
@@ -26,48 +26,40 @@ class RaggedKeyValues:
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
 
     def clear(self) -> None:
-        """Forget everything. A slot that is not visible must hold finite numbers: 0 times NaN is NaN."""
+        """Forget everything. Slots that are not visible must be finite too, because 0 times NaN is NaN."""
         self.keys.zero_()
         self.values.zero_()
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
-        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], or of all."""
+        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A]; None = all."""
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
-        # Inductor writes an index assignment in place; `scatter_` it turns into a copy of the whole buffer and back.
+        # Inductor writes an index assignment in place, but turns `scatter_` into two copies of the whole buffer.
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
 
     def read(self, width: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[A, heads, width, head_dim] keys and values of the first `width` slots, or all, of `rows` [A], or all. The
-        buffers themselves, but for some rows, which are copied."""
+        """Keys and values [A, heads, width, head_dim] of the first `width` slots and of `rows` [A]; None = all.
+
+        With all rows they are views of the buffers, otherwise copies.
+        """
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
-def visible_slots(positions: Tensor, capacity: int, window: int | None = None) -> Tensor:
-    """[B, 1, n, capacity] bool: which slots a token at a position may attend to.
+def visible_slots(
+    positions: Tensor, slot_positions: Tensor, window: int | None = None, own_text: Tensor | None = None
+) -> Tensor:
+    """[B, 1, n, S] bool: which slots a token at a position attends to.
 
     Args:
         positions: [B, n] int64.
-        capacity: slots per sequence.
+        slot_positions: [B or 1, S] int64, the position of what each slot holds.
         window: a token sees itself and the window - 1 tokens before it; None = all before it.
+        own_text: [B, n, S] bool, the slots that hold a token's own text; None = all up to its own position.
     """
-    slot = torch.arange(capacity, device=positions.device)
-    position = positions[:, None, :, None]
-    visible = slot <= position
-    return visible if window is None else visible & (slot > position - window)
-
-
-def within_window(visible: Tensor, positions: Tensor, slot_positions: Tensor, window: int | None = None) -> Tensor:
-    """[B, 1, n, S] bool: what is left of `visible` in a layer with a window, where slots hold any positions.
-
-    Args:
-        visible: [B, n, S] bool: the slots that hold a token's own text.
-        positions: [B, n] int64.
-        slot_positions: [B, S] int64.
-        window: as in `visible_slots`.
-    """
+    distance = positions.unsqueeze(2) - slot_positions.unsqueeze(1)
+    visible = distance >= 0 if own_text is None else own_text
     if window is not None:
-        visible = visible & (slot_positions.unsqueeze(1) > positions.unsqueeze(2) - window)
+        visible = visible & (distance < window)
     return visible.unsqueeze(1)

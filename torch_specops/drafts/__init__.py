@@ -1,4 +1,4 @@
-"""Where draft tokens come from. Every source is a `DraftSource`; a new one needs a `propose` and no more.
+"""Where draft tokens come from: one file per draft. Every one is a `DraftSource`; a new one needs only `propose`.
 
 Example:
     >>> import torch
@@ -9,6 +9,9 @@ Example:
     ...         return Draft(newest.expand(-1, num_draft_tokens))
     >>> Repeat().propose(torch.tensor([[5, 6, 0]]), torch.tensor([2]), 3, None, None).tokens
     tensor([[6, 6, 6]])
+
+A source that samples sets `deterministic = False`, uses the `sampling` and `seeds` it is given, and returns the logits
+that it sampled from; `ModelDraft` in model.py shows how.
 """
 
 from .base import Draft, DraftSource, LanguageModel

@@ -1,4 +1,4 @@
-"""What a source of draft tokens gives, and what a language model does for the decoding loop: its two interfaces."""
+"""The two interfaces of the package: `DraftSource`, which proposes tokens, and `LanguageModel`, which gives logits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ..sampling import SamplingTensors
 
-__all__ = ["Draft", "DraftSource", "LanguageModel", "static_tensors_of"]
+__all__ = ["Draft", "DraftSource", "LanguageModel", "LanguageModelWrapper", "static_tensors_of"]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """K proposed tokens per sequence, and the law they were drawn from.
+    """K proposed tokens per sequence, and the distribution they were drawn from.
 
     Args:
-        tokens: [B, K] int64; -1 is padding, and what follows a padding is never verified.
-        logits: [B, K, V], exactly the logits the tokens were sampled from, before temperature and filters; None =
-            deterministic (q is one-hot).
-        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where logits is.
+        tokens: [B, K] int64; -1 is padding, and what follows a padding is not verified.
+        logits: [B, K, V], the logits that the tokens were sampled from, before temperature and filters; None = the
+            draft is deterministic (q is one-hot).
+        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
     """
 
     tokens: Tensor
@@ -32,12 +32,13 @@ class Draft:
 
 
 class DraftSource(ABC):
-    """Where draft tokens come from. Only `propose` must be written; it must be traceable and must not wait for the
-    device, because it becomes part of a compiled step.
+    """Where draft tokens come from. To write your own, derive from this class and write `propose`.
+
+    `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
 
     Attributes:
-        deterministic: True = proposals are a function of the text, `Draft.logits` is None.
-        vocab_size: the number of tokens the source can propose; None = any of the target's.
+        deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
+        vocab_size: the number of tokens that the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
@@ -57,24 +58,25 @@ class DraftSource(ABC):
         """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
 
         Args:
-            tokens: [B, W] int64, the sequences from index 0 on; what stands at or after a row's length is not text.
+            tokens: [B, W] int64, the sequences from index 0 on; ignore what stands at or after a row's length.
             lengths: [B] int64 >= 1.
             capacity: the most tokens that a sequence may ever have, drafts included.
-            inputs: what the target reads beside the tokens, by name.
+            inputs: what the target reads besides the tokens, by name.
         """
 
     def compile(self, shape: Hashable | None) -> None:
         """Called before `start`, where `compiles_itself` is True.
 
         Args:
-            shape: what stands for the shapes of a batch that is decoded by compiled pieces: the same value, the same
-                graphs. None = decode as it stands.
+            shape: equal for batches that can use the same compiled graphs; None = the batch is decoded eagerly.
         """
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        """The tensors that `propose` finds at the same addresses in every step, and that `start` or the user may
-        replace: a cache, weights. A CUDA graph of a step is kept as long as they are the same. None = not known: steps
-        are then captured anew for every batch."""
+        """The tensors that `propose` reads at the same addresses in every step (a cache, weights).
+
+        A CUDA graph of a step is used again as long as they are the same. None = not known: every batch captures its
+        steps anew.
+        """
         return None
 
     @abstractmethod
@@ -84,22 +86,23 @@ class DraftSource(ABC):
         """Propose tokens to follow each sequence.
 
         Args:
-            tokens: [B, W] int64, the sequences; what stands at or after a row's length is not read.
+            tokens: [B, W] int64, the sequences; ignore what stands at or after a row's length.
             lengths: [B] int64, 1..W.
             num_draft_tokens: K >= 1.
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
-                `sample(logits, draws, sampling.temperature, **sampling.filters)` does, or q is not what is verified.
+                `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
+                the q that was sampled.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A causal language model over ragged rows: each sequence has its own length, and the model's memory of it is a
-    static cache that is written at any position.
+    """A causal language model over ragged rows: each sequence has its own length, and the model keeps a static cache
+    that is written at any position.
 
-    It may also have `static_tensors()`, as `DraftSource` has: its cache, and its weights. Without it, CUDA graphs are
-    captured anew for every batch.
+    It may also have `static_tensors()`, as `DraftSource` has: its cache and its weights. Without it, every batch
+    captures its CUDA graphs anew.
     """
 
     @property
@@ -114,24 +117,56 @@ class LanguageModel(Protocol):
         ...
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Make room for `batch` sequences of `capacity` tokens; what was read before is forgotten.
+        """Make room for `batch` sequences of `capacity` tokens and forget what was read before.
 
         Args:
-            inputs: what the model reads beside the tokens, by name: the input of an encoder.
+            inputs: what the model reads besides the tokens, by name: the input of an encoder.
         """
         ...
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V], or the last num_logits.
 
-        A token sees what was last written at the positions up to its own, so rollback is reading at an earlier
-        position again. Positions of one call may repeat only with the same token.
+        A token sees what was last written at the positions up to its own: to roll back, read at an earlier position
+        again. A position may occur twice in one call only with the same token.
         """
         ...
 
     def first_layers(self, num_layers: int) -> LanguageModel:
         """The model that stops after its first layers, with the same weights and a cache of its own."""
         ...
+
+
+class LanguageModelWrapper:
+    """A `LanguageModel` around another one. A subclass overrides `forward`, and whatever else differs."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.not_compiled: str | None = getattr(model, "not_compiled", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self.model.max_length
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.model.start(batch, capacity, inputs)
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        return self.model.forward(tokens, positions, num_logits)
+
+    def first_layers(self, num_layers: int) -> LanguageModel:
+        return self.model.first_layers(num_layers)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.model)
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:

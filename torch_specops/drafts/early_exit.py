@@ -16,15 +16,15 @@ __all__ = ["EarlyExit"]
 class EarlyExit(ModelDraft):
     """Drafts with the first layers of the target, its final norm and its head; no weight is copied.
 
-    The draft has a cache of its own. A model that was not trained to exit early agrees with itself only when nearly
-    all of its layers run.
+    The draft has its own cache. Use it with a model that was trained to exit early: the first layers of other models
+    rarely agree with the whole model.
 
     Args:
         num_layers: how many of the target's layers run, >= 1; of an encoder-decoder model, layers of its decoder.
 
     Raises:
-        TypeError: a number of layers that is no int.
-        ValueError: one below 1; in `bind`, one above the target's.
+        TypeError: `num_layers` is no int.
+        ValueError: `num_layers` is below 1; in `bind`, above the target's.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -43,11 +43,6 @@ class EarlyExit(ModelDraft):
         self._is_bound = False
 
     def bind(self, target: LanguageModel) -> None:
-        """Take the first layers of this target.
-
-        Raises:
-            ValueError: more layers than the target has, or a target whose layers are not found.
-        """
         super().__init__(target.first_layers(self.num_layers))
         self._is_bound = True
 

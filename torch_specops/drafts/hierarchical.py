@@ -1,4 +1,4 @@
-"""Hierarchical drafting: a draft model that has drafts of its own, from a source that costs nothing."""
+"""Hierarchical drafting: a draft model whose own tokens are drafted by a cheaper source."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["HierarchicalDraft"]
 class HierarchicalDraft(ModelDraft):
     """Drafts with a model whose tokens are themselves drafted and verified (Leviathan et al. 2023, section 6).
 
-    Each forward of the draft model reads what the inner source proposes and keeps what `verify_exact` accepts, with one
-    token more, so that K drafts take fewer forwards. What is kept has exactly the draft model's law q, and the logits
-    given are those of q: the target's law is untouched. After `num_forwards` forwards the rest is padding. That, too,
-    changes no law: where it begins depends on nothing but earlier positions (docs/math.md, section 6).
+    Each forward of the draft model reads what the inner source proposes, keeps what `verify_exact` accepts, and adds
+    one token, so that K drafts take fewer forwards. The tokens kept have exactly the draft model's distribution q, and
+    `Draft.logits` are those of q, so the target's distribution is kept. After `num_forwards` forwards the rest is
+    padding. Padding is safe here because its place depends on earlier positions only (docs/math.md, section 6).
 
-    The inner source must be deterministic: it has no random numbers of its own.
+    The inner source must be deterministic, because it has no random numbers of its own.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
@@ -67,7 +67,7 @@ class HierarchicalDraft(ModelDraft):
         if not isinstance(inner, DraftSource):
             raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
         if not inner.deterministic:
-            # Its numbers would be those of this source at a later step.
+            # It would draw the numbers that this source uses at a later step.
             raise ValueError("inner: expected a deterministic source, got one that samples")
         if inner.vocab_size is not None and inner.vocab_size != model.vocab_size:
             raise ValueError(f"inner: expected the model's {model.vocab_size} tokens, got {inner.vocab_size}")
@@ -83,7 +83,7 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        # Inner drafts are read beyond the last draft.
+        # Inner drafts are read at positions beyond the last draft.
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
         self.inner.start(tokens, lengths, capacity, inputs)
@@ -94,17 +94,17 @@ class HierarchicalDraft(ModelDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Up to K tokens [B, K], -1 behind them, with the logits [B, K, V] of the draft model."""
+        """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
         batch, width = tokens.shape[0], min(self.num_inner_tokens, num_draft_tokens - 1)
-        # A number for the acceptance test of every position, and one for the next token of a forward that begins there.
+        # Two numbers for every position: one for its acceptance test, one for the next token of a forward from there.
         draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
         ahead = torch.arange(width + 1, device=tokens.device)
         text = pad(tokens, (0, num_draft_tokens + width + 1))
-        # Past K, what a row that is done goes on to write.
+        # A row that is done goes on to write behind its K tokens.
         drafts = tokens.new_full((batch, num_draft_tokens + width + 1), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
-        # As in ModelDraft: a draft that was accepted last was never read.
+        # As in ModelDraft: if all drafts were accepted, the last one was never read.
         unread = 2
         for _ in range(self.num_forwards):
             newest = lengths + count - 1
@@ -126,13 +126,15 @@ class HierarchicalDraft(ModelDraft):
                 sampling.temperature,
                 **sampling.filters,
             )
-            # Behind the next token there is -1 until a later forward begins there.
+            # Behind the next token stands -1 until a later forward writes there.
             drafts = drafts.scatter(1, offsets, output)
             text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
             logits = rows.new_zeros(batch, drafts.shape[1], rows.shape[2]) if logits is None else logits
             logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
-            if self._all_done(count, num_draft_tokens):
+            # Only on a CPU does it cost nothing to look.
+            may_look = count.device.type == "cpu" and not torch.compiler.is_compiling()
+            if may_look and bool((count == num_draft_tokens).all()):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
@@ -143,9 +145,3 @@ class HierarchicalDraft(ModelDraft):
             return text[:, :0]
         tokens = self.inner.propose(text, lengths, width, sampling, seeds).tokens
         return torch.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, -1)
-
-    def _all_done(self, count: Tensor, num_draft_tokens: int) -> bool:
-        """Whether no forward is left to do; asked on a CPU alone, where looking is free."""
-        if count.device.type != "cpu" or torch.compiler.is_compiling():
-            return False
-        return bool((count == num_draft_tokens).all())

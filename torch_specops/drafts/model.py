@@ -20,8 +20,9 @@ __all__ = ["ModelDraft"]
 class ModelDraft(DraftSource):
     """Samples K tokens one after another from a draft model (Leviathan et al. 2023, Algorithm 1, the draws from M_q).
 
-    The first forward of a step reads the two newest tokens: after K acceptances these are the last draft token, which
-    was sampled but never read, and the bonus token. So the cache never lags, and K forwards make K drafts.
+    The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
+    which was sampled but never read, and the bonus token. So the cache is always complete, and K drafts take K
+    forwards.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
@@ -40,7 +41,7 @@ class ModelDraft(DraftSource):
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
-        # All but the two newest tokens of the longest prompt, and at least one: the first forward allocates the cache.
+        # All but the two newest tokens of the longest prompt; at least one, to allocate the cache.
         width = max(int(lengths.max()) - 2, 1)
         positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
         self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
@@ -60,24 +61,24 @@ class ModelDraft(DraftSource):
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
         draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).unbind(1)
         newest = lengths - 1
-        # A text of one token has no second newest: the same token is read twice at the same position.
+        # In a text of one token, that token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
         pending = tokens.gather(1, positions)
         drafts, logits, lse = [], [], []
         for index in range(num_draft_tokens):
-            # The forward over the two newest tokens and the one over a single token are a graph each, whatever K is.
+            # Two graphs for any K: the forward over the two newest tokens, and the one over a single token.
             draw = self._piece(self._read_and_draw, pending.shape[1])
             token, row, row_lse = draw(pending, positions, draws[index].contiguous(), sampling)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
-            # A row without a finite logit gives -1: nothing is verified from there on, so any token may be read.
+            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
             pending = token.clamp(min=0).unsqueeze(1)
             positions = (newest + index + 1).unsqueeze(1)
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
-        """[B, K] uniforms; on a CPU, where looking is free, none are made for a batch of greedy rows."""
+        """[B, K] uniforms; zeros on a CPU if all rows are greedy, because looking costs nothing there."""
         may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
         if may_look and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)

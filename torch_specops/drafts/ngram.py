@@ -1,4 +1,4 @@
-"""N-gram tables: counts of a text, looked up on the device (no weights, no forward)."""
+"""N-gram tables: counts of a text, looked up on the device. No weights, no forward."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ __all__ = ["NGram"]
 
 
 class NGram(DraftSource):
-    """Proposes what followed the last tokens of a sequence in a given text: a draft of negligible cost (Leviathan et
-    al. 2023, section 3.6). `NGram.from_tokens` builds the tables.
+    """Proposes what followed the last tokens of a sequence in a given text (Leviathan et al. 2023, section 3.6).
 
-    An order-n table knows contexts of n - 1 tokens down to none (the unigram). A proposal comes from the longest
-    context that the text has a continuation of, so there always is one; a sequence shorter than a context, and a token
-    outside the vocabulary, leave the shorter ones. Each draft is looked up behind the drafts before it.
+    `NGram.from_tokens` builds the tables. An order-n table knows contexts of n - 1 tokens down to none (the unigram),
+    and a proposal comes from the longest context that the text continues. Each draft is looked up behind the drafts
+    before it.
 
     Without probabilities the proposal is the most frequent continuation (among equals the lowest token), and
-    `Draft.logits` is None. With them, it is drawn from the continuations' counts: the logits are log counts, -inf for
-    every other token, and `Draft` holds these logits and their logsumexp, so that `verify_exact` stays lossless.
+    `Draft.logits` is None. With them it is drawn from the continuations' counts: the logits are log counts, and -inf
+    for every other token.
 
     Memory: a text of N tokens has at most N contexts of each length, 12 bytes each without probabilities; with them 16
-    bytes each, and 8 for each of their continuations, at most `max_candidates` a context. `propose` with probabilities
-    writes [B, K, V] float32 logits. Building takes about 100 bytes per token and length while it lasts.
+    bytes each, and 8 for each of their at most `max_candidates` continuations. `propose` with probabilities writes
+    float32 logits [B, K, V]. Building takes about 100 bytes per token and length.
 
     Example:
         >>> import torch
@@ -58,17 +57,16 @@ class NGram(DraftSource):
         order: int,
         max_candidates: int,
     ) -> None:
-        # [C] int64, ascending. A context is a number in base V + 1: its newest token + 1 is the lowest digit, and zero,
-        # no token, stands only in front. So the unigram is context 0, longer contexts have larger numbers, and a
-        # sequence whose digits hold a zero further back matches no context that spans it.
+        # [C] int64, ascending. A context is a number in base V + 1, the newest token its lowest digit. A token has the
+        # digit token + 1; 0 is no token. So the unigram is context 0, and longer contexts are larger numbers.
         self._contexts = contexts
-        # [C + 1] where each context's continuations begin; None = each has one.
+        # [C + 1], where each context's continuations begin; None = each has one.
         self._starts = starts
         # [T] int32 and [T] float32, the most frequent first within a context.
         self._continuations = continuations
         self._log_counts = log_counts
-        self._powers = torch.tensor([(vocab_size + 1) ** i for i in range(order - 1)], dtype=torch.int64).to(
-            contexts.device
+        self._powers = torch.tensor(
+            [(vocab_size + 1) ** i for i in range(order - 1)], dtype=torch.int64, device=contexts.device
         )
         self.vocab_size = vocab_size
         self.order = order
@@ -113,9 +111,8 @@ class NGram(DraftSource):
             )
         if vocab_size >= 2**31:
             raise ValueError(f"vocab_size: expected a number below 2**31, got {vocab_size}")
-        texts = _texts(tokens)
+        texts = _checked_texts(tokens, vocab_size)
         text = torch.cat([piece.to(texts[0].device if device is None else device) for piece in texts])
-        _check_text(text, vocab_size)
 
         sizes = torch.tensor([len(piece) for piece in texts], device=text.device)
         position = torch.arange(len(text), device=text.device) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -128,8 +125,9 @@ class NGram(DraftSource):
             contexts.append(context[inside])
             continuations.append(text[inside])
         kept = max_candidates if probabilities else 1
-        table = _most_frequent(torch.cat(contexts), torch.cat(continuations), vocab_size, kept)
-        unique_contexts, starts, kept_continuations, counts = table
+        unique_contexts, starts, kept_continuations, counts = _most_frequent(
+            torch.cat(contexts), torch.cat(continuations), vocab_size, kept
+        )
         return cls(
             unique_contexts,
             starts if probabilities else None,
@@ -141,19 +139,13 @@ class NGram(DraftSource):
         )
 
     def static_tensors(self) -> Sequence[Tensor]:
-        # The tables stay what they are.
+        # A table never changes.
         return ()
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """[B, K] tokens, never -1; with probabilities their logits [B, K, V] and lse [B, K] too.
-
-        Raises:
-            TypeError: tokens or lengths that are not int64.
-            ValueError: a shape that does not fit, another device than the tables', a `num_draft_tokens` below 1.
-        """
-        self._check(tokens, lengths, num_draft_tokens)
+        """[B, K] tokens, never -1; with probabilities their logits [B, K, V] and lse [B, K] too."""
         recent = self._recent(tokens, lengths)
         draws = None if self.deterministic else uniforms(seeds, lengths, num_draft_tokens, "propose")
 
@@ -169,9 +161,8 @@ class NGram(DraftSource):
                 lse.append(row_lse)
             drafts.append(token)
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
-        if draws is None:
-            return Draft(torch.stack(drafts, 1))
-        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+        tokens = torch.stack(drafts, 1)
+        return Draft(tokens) if draws is None else Draft(tokens, torch.stack(logits, 1), torch.stack(lse, 1))
 
     def _recent(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B, order - 1] digits of the last tokens, newest first: token + 1, 0 for none."""
@@ -182,8 +173,7 @@ class NGram(DraftSource):
         return torch.where(known, recent + 1, 0)
 
     def _longest_context(self, recent: Tensor) -> Tensor:
-        """[B] index of the longest context that ends the row. Longer contexts have larger indices, and the unigram,
-        index 0, always matches."""
+        """[B] index of the longest context that ends the row; the unigram, index 0, always does."""
         contexts = pad((recent * self._powers).cumsum(1), (1, 0))
         found = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
         return torch.where(self._contexts[found] == contexts, found, 0).amax(1)
@@ -198,27 +188,13 @@ class NGram(DraftSource):
         row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
         return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])
 
-    def _check(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> None:
-        for name, tensor in (("tokens", tokens), ("lengths", lengths)):
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-                raise TypeError(f"{name}: expected an int64 tensor, got {getattr(tensor, 'dtype', type(tensor))}")
-            if tensor.device != self.device:
-                raise ValueError(
-                    f"{name}: expected a tensor on {self.device}, as the tables are, got one on {tensor.device}"
-                )
-        if tokens.dim() != 2 or tokens.shape[1] < 1:
-            raise ValueError(f"tokens: expected [B, W] with W >= 1, got shape {list(tokens.shape)}")
-        if lengths.shape != tokens.shape[:1]:
-            raise ValueError(f"lengths: expected [B] = [{tokens.shape[0]}], got shape {list(lengths.shape)}")
-        if num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens: expected a number >= 1, got {num_draft_tokens}")
-
 
 def _most_frequent(
     contexts: Tensor, continuations: Tensor, vocab_size: int, max_candidates: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts of pairs: the distinct contexts [C], ascending; where each one's continuations start [C + 1]; these
-    [T], the most frequent first and among equals the lowest token; how often each came [T]."""
+    """The distinct contexts [C], ascending; where each one's continuations start [C + 1]; the continuations [T], the
+    most frequent first and among equals the lowest token; how often each one came [T].
+    """
     unique_contexts, context = torch.unique(contexts, return_inverse=True)
     pairs, counts = torch.unique(context * vocab_size + continuations, return_counts=True)
     # Pairs ascend by context, then by token; stable sorts keep that order among equals.
@@ -233,7 +209,7 @@ def _most_frequent(
     return unique_contexts, starts, (pairs % vocab_size)[kept], counts[kept]
 
 
-def _texts(tokens: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _checked_texts(tokens: Tensor | Sequence[Tensor], vocab_size: int) -> list[Tensor]:
     texts = [tokens] if isinstance(tokens, Tensor) else tokens
     if not isinstance(texts, Sequence) or not all(isinstance(piece, Tensor) for piece in texts):
         raise TypeError(f"tokens: expected an int64 tensor [N] or a list of them, got {type(tokens)}")
@@ -242,12 +218,9 @@ def _texts(tokens: Tensor | Sequence[Tensor]) -> list[Tensor]:
             raise TypeError(f"tokens: expected int64, got {str(piece.dtype).removeprefix('torch.')}")
         if piece.dim() != 1:
             raise ValueError(f"tokens: expected texts of shape [N], got {list(piece.shape)}")
+        wrong = piece[(piece < 0) | (piece >= vocab_size)]
+        if len(wrong) > 0:
+            raise ValueError(f"tokens: expected tokens in [0, {vocab_size}), got {int(wrong[0])}")
     if sum(len(piece) for piece in texts) == 0:
         raise ValueError("tokens: expected at least one token, got none")
     return list(texts)
-
-
-def _check_text(text: Tensor, vocab_size: int) -> None:
-    low, high = (int(bound) for bound in text.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"tokens: expected tokens in [0, {vocab_size}), got {low if low < 0 else high}")

@@ -1,4 +1,4 @@
-"""Prompt lookup: the text so far is the draft model (no weights, no forward)."""
+"""Prompt lookup: the text so far is the draft model. No weights, no forward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
     The longest match of max_ngram..min_ngram tokens wins, among equals the earliest one. Where fewer than K tokens
-    follow the match, the text ends in a piece that was said twice, and the proposal goes on as if it were said again.
-    It is deterministic, so `Draft.logits` is None. Everything is tensor code without a host synchronisation.
+    follow the match, the proposal goes on with the same tokens from the match's end again. Drafts are deterministic:
+    `Draft.logits` is None.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
-        min_ngram: shortest match that counts, >= 1. Single tokens match often and are rarely followed by the same text.
+        min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class PromptLookup(DraftSource):
         sampling: SamplingTensors | None = None,
         seeds: Tensor | None = None,
     ) -> Draft:
-        """[B, K] tokens that followed the match, from its end again where the text ends; -1 where nothing matches."""
+        """[B, K] tokens that followed the match, repeated where the text ends; -1 where nothing matches."""
         batch, width = tokens.shape
         if width == 0:
             return Draft(tokens.new_full((batch, num_draft_tokens), -1))
@@ -71,7 +71,7 @@ class PromptLookup(DraftSource):
         rank = torch.where(match_length >= self.min_ngram, match_length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
 
-        # The text from the match's end to its own end, again and again.
+        # The text from the match's end to its own end, repeated.
         end = width - best % width
         period = (last + 1 - end).clamp(min=1)
         source = end + torch.arange(num_draft_tokens, device=tokens.device) % period

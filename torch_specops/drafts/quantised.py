@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .. import checks
+
 __all__ = ["quantised_copy"]
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -16,17 +18,16 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantised_copy(model: Model, weights: str = "int8", group_size: int | None = None) -> Model:
     """A copy whose Linear layers hold integer weights (torchao, weight-only): a draft that nearly always agrees.
 
-    Embeddings, norms and convolutions stay as they are. A head that is tied to the embedding is quantised too, and is
-    then no longer tied. The model itself is not changed.
+    Embeddings, norms and convolutions stay as they are. A head that is tied to the embedding is quantised, and is no
+    longer tied then. The model itself is not changed.
 
-    int8 is symmetric, on any device. int4 on CUDA uses torchao's packed kernels, which take bfloat16; on a CPU each
-    int4 value is kept in a byte, so the law is that of 4-bit weights and the memory that of 8-bit ones. Neither makes
-    an eager CPU forward faster: the weights are widened in each.
+    int8 is symmetric, on any device. int4 on CUDA uses torchao's packed kernels, which take bfloat16. On a CPU each
+    int4 value takes a byte of memory. An eager CPU forward becomes no faster, because it converts the weights back.
 
     Args:
         model: float32, bfloat16 or float16, its weights mostly in `nn.Linear` layers.
         weights: "int8" or "int4".
-        group_size: how many inputs share a scale; None = int8: all of a row, int4: 32. It must divide the inputs of
+        group_size: how many inputs share a scale; None = int8: a whole row, int4: 32. It must divide the inputs of
             every Linear layer.
 
     Raises:
@@ -48,37 +49,31 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
         >>> output.lengths
         tensor([11])
     """
-    _check(model, weights, group_size)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch module, got {type(model)}")
+    if weights not in ("int8", "int4"):
+        raise ValueError(f"weights: expected 'int8' or 'int4', got {weights!r}")
+    if group_size is not None:
+        checks.check_int("group_size", group_size, 1)
+    elif weights == "int4":
+        group_size = 32
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    _check_layers(model, layers)
-    first = next(iter(layers.values())).weight
+    _check_layers(model, layers, group_size)
+    device = next(iter(layers.values())).weight.device
     if weights == "int4":
-        group_size = group_size or 32
-        _check_int4(first.device, group_size, {layer.weight.dtype for layer in layers.values()})
-    for name, layer in layers.items():
-        # torchao leaves such a layer as it is, and says so in a log.
-        if group_size is not None and layer.in_features % group_size:
-            raise ValueError(
-                f"group_size: expected a divisor of the {layer.in_features} inputs of {name}, got {group_size}"
-            )
-    quantization = _import_torchao()
-    config = _config(quantization, weights, group_size, first.device)
-    clone = copy.deepcopy(model)
-    quantization.quantize_(clone, config)
-    return clone
-
-
-def _import_torchao() -> Any:
+        _check_int4(device, group_size, {layer.weight.dtype for layer in layers.values()})
     try:
         from torchao import quantization
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a quantised copy needs torchao; run: pip install torchao", name="torchao") from error
-    return quantization
+    clone = copy.deepcopy(model)
+    quantization.quantize_(clone, _config(quantization, weights, group_size, device))
+    return clone
 
 
 def _config(quantization: Any, weights: str, group_size: int | None, device: torch.device) -> Any:
+    granularity = quantization.PerRow() if group_size is None else quantization.PerGroup(group_size)
     if weights == "int8":
-        granularity = quantization.PerRow() if group_size is None else quantization.PerGroup(group_size)
         # Otherwise torchao changes Inductor's settings for the whole process.
         return quantization.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
     if device.type == "cuda":
@@ -86,23 +81,10 @@ def _config(quantization: Any, weights: str, group_size: int | None, device: tor
             group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
         )
     int4 = torch.int4  # type: ignore[attr-defined]
-    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=quantization.PerGroup(group_size))
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=granularity)
 
 
-def _check(model: nn.Module, weights: str, group_size: int | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch module, got {type(model)}")
-    if weights not in ("int8", "int4"):
-        raise ValueError(f"weights: expected 'int8' or 'int4', got {weights!r}")
-    if group_size is None:
-        return
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size: expected an int or None, got {type(group_size)}")
-    if group_size < 1:
-        raise ValueError(f"group_size: expected a number >= 1, got {group_size}")
-
-
-def _check_layers(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
+def _check_layers(model: nn.Module, layers: dict[str, nn.Linear], group_size: int | None) -> None:
     embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     linear = sum(layer.weight.numel() for layer in layers.values() if id(layer.weight) not in embeddings)
     total = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in embeddings)
@@ -116,15 +98,18 @@ def _check_layers(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
             raise ValueError(
                 f"model: expected float32, bfloat16 or float16 weights, got {layer.weight.dtype} in {name}"
             )
+        # torchao would leave such a layer as it is and only log it.
+        if group_size is not None and layer.in_features % group_size:
+            raise ValueError(
+                f"group_size: expected a divisor of the {layer.in_features} inputs of {name}, got {group_size}"
+            )
 
 
-def _check_int4(device: torch.device, group_size: int, dtypes: set[torch.dtype]) -> None:
+def _check_int4(device: torch.device, group_size: int | None, dtypes: set[torch.dtype]) -> None:
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"weights: int4 is made for CPU and CUDA, got a model on {device}")
-    if device.type != "cuda":
-        return
-    if dtypes != {torch.bfloat16}:
+    if device.type == "cuda" and dtypes != {torch.bfloat16}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise NotImplementedError(f"weights: int4 on CUDA takes bfloat16, got {found}")
-    if group_size not in (32, 64, 128, 256):
+    if device.type == "cuda" and group_size not in (32, 64, 128, 256):
         raise NotImplementedError(f"group_size: int4 on CUDA takes 32, 64, 128 or 256, got {group_size}")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, static_tensors_of
+from .base import LanguageModel, LanguageModelWrapper
 
 __all__ = ["TokenMap", "twin_tokens"]
 
 
-class TokenMap:
+class TokenMap(LanguageModelWrapper):
     """A language model in another vocabulary (`LanguageModel`): as a draft, it proposes the target's tokens.
 
-    A token is read as its twin, the draft's token with the same text. Its logits are the twin's, so that the draft's
-    law is that of its model given that a token with a twin comes; a target token without a twin has the logit -inf and
-    is never proposed. The law q that is verified is the one that was sampled, so nothing is lost but acceptance.
+    Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
+    token without a twin has the logit -inf and is never proposed. So the draft's distribution is that of its model,
+    restricted to tokens with a twin. These are the logits that are sampled and verified: the target's distribution is
+    kept, and only acceptance suffers where twins are missing.
 
     Args:
         model: the draft model.
@@ -45,6 +46,7 @@ class TokenMap:
     """
 
     def __init__(self, model: LanguageModel, draft_of_target: Tensor, unknown: int = 0) -> None:
+        super().__init__(model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
             found = getattr(draft_of_target, "dtype", type(draft_of_target))
             raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")
@@ -59,7 +61,6 @@ class TokenMap:
             )
         if not 0 <= unknown < model.vocab_size:
             raise ValueError(f"unknown: expected a token in [0, {model.vocab_size}), got {unknown}")
-        self.model = model
         self.unknown = unknown
         self._draft_of_target = draft_of_target.to(model.device)
         self._has_twin = self._draft_of_target >= 0
@@ -67,26 +68,12 @@ class TokenMap:
 
     @property
     def vocab_size(self) -> int:
-        """That of the target."""
+        """The size of the target's vocabulary."""
         return self._draft_of_target.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
-
-    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.model.start(batch, capacity, inputs)
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         logits = self.model.forward(self._read_as[tokens], positions, num_logits)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
-
-    def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.model)
 
     def first_layers(self, num_layers: int) -> TokenMap:
         return TokenMap(self.model.first_layers(num_layers), self._draft_of_target, self.unknown)
@@ -97,8 +84,8 @@ def twin_tokens(
 ) -> Tensor:
     """For each target token, the draft's token with the same text.
 
-    Texts are compared as the tokenizers write them: two byte-level vocabularies share theirs, but one that marks a
-    leading space in another way has no twins there.
+    Texts are compared as the tokenizers write them. Two byte-level vocabularies write them alike; a vocabulary that
+    marks a leading space differently has few twins there.
 
     Args:
         target_vocab, draft_vocab: text -> token, what a tokenizer's `get_vocab()` gives.

@@ -1,5 +1,7 @@
 """Hugging Face models in the decoding loop. The only part of the package that imports transformers."""
 
+# First, because it imports transformers.
+from . import quiet_import  # noqa: F401
 from .assisted import AssistedStats, assisted_generation
 from .generate import custom_generate
 from .loading import (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["first_layers", "layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
+__all__ = ["layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
@@ -33,8 +31,9 @@ def windows(config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """Some rotary embeddings change with the longest text of a batch: their forward looks at positions, which a graph
-    cannot do. None = no layer does."""
+    """The reason, or None. Some rotary embeddings change with the longest text of a batch: their forward looks at the
+    values of positions, which a graph cannot do.
+    """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
@@ -44,10 +43,10 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 
 def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """For T5: what to add to its attention scores, so that they have the relative bias of each row's own positions.
+    """For T5: what its mask must add, so that attention scores have the relative bias of each row's own positions.
 
-    T5 adds a bias itself, as if every row began at position 0 (the cache says so). The mask, which is added too,
-    carries the difference to the right one: of tokens at positions [B, n], to slots that hold positions [B or 1, S].
+    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
+    those [B or 1, S] that the slots hold, and returns the difference to the right bias. None = not a T5.
     """
     blocks = getattr(model.get_decoder(), "block", None)
     if blocks is None:
@@ -69,51 +68,11 @@ def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] 
     return correction
 
 
-def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder's layers, and the name they have in it."""
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers."""
     decoder = model.get_decoder()
     for name in ("layers", "h", "block"):
         layers = getattr(decoder, name, None)
         if isinstance(layers, nn.ModuleList):
-            return name, layers
-    raise ValueError(f"model: the layers of {type(model).__name__} are not where they are known to be")
-
-
-def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    name, layers = layers_of(model)
-    if not 1 <= num_layers <= len(layers):
-        raise ValueError(f"num_layers: expected 1 to {len(layers)}, got {num_layers}")
-    decoder = model.get_decoder()
-    # One memory for all copies: configs that were one object, or one inside the other, still are.
-    copies: dict[int, Any] = {}
-
-    def shallow(module: nn.Module) -> nn.Module:
-        """The module with the same parameters, in a container whose children can be exchanged."""
-        clone = copy.copy(module)
-        clone._modules = dict(module._modules)
-        if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            clone.config = copy.deepcopy(module.config, copies)
-        return clone
-
-    path = next(path for path, module in model.named_modules() if module is decoder)
-    top = parent = shallow(model)
-    configs = [top.config]
-    for part in path.split("."):
-        child = shallow(getattr(parent, part))
-        parent._modules[part] = child
-        parent = child
-        configs.append(parent.config)
-    parent._modules[name] = nn.ModuleList(layers[:num_layers])
-    for config in configs:
-        set_num_layers(config, num_layers)
-    return top
-
-
-def set_num_layers(config: PreTrainedConfig, num_layers: int) -> None:
-    """The decoder's number: in a config of encoder and decoder, `num_hidden_layers` is the encoder's."""
-    names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
-    name = next((name for name in names if hasattr(config, name)), None)
-    if name is not None:
-        setattr(config, name, num_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
+            return layers
+    raise ValueError(f"model: {type(model).__name__} does not keep its layers where other models do")

@@ -1,20 +1,18 @@
-"""Transformers' own assisted generation, with the ops in the place of its sampling function."""
+"""Transformers' own assisted generation, with our ops in place of its sampling function."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import inspect
 import textwrap
 import threading
 import time
-import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from io import StringIO
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -29,8 +27,8 @@ __all__ = ["AssistedStats", "assisted_generation", "code_digest"]
 
 NAME = "_speculative_sampling"
 LABEL = "torch_specops::assisted_sampling"
-# `code_digest` of the functions whose arguments, results and law are known here -> the versions that have them.
-KNOWN = {"89b382bbb4d6030b": "transformers 5.17"}
+# `code_digest` of every version of the function that the samplers here can replace -> the releases that have it.
+KNOWN = {"3ab8888995b3d416": "transformers 5.17"}
 
 Method = Literal["exact", "sigmoid", "transformers"]
 NextToken = Literal["multinomial", "uniform"]
@@ -39,12 +37,12 @@ Sampler = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass
 class AssistedStats:
-    """What went through the sampling function; filled while the context is open.
+    """Counts and times of the sampling function; filled while the context is open.
 
     Attributes:
-        calls: decoding steps that came to the sampling function. Greedy decoding and prompt lookup do not.
+        calls: decoding steps that called the sampling function. Greedy decoding and prompt lookup do not.
         num_draft_tokens: drafts verified, over all steps.
-        num_accepted: drafts kept; the next tokens are not counted.
+        num_accepted: drafts kept, without the next tokens.
         num_new_tokens: tokens returned, next tokens included.
     """
 
@@ -57,8 +55,10 @@ class AssistedStats:
 
     @property
     def step_seconds(self) -> list[float]:
-        """The time inside the sampling function of each step: on a CPU by the clock, on a GPU between two events of
-        its stream. Reading it waits for the GPU. The steps also have the profiler's label LABEL."""
+        """The time inside the sampling function in each step: by the clock on a CPU, between two events on a GPU.
+
+        Reading it waits for the GPU. In a profile these times have the label LABEL.
+        """
         times = []
         for taken in self._times:
             if not isinstance(taken, float):
@@ -84,7 +84,13 @@ class AssistedStats:
         return self.num_new_tokens / self.calls if self.calls else float("nan")
 
     def timed(
-        self, sampler: Sampler, candidate_input_ids: Tensor, candidate_logits: Tensor, num_drafts: int, *rest: Any
+        self,
+        sampler: Sampler,
+        candidate_input_ids: Tensor,
+        candidate_logits: Tensor,
+        candidate_length: int,
+        *rest: Any,
+        **named: Any,
     ) -> tuple[Tensor, Tensor]:
         """One call of the sampling function, counted and timed."""
         on_gpu = candidate_input_ids.is_cuda
@@ -95,18 +101,18 @@ class AssistedStats:
                 stream = torch.cuda.current_stream(candidate_input_ids.device)
                 start.record(stream)
             started = time.perf_counter()
-            tokens, num_matches = sampler(candidate_input_ids, candidate_logits, num_drafts, *rest)
+            tokens, num_matches = sampler(candidate_input_ids, candidate_logits, candidate_length, *rest, **named)
             seconds = time.perf_counter() - started
             if on_gpu:
                 end.record(stream)
         n = int(num_matches)
-        # A draft that ends the text is kept without a next token, and then one less is reported as matched. Nothing
-        # else makes the last token equal to the draft in its place: a residual has no weight there.
-        ends = n < num_drafts and bool(tokens[0, -1] == candidate_input_ids[0, n - num_drafts])
+        # A draft that ends the text is kept without a next token, and one match less is reported. Only then is the last
+        # token the draft in its place, because a residual has no weight on the rejected draft.
+        ends = n < candidate_length and bool(tokens[0, -1] == candidate_input_ids[0, n - candidate_length])
         with self._lock:
             self._times.append((start, end) if on_gpu else seconds)
             self.calls += 1
-            self.num_draft_tokens += num_drafts
+            self.num_draft_tokens += candidate_length
             self.num_accepted += n + ends
             self.num_new_tokens += tokens.shape[1]
         return tokens, num_matches
@@ -127,18 +133,18 @@ def assisted_generation(
     decoding with a model as the draft (`assistant_model=`, `assistant_early_exit=`) calls that function.
 
     Random numbers come from torch's global generator, in transformers' order: one uniform number per draft, then those
-    of the next token. With "exact" and next_token="multinomial" the next token is drawn from the same weights by the
-    same `torch.multinomial`, so that a seed gives the tokens it gives without this context. (Rounding can decide
-    otherwise where u and p / q agree to seven digits, and a draft of probability zero under its own law is never
-    accepted.) With next_token="uniform" the op draws it from a single uniform number: the same law, other tokens for a
-    seed, and less time, because `multinomial` draws a number for each token of the vocabulary.
+    of the next token. With "exact" and next_token="multinomial", `torch.multinomial` draws the next token from the same
+    weights, so that a seed gives the same text as without this context. (Rounding can decide otherwise where u and
+    p / q agree to seven digits, and a draft with q = 0 is never accepted.) With next_token="uniform" the op draws it
+    from one uniform number. That is the same distribution, with other tokens for a seed, and takes less time, because
+    `multinomial` draws a number for each token of the vocabulary.
 
-    The draft's law q is the `candidate_logits` that transformers hands over. For a draft model these are the scores
-    after all processors, which it did sample from. Gemma 4's multi-token assistants draft an argmax and report raw
-    logits (transformers issue 47932): such a step is not lossless, with this context or without.
+    q is the `candidate_logits` that transformers hands over. For a draft model these are the scores after all
+    processors, which it sampled from. Gemma 4's multi-token assistants draft an argmax and report raw logits
+    (transformers issue 47932): such a step is not lossless, with this context or without.
 
-    Contexts nest; the innermost counts. A thread that has opened none uses the one that is open elsewhere, so that
-    `generate` may run in a thread of its own; if several threads have opened one, such a thread gets an error.
+    Contexts nest, and the innermost one counts. A thread that has opened none uses the one that another thread has
+    opened, so that `generate` may run in a thread of its own; if several threads have opened one, it gets an error.
 
     Args:
         method: "exact" (lossless), "sigmoid" (lossy, Wagner et al. 2024) or "transformers", its own function, only
@@ -146,17 +152,15 @@ def assisted_generation(
         alpha: constant of "sigmoid", below 0, in units of a logit.
         beta: constant of "sigmoid", above 0.
         next_token: "multinomial" or "uniform"; None = "multinomial" for "exact". "sigmoid" knows "uniform" only.
-        compile: run the ops under torch.compile, once for each kind of call in a process. On a CPU the eager ops are
-            slower than the function that they replace.
+        compile: run the ops under torch.compile. On a CPU the eager ops are slower than the function they replace.
 
     Returns:
         A context manager whose value is an `AssistedStats`.
 
     Raises:
-        ValueError: a method or constant that is none.
-        RuntimeError: another version of transformers, whose function is not known here; or another function in its
-            place.
-        NotImplementedError: while generating, if `assistant_ensemble_weight` is set: that is another law.
+        ValueError: a method, next_token or constant out of range.
+        RuntimeError: another version of transformers, or another function in place of its sampling function.
+        NotImplementedError: while generating, if `assistant_ensemble_weight` is set: that is another distribution.
 
     Example:
         >>> from torch_specops.hf import assisted_generation
@@ -180,16 +184,16 @@ def assisted_generation(
 
     sampler: Sampler | None = None
     if method == "sigmoid":
-        sampler = _OpSampler(_bound(verify_sigmoid, (float(alpha), float(beta)), compile))
+        sampler = partial(_sample, _bound(verify_sigmoid, (float(alpha), float(beta)), compile), False)
     elif method == "exact" and next_token == "uniform":
-        sampler = _OpSampler(_bound(verify_exact, (), compile))
+        sampler = partial(_sample, _bound(verify_exact, (), compile), False)
     elif method == "exact":
-        sampler = _MultinomialSampler(_bound(_count, (), compile))
+        sampler = partial(_sample, _bound(_count, (), compile), True)
     return _routed(_Route(sampler, AssistedStats()))
 
 
 def _count(*arguments: Any) -> Tensor:
-    """`num_accepted` alone: compiled, what only the tokens need is not computed."""
+    """`num_accepted` alone: a compiled graph then computes nothing for the tokens."""
     return verify_exact(*arguments)[1]
 
 
@@ -198,87 +202,57 @@ def _bound(verify: Callable[..., Any], constants: tuple[float, ...], compile: bo
     return _compiled(verify, constants) if compile else lambda *tensors: verify(*tensors, *constants)
 
 
-@functools.cache
+@cache
 def _compiled(verify: Callable[..., Any], constants: tuple[float, ...]) -> Callable[..., Any]:
     def call(*tensors: Tensor) -> Any:
         return verify(*tensors, *constants)
 
-    # torch counts the graphs of a code object, and gives up at the ninth: other constants are other graphs.
+    # torch allows a code object eight graphs; other constants need graphs of their own.
     call.__code__ = call.__code__.replace()
     # The number of drafts changes from step to step.
     return torch.compile(call, fullgraph=True, dynamic=True)
 
 
-@dataclass(frozen=True)
-class _OpSampler:
-    """The op draws the next token from one uniform number."""
-
-    verify: Callable[..., tuple[Tensor, Tensor]]
-
-    def __call__(
-        self,
-        candidate_input_ids: Tensor,
-        candidate_logits: Tensor,
-        candidate_length: int,
-        new_logits: Tensor,
-        is_done_candidate: Tensor | bool,
-        assistant_ensemble_weight: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        _check(candidate_logits, candidate_length, assistant_ensemble_weight)
-        drafts = candidate_input_ids[:, -candidate_length:]
-        uniforms = _uniforms(candidate_length, new_logits)
-        output, num_accepted = self.verify(new_logits, drafts, candidate_logits, uniforms, _uniforms(1, new_logits)[0])
-        n = int(num_accepted)
-        if n == candidate_length and is_done_candidate:
-            return drafts, num_accepted[0] - 1
-        return output[:, : n + 1], num_accepted[0]
-
-
-@dataclass(frozen=True)
-class _MultinomialSampler:
-    """The op verifies; the next token is drawn as transformers draws it, from that one row."""
-
-    count: Callable[..., Tensor]
-
-    def __call__(
-        self,
-        candidate_input_ids: Tensor,
-        candidate_logits: Tensor,
-        candidate_length: int,
-        new_logits: Tensor,
-        is_done_candidate: Tensor | bool,
-        assistant_ensemble_weight: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        _check(candidate_logits, candidate_length, assistant_ensemble_weight)
-        drafts = candidate_input_ids[:, -candidate_length:]
-        uniforms = _uniforms(candidate_length, new_logits)
-        num_accepted = self.count(new_logits, drafts, candidate_logits, uniforms, new_logits.new_zeros(1))
-        n = int(num_accepted)
-        if n == candidate_length and is_done_candidate:
-            return drafts, num_accepted[0] - 1
-        weights = new_logits[:, n].softmax(-1)
-        if n < candidate_length:
-            residual = (weights - candidate_logits[:, n].softmax(-1)).clamp_(min=0)
-            mass = residual.sum()
-            # Rounding can reject where p and q are equal, and p is then what is left to draw from.
-            weights = residual.div_(mass) if mass > 0 else weights
-        return torch.cat([drafts[:, :n], torch.multinomial(weights, 1)], 1), num_accepted[0]
-
-
-def _check(candidate_logits: Tensor, candidate_length: int, ensemble_weight: float | None) -> None:
-    if ensemble_weight is not None:
+def _sample(
+    verify: Callable[..., Any],
+    multinomial: bool,
+    candidate_input_ids: Tensor,
+    candidate_logits: Tensor,
+    candidate_length: int,
+    new_logits: Tensor,
+    is_done_candidate: Tensor | bool,
+    assistant_ensemble_weight: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `_speculative_sampling` does. `verify` gives tokens and their number accepted; with `multinomial` the number
+    alone, and torch draws the next token.
+    """
+    if assistant_ensemble_weight is not None:
         raise NotImplementedError(
-            f"assistant_ensemble_weight: verifying against a mixture is another law, got {ensemble_weight}"
+            f"assistant_ensemble_weight: verifying against a mixture is another law, got {assistant_ensemble_weight}"
         )
     if candidate_logits.shape[1] != candidate_length:
         raise ValueError(
             f"candidate_logits: expected a row for each of {candidate_length} drafts, got {candidate_logits.shape[1]}"
         )
-
-
-def _uniforms(number: int, logits: Tensor) -> Tensor:
-    """[1, number], the numbers that `torch.rand_like` would draw for as many probabilities."""
-    return torch.rand(1, number, dtype=logits.dtype, device=logits.device)
+    drafts = candidate_input_ids[:, -candidate_length:]
+    # The numbers that `torch.rand_like` would draw for as many probabilities.
+    options: dict[str, Any] = {"dtype": new_logits.dtype, "device": new_logits.device}
+    accept_uniforms = torch.rand(1, candidate_length, **options)
+    sample_uniforms = torch.zeros(1, **options) if multinomial else torch.rand(1, **options)
+    verified = verify(new_logits, drafts, candidate_logits, accept_uniforms, sample_uniforms)
+    output, num_accepted = (drafts, verified) if multinomial else verified
+    n = int(num_accepted)
+    if n == candidate_length and is_done_candidate:
+        return drafts, num_accepted[0] - 1
+    if not multinomial:
+        return output[:, : n + 1], num_accepted[0]
+    weights = new_logits[:, n].softmax(-1)
+    if n < candidate_length:
+        residual = (weights - candidate_logits[:, n].softmax(-1)).clamp_(min=0)
+        mass = residual.sum()
+        # Rounding can reject where p = q, and the next token is then drawn from p.
+        weights = residual.div_(mass) if mass > 0 else weights
+    return torch.cat([drafts[:, :n], torch.multinomial(weights, 1)], 1), num_accepted[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,34 +284,19 @@ def _routed(route: _Route) -> Iterator[AssistedStats]:
     finally:
         with _lock:
             _open.remove(route)
-            # If someone replaced it meanwhile, it stays: without an open context `_dispatch` calls the original.
+            # Another function that somebody put there meanwhile stays. `_dispatch` in it then calls the original.
             if not _open and getattr(generation, NAME) is _dispatch:
                 setattr(generation, NAME, _original)
         _innermost.reset(token)
 
 
-def _dispatch(
-    candidate_input_ids: Tensor,
-    candidate_logits: Tensor,
-    candidate_length: int,
-    new_logits: Tensor,
-    is_done_candidate: Tensor | bool,
-    assistant_ensemble_weight: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What stands in transformers' module while a context is open; the arguments are those of every known version."""
-    arguments = (
-        candidate_input_ids,
-        candidate_logits,
-        candidate_length,
-        new_logits,
-        is_done_candidate,
-        assistant_ensemble_weight,
-    )
+def _dispatch(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """What stands in transformers' module while a context is open."""
     assert _original is not None
     route = _route()
     if route is None:
-        return _original(*arguments)
-    return route.stats.timed(route.sampler or _original, *arguments)
+        return _original(*arguments, **named)
+    return route.stats.timed(route.sampler or _original, *arguments, **named)
 
 
 def _route() -> _Route | None:
@@ -353,7 +312,7 @@ def _route() -> _Route | None:
 
 
 def _known_function() -> Sampler:
-    """Transformers' sampling function, if it is one that the samplers here can stand in for."""
+    """Transformers' sampling function, if it is one that the samplers here can replace."""
     version = f"transformers {transformers.__version__}"
     known = " and ".join(sorted(set(KNOWN.values())))
     function: Sampler | None = getattr(generation, NAME, None)
@@ -362,7 +321,7 @@ def _known_function() -> Sampler:
         raise RuntimeError(f"{version} does not sample in {generation.__name__}.{NAME}; known: that of {known}")
     try:
         digest = code_digest(function)
-    except (OSError, SyntaxError, TypeError, tokenize.TokenError) as error:
+    except (OSError, SyntaxError, TypeError) as error:
         raise RuntimeError(f"{version}: cannot read the source of {NAME} to see if it is known: {error}") from error
     if digest not in KNOWN:
         raise RuntimeError(
@@ -373,20 +332,17 @@ def _known_function() -> Sampler:
 
 
 def code_digest(function: Callable[..., Any]) -> str:
-    """16 hex digits of the sha256 of a function's code: its tokens without comments, line breaks and docstring.
+    """16 hex digits of the sha256 of a function's code, without comments, docstring and formatting.
 
     Raises:
-        OSError, SyntaxError, TypeError, tokenize.TokenError: no source to read, or none of a whole function.
+        OSError, SyntaxError, TypeError: no source to read, or none of a whole function.
     """
-    source = textwrap.dedent(inspect.getsource(function))
-    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
-    tokens = [each for each in tokenize.generate_tokens(StringIO(source).readline) if each.type not in ignored]
-    body = getattr(ast.parse(source).body[0], "body", None)
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        docstring = [token.start for token in tokens].index((body[0].lineno, body[0].col_offset))
-        # With the end of its line.
-        del tokens[docstring : docstring + 2]
-    # How deep a block is indented does not matter.
-    layout = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    words = [tokenize.tok_name[token.type] if token.type in layout else token.string for token in tokens]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    code = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if isinstance(code, ast.FunctionDef) and ast.get_docstring(code) is not None:
+        del code.body[0]
+    # The same in every version of Python, unlike what `ast.dump` and `ast.unparse` write.
+    words = [
+        [type(node).__name__, *(value for _, value in ast.iter_fields(node) if isinstance(value, str | int | float))]
+        for node in ast.walk(code)
+    ]
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The cache object that an unmodified transformers model writes to."""
+"""The cache objects that an unmodified transformers model writes to."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ __all__ = ["CrossCache", "RaggedCache"]
 class RaggedCache(Cache):
     """Keys and values of every layer, written at the slots that `writing_at` names."""
 
-    def __init__(self, batch: int, capacity: int, num_layers: int) -> None:
+    def __init__(self, capacity: int, num_layers: int) -> None:
         super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
-        self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
         self.width: int | None = None
@@ -28,8 +27,9 @@ class RaggedCache(Cache):
 
     @contextmanager
     def writing_at(self, slots: Tensor, width: int | None = None, rows: Tensor | None = None) -> Iterator[None]:
-        """Within it a forward writes at `slots` [A, n] of the sequences `rows` [A], or of all, and is given their first
-        `width` slots, or all."""
+        """Within it a forward writes at `slots` [A, n] of the sequences `rows` [A], None = all, and reads the first
+        `width` slots of these sequences, None = all.
+        """
         self.slots, self.width, self.rows = slots, width, rows
         yield
         self.slots = self.width = self.rows = None
@@ -73,7 +73,7 @@ class _RaggedLayer(CacheLayerMixin):
         return self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
-        # Rows differ; every caller gets its positions and masks explicitly.
+        # Rows have different lengths, and a forward is given positions and masks.
         return 0
 
     def get_max_length(self) -> int:
@@ -81,7 +81,7 @@ class _RaggedLayer(CacheLayerMixin):
 
 
 class CrossCache(Cache):
-    """Keys and values of the encoder's output, written once for a batch and kept at their addresses."""
+    """Keys and values of the encoder's output, written once per batch, always at the same addresses."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_CrossLayer() for _ in range(num_layers)])

@@ -1,10 +1,12 @@
-"""The decoding loop behind transformers' own `generate`."""
+"""The decoding loop behind transformers' own `generate`, through its `custom_generate` argument."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +29,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import GenerationOutput, SpeculativeDecoder
 from ..drafts import DraftSource, LanguageModel
-from ..drafts.base import static_tensors_of
+from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
-from .models import EncoderDecoderModel, TransformersModel, language_model
+from .model_copy import ModelCopy
+from .models import EncoderDecoderModel, language_model, placed
 
 __all__ = ["custom_generate"]
 
@@ -55,30 +58,30 @@ def custom_generate(
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, draft_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens of the same law.
-    transformers calls this function with its prepared arguments; a user passes the ones from `draft_model` to
-    `compile`. Do not pass `assistant_model` or `streamer`: transformers keeps them from such a function.
+    transformers prepares the other arguments; a user passes those from `draft_model` to `compile`. Do not pass
+    `assistant_model` or `streamer`: transformers does not hand them on to such a function.
 
     Args:
         model: the target.
-        input_ids: [B, P] int64, padded as they were given.
+        input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
             everywhere or at the start; renormalisation.
         stopping_criteria: the longest length and eos tokens.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept with
-            the model until another draft or another of these comes.
+        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept for
+            the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
         seed: as there.
-        inputs_tensor: what the encoder read; transformers passes it.
+        inputs_tensor: the input of the encoder; transformers passes it.
         model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token.
 
     Raises:
-        NotImplementedError: a generation mode with beams or of another kind, a processor or criterion other than
-            those above, a filter that keeps more than one token at least, outputs beside the tokens.
+        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor or criterion other
+            than those above, a filter with min_tokens_to_keep above 1, outputs besides the tokens.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -98,9 +101,9 @@ def custom_generate(
     max_length, eos_token_ids = _stops(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
-    kept = _decoder_of(model, suppresses, draft_model, num_draft_tokens, schedule, verify, compile)
-    decoder: SpeculativeDecoder = kept.decoder
-    target: Any = decoder.target
+    choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
+    kept = _kept_decoder(model, draft_model, suppresses, choices)
+    target: Any = kept.decoder.target
     if suppresses:
         target.suppress(input_ids, mask, processors)
         target = target.model
@@ -109,10 +112,10 @@ def custom_generate(
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
-    output = decoder.generate(
+    output = kept.decoder.generate(
         input_ids,
         attention_mask=mask,
-        # A sequence may be at the limit already; transformers then emits one token all the same.
+        # transformers emits one token even if the prompt has max_length tokens already.
         max_new_tokens=max(max_length - input_ids.shape[1], 1),
         sampling=_sampling(generation_config, processors),
         seed=seed,
@@ -121,55 +124,35 @@ def custom_generate(
         inputs=inputs,
         streamer=token_streamer,
     )
-    # An eager decoder would only hold its caches.
-    if decoder.compiled:
-        model._torch_specops = kept
+    # An eager decoder has nothing to keep but caches.
+    if kept.decoder.compiled:
+        _kept[model] = kept
     return torch.cat([input_ids, _new_tokens(output, pad_token_id).to(input_ids.device)], 1)
 
 
-class _Suppressing:
-    """A target that never says some tokens, and some others never first (`LanguageModel`)."""
+class _Suppressing(LanguageModelWrapper):
+    """A target that never emits some tokens, and some others never as the first new token."""
 
-    def __init__(self, model: TransformersModel) -> None:
-        self.model = model
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
         self._never = torch.zeros(model.vocab_size, dtype=torch.bool, device=model.device)
         self._never_first = torch.zeros_like(self._never)
         self._first = torch.zeros(0, dtype=torch.int64, device=model.device)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
-
     def suppress(self, input_ids: Tensor, mask: Tensor | None, processors: Mapping[type, Any]) -> None:
-        """Read the processors of a call. Tensors keep their addresses: graphs know them."""
+        """Read the processors of a call. The tensors keep their addresses, which CUDA graphs know."""
         tokens = torch.arange(self.vocab_size, device=self.device)
         never = processors.get(SuppressTokensLogitsProcessor)
-        if never is not None:
-            self._never.copy_(torch.isin(tokens, never.suppress_tokens.to(self.device)))
-        else:
-            self._never.zero_()
-        # Where the first new token of each row stands: its own length, without padding.
-        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
-        first = torch.full_like(padding, -1)
         never_first = processors.get(SuppressTokensAtBeginLogitsProcessor)
-        if never_first is not None:
-            self._never_first.copy_(torch.isin(tokens, never_first.begin_suppress_tokens.to(self.device)))
-            first = never_first.begin_index - padding
-        if self._first.shape == first.shape:
-            self._first.copy_(first)
-        else:
-            self._first = first.to(self.device)
-
-    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.model.start(batch, capacity, inputs)
+        for suppressed, listed in (
+            (self._never, None if never is None else never.suppress_tokens),
+            (self._never_first, None if never_first is None else never_first.begin_suppress_tokens),
+        ):
+            suppressed.zero_() if listed is None else suppressed.copy_(torch.isin(tokens, listed.to(self.device)))
+        # Where the first new token of each row stands: at its own length, without padding.
+        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
+        first = torch.full_like(padding, -1) if never_first is None else never_first.begin_index - padding
+        self._first = placed(self._first, first.to(self.device))
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         logits = self.model.forward(tokens, positions, num_logits)
@@ -177,48 +160,47 @@ class _Suppressing:
         return logits.masked_fill(self._never | (is_first.unsqueeze(2) & self._never_first), -torch.inf)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        tensors = static_tensors_of(self.model)
+        tensors = super().static_tensors()
         return None if tensors is None else [*tensors, self._never, self._never_first, self._first]
 
-    def first_layers(self, num_layers: int) -> LanguageModel:
-        return self.model.first_layers(num_layers)
+
+@dataclass(frozen=True)
+class _Kept:
+    """A decoder, what it was made for, and what makes the model that it reads."""
+
+    made_for: tuple[Any, ...]
+    copy: ModelCopy
+    decoder: SpeculativeDecoder
 
 
-class _KeptDecoder:
-    """A model's compiled decoder between two calls; a copy of the model, or a file of it, starts without one."""
-
-    def __init__(self, arguments: tuple[Any, ...] = (), decoder: Any = None) -> None:
-        self.arguments = arguments
-        self.decoder = decoder
-
-    def __reduce__(self) -> tuple[type[_KeptDecoder], tuple[()]]:
-        return _KeptDecoder, ()
+# The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its own key alive.
+_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
-def _decoder_of(
+def _kept_decoder(
     model: PreTrainedModel,
-    suppresses: bool,
     draft_model: DraftSource | LanguageModel | nn.Module | None,
-    num_draft_tokens: int,
-    schedule: str | Schedule,
-    verify: str,
-    compile: bool | str,
-) -> _KeptDecoder:
-    choices = (draft_model, num_draft_tokens, schedule, verify, compile)
-    arguments = (id(model), model.device, model.dtype, suppresses, *choices)
-    kept = getattr(model, "_torch_specops", None)
-    if kept is not None and kept.arguments == arguments:
-        return kept
-    target = language_model(model)
-    decoder = SpeculativeDecoder(
-        _Suppressing(target) if suppresses else target,
-        draft_model,
-        num_draft_tokens=num_draft_tokens,
-        schedule=schedule,
-        verify=verify,
-        compile=compile,
+    suppresses: bool,
+    choices: dict[str, Any],
+) -> _Kept:
+    draft_is_model = draft_model is model
+    # A graph of another device or dtype cannot be used again.
+    made_for = (
+        *(None if draft_is_model else draft_model, draft_is_model, suppresses, choices),
+        *(model.device, model.dtype, model.config._attn_implementation),
     )
-    return _KeptDecoder(arguments, decoder)
+    kept = _kept.get(model)
+    # Taken out while it is in use: a call from another thread makes its own.
+    if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
+        kept.copy.of(model)
+        return kept
+    copy = ModelCopy()
+    own = copy.of(model)
+    target: LanguageModel = language_model(own)
+    if suppresses:
+        target = _Suppressing(target)
+    decoder = SpeculativeDecoder(target, own if draft_is_model else draft_model, **choices)
+    return _Kept(made_for, copy, decoder)
 
 
 def _check_mode(config: GenerationConfig) -> None:
@@ -236,7 +218,7 @@ def _check_mode(config: GenerationConfig) -> None:
             raise NotImplementedError(f"{name}: the sequences are the only output, got {getattr(config, name)}")
 
 
-# The place of each kind of processor among the others. Filters keep other tokens in another order.
+# Processors that are understood, and their order: filters in another order keep other tokens.
 _PROCESSORS: dict[type, int] = {
     SuppressTokensLogitsProcessor: 0,
     SuppressTokensAtBeginLogitsProcessor: 0,
@@ -253,7 +235,7 @@ def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
     last = 0
     for processor in processors:
         kind = type(processor)
-        # A subclass may do anything.
+        # Not isinstance: a subclass may do anything.
         if kind not in _PROCESSORS:
             raise NotImplementedError(
                 f"logits_processor: {kind.__name__} may depend on the text so far, or is not known here"
@@ -269,7 +251,7 @@ def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
 
 def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> SamplingParams:
     if not config.do_sample:
-        # What is left changes no maximum.
+        # The processors that are understood, but for suppressed tokens, do not change the argmax.
         return SamplingParams(temperature=0.0)
     values = {
         name: getattr(processors[kind], name)
@@ -307,12 +289,12 @@ def _stops(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
     return min(lengths), eos_token_ids
 
 
-# What `generate` prepares for its own loop; this one has its own cache, and reads one logit row per token.
+# What transformers prepares for its own loop. Ours has its own cache and needs none of it.
 _PREPARED = frozenset(["cache_position", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"])
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The mask of the text, after a look at everything that the model would have been given beside it."""
+    """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ValueError("past_key_values: the loop has a cache of its own and would neither read nor fill this one")
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
@@ -332,9 +314,9 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
 def _encoder_inputs(
     model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the target's encoder said, and what it read: a draft has an encoder of its own."""
+    """The output of the target's encoder, and its input, which a draft with its own encoder reads."""
     inputs = {}
-    # Without raw inputs, transformers makes up tokens of -100.
+    # transformers fills in tokens of -100 where the encoder's output was given instead of its input.
     if inputs_tensor is not None and not bool((inputs_tensor == -100).all()):
         copies = input_ids.shape[0] // inputs_tensor.shape[0]
         inputs[model.main_input_name] = inputs_tensor.repeat_interleave(copies, 0)

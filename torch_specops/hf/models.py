@@ -1,62 +1,56 @@
-"""Unmodified transformers models as `LanguageModel`s: ragged rows, a static cache, explicit masks and positions."""
+"""Transformers models as `LanguageModel`s: ragged rows, a static cache, explicit masks and positions."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from ..kv_cache import RaggedKeyValues, visible_slots, within_window
-from .architecture import first_layers, layers_of, max_length, relative_bias, why_not_compiled, windows
-from .attention import configs_to_group, grouped
+from ..kv_cache import RaggedKeyValues, visible_slots
+from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
+from .attention import use_grouped_attention
 from .cache import CrossCache, RaggedCache
+from .model_copy import ModelCopy
 
-__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
+__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
 
-# Compared token for token with transformers' own decoding in the tests. Other decoder-only families are checked on a
+# The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
-TESTED_FAMILIES = frozenset(
-    [
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "opt",
-        "phi",
-        "qwen2",
-        "qwen3",
-        "t5",
-        "whisper",
-    ]
-)
+TESTED_FAMILIES = {
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
+    *("t5", "whisper"),
+}
 
 
 def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
+    Args:
+        model: a `PreTrainedModel` with a language head, all of it on one device.
+
     Raises:
         TypeError: no transformers model.
-        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head, or an attention
-            implementation that takes no mask.
+        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head or on several
+            devices, an attention implementation that takes no mask, or an encoder-decoder model other than Whisper
+            and T5.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers model, got {type(model)}")
-    family = model.config.get_text_config(decoder=True).model_type
-    if not model.config.is_encoder_decoder:
-        adapter = TransformersModel(model)
-        if family not in TESTED_FAMILIES:
-            _check_reading(adapter)
-        return adapter
-    if family not in TESTED_FAMILIES:
-        raise ValueError(f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}")
-    return EncoderDecoderModel(model)
+    is_tested = model.config.get_text_config(decoder=True).model_type in TESTED_FAMILIES
+    if model.config.is_encoder_decoder:
+        if not is_tested:
+            raise ValueError(
+                f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
+            )
+        return EncoderDecoderModel(model)
+    adapter = TransformersModel(model)
+    if not is_tested:
+        _check_reading(adapter)
+    return adapter
 
 
 def _check_reading(adapter: TransformersModel) -> None:
@@ -66,7 +60,7 @@ def _check_reading(adapter: TransformersModel) -> None:
         expected, found = _read_both_ways(adapter)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
-    # Far above what rounding does, far below what a missing or wrong token does.
+    # Rounding differs by far less, a missing or wrong token by far more.
     bound = torch.finfo(adapter.model.dtype).eps ** 0.5 * float(expected.abs().amax())
     difference = float((found - expected).abs().amax())
     if not difference <= bound:
@@ -80,8 +74,8 @@ def _check_reading(adapter: TransformersModel) -> None:
 def _read_both_ways(adapter: TransformersModel) -> tuple[Tensor, Tensor]:
     tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
     positions = torch.arange(8, device=adapter.device).unsqueeze(0)
-    expected = adapter.model(input_ids=tokens, use_cache=False).logits[:, 3:].float()
     adapter.start(1, 16)
+    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
     adapter.forward(tokens[:, :3], positions[:, :3])
     adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
     return expected, adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
@@ -90,18 +84,29 @@ def _read_both_ways(adapter: TransformersModel) -> tuple[Tensor, Tensor]:
 class TransformersModel:
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
-    The model is not changed. It gets a cache that writes each row's tokens at their own slots, an explicit 4D mask and
-    explicit positions. Layers with a sliding window keep all slots, and their mask does the rest, so that rollback is
-    always possible. Logits come back as float32 or the model's 16-bit dtype.
+    The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ModelCopy`).
+    A forward writes each row's tokens at the row's own slots, and is given an explicit 4D mask and explicit positions.
+    Layers with a sliding window keep all slots too, and the mask hides the old ones, so that rollback is always
+    possible. Logits come back as float32 or the model's 16-bit dtype.
 
     Args:
         model: a causal language model, all of it on one device.
+        num_layers: run the first layers alone, then the final norm and the head; None = all layers.
 
     Attributes:
+        model: the model itself.
+        prepared: its copy in evaluation mode, up to date since the last `start`.
+        max_length: the most tokens that its positions allow; None = any.
         not_compiled: why its forward cannot be compiled; None if it can.
+        reads_rows: whether `forward` can read some rows alone, once it has read all of them.
+
+    Raises:
+        ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    reads_rows = True
+
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
         if model.get_output_embeddings() is None:
@@ -112,7 +117,6 @@ class TransformersModel:
                 f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
                 "load it without a device_map that spreads it"
             )
-        self.model = model.eval()
         self._config = model.config.get_text_config(decoder=True)
         attention = self._config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -120,13 +124,24 @@ class TransformersModel:
                 f"model: attention {attention!r} takes no mask for ragged rows; "
                 "call model.set_attn_implementation('sdpa') or 'eager' first"
             )
+        if num_layers is not None and not 1 <= num_layers <= len(layers_of(model)):
+            raise ValueError(f"num_layers: expected 1 to {len(layers_of(model))}, got {num_layers}")
+        self.model = model
+        self._first_layers = num_layers
         self._additive_mask = attention == "eager"
-        self._grouped = configs_to_group(model)
         self._windows = windows(self._config)
-        self._max_length = max_length(self._config)
+        self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
+        self._copy = ModelCopy()
         self.not_compiled = why_not_compiled(model)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.prepared = self._copy.of(self.model)
+        use_grouped_attention(self.prepared)
+        if self._first_layers is not None:
+            del layers_of(self.prepared)[self._first_layers :]
 
     @property
     def vocab_size(self) -> int:
@@ -137,12 +152,8 @@ class TransformersModel:
         return self.model.device
 
     @property
-    def max_length(self) -> int | None:
-        return self._max_length
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Taken from the generation config: a tokenizer rebuilt from a GGUF file names a wrong eos token."""
+        """Those of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if eos is None:
             return ()
@@ -155,6 +166,7 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
+        self._prepare()
         self._start_cache(batch, capacity)
 
     def _start_cache(self, batch: int, capacity: int) -> None:
@@ -162,34 +174,32 @@ class TransformersModel:
         if self._cache is not None and self._cache_key == key:
             self._cache.clear()
         else:
-            self._cache, self._cache_key = RaggedCache(batch, capacity, self._num_layers), key
+            self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
 
     @property
     def _num_layers(self) -> int:
-        return self._config.num_hidden_layers
+        return self._first_layers or self._config.num_hidden_layers
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
-        """The cache of every layer, once a forward has allocated it. Its tensors may be replaced by others of the same
-        shape: by the buffers of a module that is to be exported."""
+        """The cache of every layer, once a forward has allocated it.
+
+        Its tensors may be replaced by others of the same shape, such as the buffers of a module to be exported.
+        """
         return self._require_cache().key_values
 
     def static_tensors(self) -> list[Tensor]:
         """Weights and cache."""
         cache = [tensor for layer in self.key_values for tensor in (layer.keys, layer.values)]
-        return [*self.model.parameters(), *self.model.buffers(), *cache]
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether `forward` can read some rows alone, once it has read all of them."""
-        return True
+        return [*self.prepared.parameters(), *self.prepared.buffers(), *cache]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        width = self._slots_to_read(positions)
-        with self._require_cache().writing_at(positions, width, rows):
-            return self._read(tokens, positions, self._mask(positions, width), num_logits)
+        slot_positions = torch.arange(self._slots_to_read(positions), device=positions.device).unsqueeze(0)
+        mask = self._mask(positions, slot_positions)
+        with self._require_cache().writing_at(positions, slot_positions.shape[1], rows):
+            return self._read(tokens, positions, mask, num_logits)
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
@@ -205,20 +215,19 @@ class TransformersModel:
                 f"expected one of {', '.join(sorted(TESTED_FAMILIES))}"
             )
         with self._require_cache().writing_at(slots, visible.shape[2]):
-            return self._read(tokens, positions, self._tree_mask(positions, visible, slot_positions), None)
+            return self._read(tokens, positions, self._mask(positions, slot_positions, visible), None)
 
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
     ) -> Tensor:
-        with grouped(self._grouped):
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=self._position_ids(positions),
-                past_key_values=self._require_cache(),
-                use_cache=True,
-                logits_to_keep=num_logits or 0,
-            )
+        output = self.prepared(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=self._position_ids(positions),
+            past_key_values=self._require_cache(),
+            use_cache=True,
+            logits_to_keep=num_logits or 0,
+        )
         return _as_float(output.logits)
 
     def first_layers(self, num_layers: int) -> TransformersModel:
@@ -227,7 +236,7 @@ class TransformersModel:
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
-        return type(self)(first_layers(self.model, num_layers))
+        return type(self)(self.model, num_layers)
 
     def _require_cache(self) -> RaggedCache:
         if self._cache is None:
@@ -235,30 +244,29 @@ class TransformersModel:
         return self._cache
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        # Drafts may stand beyond the last position that the model knows; what it says of them is never emitted.
+        # Drafts may stand beyond the last position that the model knows. They are never emitted.
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _slots_to_read(self, positions: Tensor) -> int:
-        """On a CPU, where looking is free, as many as may hold text; else all, because shapes have to stay."""
+        """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return self._require_cache().capacity
         return int(positions.amax()) + 1
 
-    def _mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        return self._masks(lambda window: visible_slots(positions, width, window))
-
-    def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
-        return self._masks(lambda window: within_window(visible, positions, slot_positions, window))
-
-    def _masks(self, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """What attention takes, of what it may see in a layer with a window."""
-        masks = {kind: self._as_mask(visible(window)) for kind, window in self._windows.items()}
+    def _mask(
+        self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """What attention takes: a mask, or one for each kind of layer. The arguments are those of `visible_slots`."""
+        masks = {
+            kind: self._as_mask(visible_slots(positions, slot_positions, window, own_text))
+            for kind, window in self._windows.items()
+        }
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
     def _as_mask(self, visible: Tensor) -> Tensor:
         if not self._additive_mask:
             return visible
-        # Eager attention adds its mask, and would add a boolean one as 0 and 1.
+        # Eager attention adds the mask to its scores.
         dtype = self.model.dtype
         return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
@@ -269,49 +277,42 @@ class EncoderDecoderModel(TransformersModel):
     The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        # What the encoder said of the inputs, where it ran already: `start` then does not run it.
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
+        super().__init__(model, num_layers)
+        # The output of the encoder, where it has run already; `start` then does not run it.
         self.encoder_outputs: Tensor | None = None
         self._encoder_states: Tensor | None = None
         self._encoder_mask: Tensor | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in parameters
         if not self._takes_positions:
-            self._max_length = None
+            self.max_length = None
         self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
-        self._relative_bias = relative_bias(model)
+        self._relative_bias = relative_bias(self.prepared)
 
-    @property
-    def reads_rows(self) -> bool:
-        # The encoder's keys and values would have to be copied, and they are most of what a step reads.
-        return False
+    # It would copy the encoder's keys and values, which are most of what a step reads.
+    reads_rows = False
 
     @property
     def _num_layers(self) -> int:
-        return len(layers_of(self.model)[1])
+        return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self._prepare()
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
-        same = self._encoder_states is not None and self._encoder_states.shape == states.shape
-        if same and (mask is None) == (self._encoder_mask is None):
-            # Graphs know the addresses.
-            self._encoder_states.copy_(states)  # type: ignore[union-attr]
-            if mask is not None:
-                self._encoder_mask.copy_(mask)  # type: ignore[union-attr]
-        else:
-            self._encoder_states = states.clone()
-            self._encoder_mask = None if mask is None else mask.to(self.device, copy=True)
+        before = self._encoder_states
+        self._encoder_states = placed(before, states.clone())
+        self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
-        if self._cross_cache is None or not same:
+        if self._cross_cache is None or self._encoder_states is not before:
             self._cross_cache = CrossCache(self._num_layers)
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
         self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
 
     def static_tensors(self) -> list[Tensor]:
-        """Weights, caches, and what the encoder said."""
+        """Weights, caches, and the output of the encoder."""
         encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
         cross = [] if self._cross_cache is None else self._cross_cache.key_values
         return [*super().static_tensors(), *encoder, *cross]
@@ -322,7 +323,7 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
         if inputs[name].shape[0] != batch:
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
-        return self.model.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
+        return self.prepared.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
 
     _cross_cache: CrossCache | None = None
 
@@ -334,7 +335,7 @@ class EncoderDecoderModel(TransformersModel):
             arguments["decoder_position_ids"] = self._position_ids(positions)
         if self._takes_encoder_mask:
             arguments["attention_mask"] = self._encoder_mask
-        output = self.model(
+        output = self.prepared(
             decoder_input_ids=tokens,
             decoder_attention_mask=mask,
             encoder_outputs=(self._encoder_states,),
@@ -345,22 +346,20 @@ class EncoderDecoderModel(TransformersModel):
         logits = _as_float(output.logits)
         return logits if num_logits is None else logits[:, -num_logits:]
 
-    def _mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+    def _mask(
+        self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         if self._relative_bias is None:
-            return super()._mask(positions, width)
-        slot_positions = torch.arange(width, device=positions.device).unsqueeze(0)
-        return self._with_bias(visible_slots(positions, width), positions, slot_positions)
-
-    def _tree_mask(self, positions: Tensor, visible: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
-        if self._relative_bias is None:
-            return super()._tree_mask(positions, visible, slot_positions)
-        return self._with_bias(visible.unsqueeze(1), positions, slot_positions)
-
-    def _with_bias(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor:
-        assert self._relative_bias is not None
+            return super()._mask(positions, slot_positions, own_text)
         bias = self._relative_bias(positions, slot_positions)
+        visible = visible_slots(positions, slot_positions, own_text=own_text)
         return torch.where(visible, bias, torch.finfo(bias.dtype).min)
 
 
 def _as_float(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.float64 else logits
+
+
+def placed(old: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
+    return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)
