@@ -37,9 +37,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import torch_specops
 from torch_specops.cli.env import versions
+from torch_specops.cli.loading import SMOLLM2, load_model, load_tokenizer
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts.quantised import quantised_copy
-from torch_specops.hf import TransformersModel, language_model, load_smollm2
+from torch_specops.hf import TransformersModel, language_model
 
 PROMPT = "Write about a walk along the river in the evening, and about what two old friends say to each other."
 CAPACITY = 64
@@ -180,7 +181,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.random:
         adapter, text, prompt_length = language_model(random_model(options.layers).to(options.device)), None, 0
     else:
-        adapter, tokenizer = load_smollm2(options.device)
+        adapter, tokenizer = load_model(SMOLLM2, options.device), load_tokenizer(SMOLLM2)
         prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(options.device)
         prompt_length = prompt.shape[1]
         text = torch_specops.generate(adapter.model, prompt, max_new_tokens=options.text_tokens, seed=0).sequences

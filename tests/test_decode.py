@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode import GenerationOutput, GenerationStats, GreedyDifference, Step, check_greedy
+from torch_specops.cli.greedy import GreedyDifference, check_greedy
+from torch_specops.decode import GenerationOutput, GenerationStats, Step
 from torch_specops.decode import decoder as decoder_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.decode.decoder import CAPACITY_MULTIPLE

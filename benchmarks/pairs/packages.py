@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from torch_specops.hf.loading import cache_directory
+from torch_specops.cli.loading import cache_directory
 
 __all__ = ["Part", "PinnedFile", "cache_directory", "fetch", "new_directory", "pip_download"]
 

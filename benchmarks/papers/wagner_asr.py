@@ -45,7 +45,7 @@ from transformers.utils import logging
 from wagner_laws import distances, filtered
 from wagner_methods import BASELINE, EAGER, METHODS, measure, reduction, scales, steps_table, without_outputs
 
-from torch_specops.hf.loading import cache_directory
+from torch_specops.cli.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)

