@@ -26,7 +26,7 @@ from torch_specops import cli
 from torch_specops.cli import loading, models
 from torch_specops.cli.comparison import Comparison, Workload, providers, turns
 from torch_specops.cli.comparison.observe import ForwardTimer
-from torch_specops.cli.greedy import GreedyCheck, GreedyDifference, check_greedy
+from torch_specops.cli.greedy import GreedyCheck, GreedyDifference
 from torch_specops.cli.text import TextStream, printable
 from torch_specops.decode import SpeculativeDecoder, Step
 from torch_specops.sampling import SamplingParams
@@ -152,47 +152,6 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     shown = console.file.getvalue()
     assert {character for character in shown if not character.isprintable()} == {"\n"}
     assert without_spaces(replaced) in without_spaces(shown)
-
-
-# The comparison with plain greedy decoding.
-
-
-def test_check_greedy_finds_a_wrong_token_and_goes_on_behind_it(target: str) -> None:
-    model = loading.load_model(target)
-    prompt = torch.tensor([[5, 6, 7]])
-
-    def greedy(tokens: torch.Tensor, count: int) -> list[int]:
-        output = model.model.generate(tokens, do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
-        return output[0, tokens.shape[1] :].tolist()
-
-    right = greedy(prompt, 8)
-    assert check_greedy(model, prompt, right).identical
-    wrong = [*right[:4], (right[4] + 1) % 280]
-    wrong += greedy(torch.tensor([[5, 6, 7, *wrong]]), 4)
-    check = check_greedy(model, prompt, wrong, row=3)
-    assert [(each.row, each.index, each.expected_token) for each in check.differences] == [(3, 4, right[4])]
-    assert check.num_tokens == 9 and not check.only_rounding
-    with pytest.raises(ValueError, match=r"input_ids: expected one prompt \[1, P\], got \[2, 1\]"):
-        check_greedy(model, torch.tensor([[1], [2]]), [3])
-
-
-def test_check_greedy_tells_near_ties_from_defects() -> None:
-    class Table:
-        device = torch.device("cpu")
-
-        def start(self, batch_size: int, capacity: int) -> None: ...
-
-        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int) -> torch.Tensor:
-            return torch.tensor([[[0.0, 0.0, 1.0, 1.0 - 2e-6, 1.0 - 1e-3]]])
-
-    near, far = (check_greedy(Table(), torch.tensor([[1]]), [token]) for token in (3, 4))
-    assert not near.identical and near.only_rounding
-    assert near.differences[0].logit_gap == pytest.approx(2e-6, rel=0.1)
-    assert not far.only_rounding
-    assert [turns._verdict(found, True) for found in ([], near.differences, near.differences + far.differences)] == [
-        "identical", "near ties", "different",
-    ]  # fmt: skip
-    assert turns._verdict(far.differences, False) == "rounding"
 
 
 # The demo.
@@ -418,6 +377,13 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1, result.output
     assert re.findall(r"(identical|different) *$", result.stdout, re.MULTILINE) == ["identical"] * 2 + ["different"]
     assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
+
+
+def test_what_counts_as_different() -> None:
+    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (1e-5, 1e-3))
+    verdicts = [turns._verdict(found, True) for found in ([], [tie], [tie, wrong])]
+    assert verdicts == ["identical", "near ties", "different"]
+    assert turns._verdict([tie, wrong], False) == "rounding"
 
 
 def test_the_forward_timer_counts_while_it_watches() -> None:

@@ -77,18 +77,14 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
 
 
 def import_transformers() -> None:
-    """Import transformers and torchao without what they log about optional libraries that are not there.
+    """Import transformers, and with it torchao, without what they log about optional libraries that are not there.
 
     Raises:
         ValueError: a package is missing, with the command that installs it.
     """
     try:
         with log_messages_off():
-            # transformers imports torchao, where it is installed, with the first model.
-            from transformers import PreTrainedModel  # noqa: F401
-
-            if importlib.util.find_spec("torchao") is not None:
-                import torchao.quantization  # noqa: F401
+            from .. import hf  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing; run: pip install 'torch_specops[hf]'") from error
 

@@ -88,7 +88,8 @@ def _own(
         return Answer([output.new_tokens(row) for row in range(input_ids.shape[0])], output.stats)
 
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
-    modules = (models.target.model, *([drafting] if isinstance(drafting, nn.Module) else []))
+    # Early exit may draft with the target itself.
+    modules = tuple(dict.fromkeys([models.target.model, *([drafting] if isinstance(drafting, nn.Module) else [])]))
     return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
 
 
