@@ -28,9 +28,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import torch_specops
+from torch_specops.cli.loading import SMOLLM2, load_model, load_tokenizer
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts.quantised import quantised_copy
-from torch_specops.hf import SMOLLM2, TransformersModel, language_model, load_model, load_tokenizer
+from torch_specops.hf import TransformersModel, language_model
 
 PROMPT = "Write about a walk along the river in the evening, and about what two old friends say to each other."
 CAPACITY = 64

@@ -15,8 +15,8 @@ from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
 
 from torch_specops import GenerationOutput, SamplingParams, SpeculativeDecoder
+from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode import Step
-from torch_specops.decode.greedy import check_greedy
 from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 

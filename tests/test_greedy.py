@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import PROMPTS, VOCAB, PairModel, greedy_alone, greedy_rows, shared_tiny
 
-from torch_specops.decode.greedy import GreedyDifference, check_greedy
+from torch_specops.cli.greedy import GreedyDifference, check_greedy
 from torch_specops.hf import language_model
 
 

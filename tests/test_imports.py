@@ -47,9 +47,8 @@ EXCEPTIONS = {("decode/inputs.py", "torch_specops.hf"), ("__init__.py", "torch_s
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
     "triton": {"kernels"},
-    "transformers": {"hf"},
+    "transformers": {"cli", "hf"},
     "torchao": {"drafts"},
-    "matplotlib": {"cli"},
     "rich": {"cli"},
     "typer": {"cli"},
 }

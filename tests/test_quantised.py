@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 import torch_specops
+from torch_specops.cli.greedy import ROUNDING, check_greedy
 from torch_specops.decode import GenerationOutput
-from torch_specops.decode.greedy import ROUNDING, check_greedy
 from torch_specops.drafts import quantised_copy
 from torch_specops.hf import language_model
 

@@ -116,7 +116,9 @@ def test_links_and_named_files_exist(document: Path) -> None:
     text = document.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
-    places = [ROOT / name for name in ("torch_specops", "tests", "benchmarks", "benchmarks/papers", "")] + [document.parent]
+    places = [ROOT / name for name in ("torch_specops", "tests", "benchmarks", "benchmarks/papers", "")] + [
+        document.parent
+    ]
     named = set(re.findall(r"`([a-z_]+(?:/\w+)*\.py)(?:::\w+)?`", text))
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
     tests = set(re.findall(r"`(test_\w+\.py)::(\w+)`", text))

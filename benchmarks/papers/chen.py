@@ -35,7 +35,7 @@ from torch import Tensor
 from wagner_text import texts
 
 import torch_specops
-from torch_specops.hf import SMOLLM2, Tokenizer, load_tokenizer
+from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_tokenizer
 
 # Temperature, top_p.
 LAWS: dict[str, tuple[float, float]] = {

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_specops
+from torch_specops.cli.loading import SMOLLM2, SMOLLM2_PACKAGE, load_model, load_tokenizer, smollm2_is_converted
 from torch_specops.drafts import DraftSource, EarlyExit, ModelDraft, NGram, PromptLookup
-from torch_specops.hf import SMOLLM2, TransformersModel, load_model, load_tokenizer
-from torch_specops.hf.loading import SMOLLM2_PACKAGE, smollm2_is_converted
+from torch_specops.hf import TransformersModel
 
 __all__ = [
     "SUBJECTS",

@@ -53,8 +53,8 @@ from transformers.utils import logging
 from wagner_laws import distances, filtered
 from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
 
+from torch_specops.cli.loading import cache_directory
 from torch_specops.drafts.token_map import twin_tokens
-from torch_specops.hf.loading import cache_directory
 
 HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)

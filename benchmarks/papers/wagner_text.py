@@ -30,7 +30,7 @@ from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
 from wagner_methods import EAGER, GAMMAS, METHODS, calls, draw_steps, measure, scales, without_outputs
 
-from torch_specops.hf import SMOLLM2, Tokenizer, load_model, load_tokenizer
+from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
 SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28

@@ -1,4 +1,4 @@
-"""The command `torch-specops`: decode with a draft and watch it, measure it, or report the installation."""
+"""The command `torch-specops`: a demo of speculative decoding, a comparison with transformers, and a bug report."""
 
 from __future__ import annotations
 
@@ -17,35 +17,32 @@ except ModuleNotFoundError as missing:
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Speculative decoding that is exact: a draft proposes tokens, the target keeps its law.",
+    help="Speculative decoding: a cheap draft guesses tokens, and the target model checks several in one pass. "
+    "The text has exactly the distribution of text from the target alone.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    # The paragraphs of a docstring are wrapped to the width of the terminal.
+    rich_markup_mode="markdown",
 )
 
 app.command(
-    epilog="""[bold]Examples[/bold]
+    epilog="""Examples:
 
-    torch-specops demo
-
-    torch-specops demo --temperature 0.7 --seed 3
-
-    torch-specops demo --prompt "Write a haiku about the sea." --max-new-tokens 40
-
-    torch-specops demo --target ./my-model --draft ./my-small-model --num-draft-tokens 4 --schedule heuristic
+    - torch-specops demo
+    - torch-specops demo --temperature 0.7 --seed 3
+    - torch-specops demo --target austen-bytes --draft austen-bytes-draft
+    - torch-specops demo --prompt "Write a haiku." --max-new-tokens 40
+    - torch-specops demo --target ./model --draft ./small-model
     """
 )(demo.demo)
 app.command(
-    epilog="""[bold]Examples[/bold]
+    epilog="""Examples:
 
-    torch-specops bench
-
-    torch-specops bench --batch-sizes 1 --max-new-tokens 128 --rounds 9 --json result.json --plot result.png
-
-    torch-specops bench --target ./my-model --draft ./my-small-model --num-draft-tokens 4 --temperature 1
-
-    torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32
+    - torch-specops bench
+    - torch-specops bench --batch-sizes 1 --json result.json --plot result.png
+    - torch-specops bench --target ./model --draft ./small-model
+    - torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32
     """
 )(bench.bench)
 app.command()(env.env)

@@ -17,15 +17,15 @@ __all__ = ["device_name", "env", "versions"]
 
 
 def env() -> None:
-    """Versions and devices, for a bug report."""
+    """Print versions and devices, for a bug report."""
     table = Table(show_header=False, box=None)
     for name, version in versions().items():
         table.add_row(name, version)
-    table.add_row("cpu", f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
+    table.add_row("cpu", f"{cpu_name()}, {os.cpu_count()} cores; torch threads: {torch.get_num_threads()}")
     for index in range(torch.cuda.device_count()):
         table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
     if not torch.cuda.is_available():
-        table.add_row("cuda", "none")
+        table.add_row("cuda", "no device")
     Console(highlight=False, markup=False).print(table)
 
 

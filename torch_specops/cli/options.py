@@ -1,0 +1,135 @@
+"""Options that the commands share, and how they report a wrong one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Annotated
+
+import torch
+import typer
+
+from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
+from .models import EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP
+
+# What a shell reports for a process that Ctrl-C ended.
+INTERRUPTED = 130
+
+# The part of the help for options that come in two forms, as "--check" and "--no-check": their column is wide.
+SWITCHES = "Switches"
+
+
+class VerifyName(str, Enum):
+    exact = "exact"
+    block = "block"
+
+
+class ScheduleName(str, Enum):
+    constant = "constant"
+    heuristic = "heuristic"
+    optimal = "optimal"
+
+
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="The model whose text you want: a folder, a Hugging Face hub id, "
+        f"'{SMOLLM2}' (from a pip package) or '{AUSTEN}' (tiny, always there).",
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        metavar="DRAFT",
+        help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far; '{NGRAM}FILE' counts "
+        f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{INT8}' is a quantised "
+        "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
+        f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
+    ),
+]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K",
+        help="How many tokens the draft guesses per step.",
+        show_default=f"10 for {PROMPT_LOOKUP}, 2 otherwise",
+    ),
+]
+Schedule = Annotated[
+    ScheduleName,
+    typer.Option(
+        metavar="NAME",
+        help="'constant': K guesses in every step. 'heuristic': 2 more after a step whose guesses were all right, "
+        "1 fewer after any other. 'optimal': what pays best by the measured costs, up to K.",
+    ),
+]
+Verify = Annotated[
+    VerifyName,
+    typer.Option(
+        metavar="NAME",
+        help="'exact': the guesses are judged one by one. 'block': together, which accepts as many or more on average. "
+        "Both give the target's distribution.",
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(metavar="T", help="0: always the most likely token. Above 0: sample; 1 is the model's distribution."),
+]
+TopK = Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens only. 0: all.")]
+TopP = Annotated[
+    float,
+    typer.Option(metavar="P", help="Sample from the most likely tokens that have probability P together. 1: all."),
+]
+MinP = Annotated[
+    float,
+    typer.Option(metavar="P", help="Sample from tokens at least P times as probable as the most likely one. 0: all."),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Where to run: cpu, cuda, cuda:1.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="CPU threads.", show_default="torch's choice"),
+]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        rich_help_panel=SWITCHES,
+        help="Compile this package's steps with torch.compile. It takes a while the first time.",
+        show_default="on CUDA, and on a CPU for long texts",
+    ),
+]
+
+
+def to_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {name!r}")
+    return device
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ValueError(f"threads: expected a number >= 1, got {threads}")
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """What the user can mend is printed in one line, and the command ends with exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # A first line such as "backend='inductor' raised:" says nothing without the next one.
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        print(f"torch-specops: error: {reason}", file=sys.stderr)
+        raise typer.Exit(2) from None
