@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("interpret_kernels.py")
 # The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
 FILTERED_VERIFY = "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law"
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
@@ -27,63 +27,54 @@ ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_
 # One of every kind of input: what `make test` has time for.
 FEW = "bf16,fp32_bf16,vocab_sliced_bf16,batch_sliced,pad_ragged,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
 FEW_FILTERS = "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_strided,filters_nonfinite,min_p"
-FEW_VERIFY = FEW + ",transposed_fp16,tie_u_zero"
+FEW_VERIFY = FEW + ",transposed_fp16,tie_u_zero,masked_token"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
 QUICK_RUNS = [
-    ("verify_exact", FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature", 32, (67,)),
+    (
+        "verify_exact",
+        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature,filters_opposite",
+        32,
+        (67,),
+    ),
     ("verify_block", FEW_VERIFY + ",one_hot,lse_nonfinite,long,filters_one_hot", 32, (67,)),
     ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
     ("sample", FEW + ",filters_temperature", 32, (67,)),
     ("filter_logits", FEW_FILTERS, 32, (67,)),
 ]
-RUNS = [
-    ("verify_exact", "plain", 32, (67,)),
-    ("verify_exact", ONE_TOKEN, 64, (1,)),
-    ("verify_exact", FILTERED_VERIFY, 64, (37,)),
-    ("verify_block", BLOCK, 64, (67,)),
-    ("verify_block", FILTERED_VERIFY, 64, (37,)),
-    ("verify_sigmoid", "plain", 32, (67,)),
-    ("sample", "plain", 32, (1, 64, 131)),
-    ("sample", "plain", 256, (37, 600)),
-    ("sample", "filtered", 32, (37,)),
-    ("filter_logits", "filtered", 64, (1, 131)),
+SLOW_RUNS = [
+    pytest.param(*run, marks=pytest.mark.slow)
+    for run in (
+        ("verify_exact", "plain", 32, (67,)),
+        ("verify_exact", ONE_TOKEN, 64, (1,)),
+        ("verify_exact", FILTERED_VERIFY, 64, (37,)),
+        ("verify_block", BLOCK, 64, (67,)),
+        ("verify_block", FILTERED_VERIFY, 64, (37,)),
+        ("verify_sigmoid", "plain", 32, (67,)),
+        ("sample", "plain", 32, (1, 64, 131)),
+        ("sample", "plain", 256, (37, 600)),
+        ("sample", "filtered", 32, (37,)),
+        ("filter_logits", "filtered", 64, (1, 131)),
+    )
 ]
-# (dtype, tile, vocabulary size) of the filters' own cases.
-FILTER_RUNS = [("bfloat16", 32, 67), ("float16", 32, 41), ("float32", 64, 67), ("bfloat16", 1024, 2001)]
 
 
-def interpret(script: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, str(TESTS / script), *map(str, arguments)]
+def interpret(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def all_runs(quick: list[Any], slow: list[Any]) -> list[Any]:
-    return [*quick, *(pytest.param(*run, marks=pytest.mark.slow) for run in slow)]
-
-
-@pytest.mark.parametrize("op, kind, tile, vocab_sizes", all_runs(QUICK_RUNS, RUNS))
+@pytest.mark.parametrize("op, kind, tile, vocab_sizes", [*QUICK_RUNS, *SLOW_RUNS])
 def test_kernels_agree_with_the_oracle(
     op: str, kind: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
 ) -> None:
-    report = interpret("interpret_kernels.py", op, kind, tile, *vocab_sizes)
+    report = interpret(op, kind, tile, *vocab_sizes)
     for key in ("cases", "rows", "rounding", "disagreements"):
         record_property(f"{op} kernels, {kind}, {key}", report[key])
     assert report["wrong"] == []
     least = {"plain": 30, "filtered": 10}.get(kind, len(kind.split(",")))
     assert report["cases"] >= least * len(vocab_sizes)
     assert report["disagreements"] <= report["rounding"]
-
-
-@pytest.mark.parametrize("dtype, tile, vocab_size", all_runs(FILTER_RUNS[:1], FILTER_RUNS[1:]))
-def test_filters_equal_the_oracle_bit_for_bit(dtype: str, tile: int, vocab_size: int) -> None:
-    """Ties at the cut inside a tile and across tiles, excluded and infinite entries, the ends of the dtype's range."""
-    report = interpret("interpret_filters.py", dtype, tile, vocab_size)
-    assert report["wrong"] == []
-    assert report["cases"] == 8
-    # The rows are neither left alone nor emptied.
-    assert report["kept"] > report["rows"]
-    assert report["removed"] > report["kept"]
