@@ -17,7 +17,6 @@ from tiny_models import VOCAB, perturbed, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch._inductor.utils import fresh_cache
 from transformers import PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -131,14 +130,6 @@ def in_a_process(*command: str) -> str:
 def test_compiled_loop_as_it_is() -> None:
     """With Inductor."""
     assert "one compiled graph" in in_a_process(str(EXAMPLES / "compiled_loop.py"), "--width", "24")
-
-
-def test_rewrite_naive_loop(run: Run) -> None:
-    # A graph from the cache of an earlier run would not be rewritten again.
-    with fresh_cache():
-        output = run("rewrite_naive_loop.py", "--num-steps", "10")
-    torch._dynamo.reset()
-    assert "rewritten: 1, refused: {}" in output and "the same tokens as not compiled: True" in output
 
 
 def test_tensor_parallel() -> None:
