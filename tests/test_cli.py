@@ -128,6 +128,9 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text(tokenizer: loading.T
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     pieces = [stream.push(token, True)[0] for token in tokens]
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    # Some tokenizers write a space between words, but none before the first.
+    words = TextStream(lambda tokens: " ".join(f"w{token}" for token in tokens))
+    assert [words.push(token, True)[0] for token in (1, 2, 3)] == ["w1", " w2", " w3"]
 
 
 def test_text_counts_as_accepted_when_all_its_tokens_were(tokenizer: loading.Tokenizer) -> None:
@@ -185,7 +188,7 @@ def test_demo_with_other_drafts(target: str, draft: str, tmp_path: Path, kind: s
     assert kind != "int8" or float(row(result, "acceptance rate").split("%")[0]) > 50
 
 
-def test_demo_options_reach_the_decoder(target: str) -> None:
+def test_demo_options_reach_the_decoder(target: str, draft: str) -> None:
     own = ["--draft", target, "--num-draft-tokens", "3", "--no-check"]
     sampled = [*own, "--temperature", "1.5", "--seed", "3"]
     greedy = demo(target, *own)
@@ -196,6 +199,8 @@ def test_demo_options_reach_the_decoder(target: str) -> None:
     for filters in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]):
         assert text_of(demo(target, *sampled, *filters)) == text_of(greedy) != text
     assert text_of(demo(target, *sampled, "--verify", "block")) == text
+    stranger = ["--draft", draft, "--num-draft-tokens", "6", "--temperature", "2"]
+    assert text_of(demo(target, *stranger, "--verify", "block")) != text_of(demo(target, *stranger))
     other = demo(target, *sampled[:-1], "4", "--top-p", "0.9")
     assert text_of(other) != text
     assert "sampled from the target's distribution, temperature 1.5, top-p 0.9" in other.stdout
@@ -380,7 +385,7 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_counts_as_different() -> None:
-    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (1e-5, 1e-3))
+    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (9e-5, 2e-4))
     verdicts = [turns._verdict(found, True) for found in ([], [tie], [tie, wrong])]
     assert verdicts == ["identical", "near ties", "different"]
     assert turns._verdict([tie, wrong], False) == "rounding"
@@ -416,7 +421,13 @@ def test_ctrl_c_shows_the_rounds_done_so_far(target: str, tmp_path: Path, monkey
 
 def test_progress_counts_every_run_and_no_provider_is_always_first(target: str, draft: str) -> None:
     loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
-    comparison = Comparison(loaded, Workload([models.encode(tokenizer, TEXT)[0]], 4, 2), [1, 2], 2)
+    prompts = [models.encode(tokenizer, text)[0] for text in (TEXT, "push")]
+    comparison = Comparison(loaded, Workload(prompts, 4, 2), [1, 2], 2)
+    tokens, mask = comparison._batch(2)
+    assert [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)] == [
+        each.tolist() for each in prompts
+    ]
+    assert mask[:, -1].all()
     labels = list(comparison.run())
     assert len(labels) == comparison.num_runs == 5 * 3 + 1 + 3 * 3 + 1
     first = [label for label in labels if label.startswith("batch 2, round")][::3]
