@@ -25,7 +25,7 @@ from torch_specops.dense import rows
 from torch_specops.laws import chi_square
 
 V = 16
-TRIALS = 200_000
+TRIALS = 120_000
 LENGTH = 3
 ALPHA = 1e-6
 # The state before the first token.
