@@ -119,7 +119,7 @@ def test_links_and_named_files_exist(document: Path) -> None:
     places = [ROOT / name for name in ("torch_specops", "tests", "benchmarks", "benchmarks/papers", "")] + [
         document.parent
     ]
-    named = set(re.findall(r"`([a-z_]+(?:/\w+)*\.py)(?:::\w+)?`", text))
+    named = set(re.findall(r"`([a-z_0-9/]+\.py)(?:::\w+)?`", text))
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
     tests = set(re.findall(r"`(test_\w+\.py)::(\w+)`", text))
     assert [name for file, name in sorted(tests) if f"def {name}(" not in (ROOT / "tests" / file).read_text()] == []

@@ -23,6 +23,10 @@ class ModelCopy:
         self._copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._configs: dict[int, Any] = {}
 
+    def __reduce__(self) -> tuple[type[ModelCopy], tuple[()]]:
+        # Weak references cannot be pickled, and the next call of `of` makes the copies anew.
+        return ModelCopy, ()
+
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
         """The copy of `model`: the same object in every call, brought up to date with what has changed in the model
         (its device, a module that was exchanged, an active LoRA adapter). Configs are copied once.
