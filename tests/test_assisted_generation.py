@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -87,49 +86,6 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
     calls, num_draft_tokens, num_accepted, _ = counted[0]
     assert calls > 8 and 0 < num_accepted < num_draft_tokens
     assert counted[0] == counted[1]
-
-
-def inverse_cdf(weights: Tensor, num_samples: int) -> Tensor:
-    """What stands in for `torch.multinomial`: the token of one uniform number."""
-    assert num_samples == 1
-    sums = weights.double().cumsum(-1)
-    threshold = torch.rand(1, dtype=weights.dtype).double() * sums[:, -1:]
-    return (sums > threshold).int().argmax(-1, keepdim=True)
-
-
-@contextmanager
-def transformers_by_inverse_cdf() -> Iterator[None]:
-    """Transformers' own function, which draws its next token by inverse CDF."""
-
-    def replaced(*arguments: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "multinomial", inverse_cdf)
-            return ORIGINAL(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_speculative_sampling", replaced)
-        yield
-
-
-@pytest.mark.parametrize("case", ["llama", "top-p", "t5"])
-def test_from_one_uniform_number_the_text_is_that_of_transformers_with_that_draw(case: str) -> None:
-    family, options = CASES[case]
-    models = pair(family)
-    with transformers_by_inverse_cdf():
-        expected = [sampled(models, seed, **options) for seed in range(4)]
-    with assisted_generation("exact", next_token="uniform"):
-        found = [sampled(models, seed, **options) for seed in range(4)]
-    assert found == expected
-    # The other draw gives another text, so the comparison says something.
-    assert found != [sampled(models, seed, **options) for seed in range(4)]
-
-
-def test_early_exit_drafts_come_through_the_ops() -> None:
-    model = tiny("llama")
-    plain = [sampled([model], seed, assistant_early_exit=1) for seed in range(3)]
-    with assisted_generation() as stats:
-        assert [sampled([model], seed, assistant_early_exit=1) for seed in range(3)] == plain
-    assert stats.calls > 6
 
 
 def test_prompt_lookup_and_greedy_decoding_do_not_sample_there() -> None:
@@ -277,17 +233,6 @@ def test_exact_has_the_law_of_the_target(next_token: str) -> None:
 )
 def test_a_wrong_mapping_has_another_law(wrong: Callable[..., tuple[Tensor, Tensor]], next_token: str) -> None:
     assert law_p_value(next_token, wrong) < 1e-6
-
-
-def test_equal_logits_are_always_accepted() -> None:
-    logits = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(2))
-    ids = torch.tensor([[1, 4, 8, 0]])
-    for next_token in ("multinomial", "uniform"):
-        with assisted_generation("exact", next_token=next_token) as stats:  # type: ignore[arg-type]
-            for _ in range(20):
-                tokens, num_matches = generation._speculative_sampling(ids, logits[:, :3], 3, logits, False)
-                assert tokens[0, :3].tolist() == [4, 8, 0] and int(num_matches) == 3
-        assert stats.acceptance_rate == 1.0 and stats.mean_acceptance_length == 4.0
 
 
 def test_a_residual_of_zero_gives_a_token_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
