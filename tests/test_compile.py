@@ -163,15 +163,3 @@ def test_without_data() -> None:
         for outputs, device in ((faked, "cpu"), (meta, "meta")):
             described = [(output.shape, output.dtype, output.device.type) for output in outputs]
             assert described == [(output.shape, output.dtype, device) for output in expected], op
-
-
-@pytest.mark.parametrize("op", ["verify_exact", "sample"])
-def test_logits_that_require_grad(op: str) -> None:
-    """A model outside `no_grad` compiles too: the ops' outputs are not differentiable."""
-    arguments = op_arguments(op, filtered=False)
-    expected = call(op, arguments)
-    for name in arguments:
-        if name.endswith("logits"):
-            arguments[name].requires_grad_()
-    outputs = torch.compile(getattr(torch_specops, op), fullgraph=True, backend="aot_eager")(**arguments)
-    assert equal(outputs, expected) and not any(output.requires_grad for output in outputs)
