@@ -3,8 +3,10 @@ behind in transformers."""
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -88,13 +90,11 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
     assert counted[0] == counted[1]
 
 
-def test_prompt_lookup_and_greedy_decoding_do_not_sample_there() -> None:
-    models = pair()
+def test_without_a_step_the_rates_are_nan() -> None:
     with assisted_generation() as stats:
-        sampled(models[:1], 0, prompt_lookup_num_tokens=3)
-        GenerationMixin.generate(models[0], PROMPT, assistant_model=models[1], do_sample=False, max_new_tokens=8)
+        pass
     assert stats.calls == 0 and stats.seconds == 0.0
-    assert stats.acceptance_rate != stats.acceptance_rate and stats.mean_acceptance_length != stats.seconds
+    assert math.isnan(stats.acceptance_rate) and math.isnan(stats.mean_acceptance_length)
 
 
 Call = tuple[Tensor, Tensor, int, Tensor, bool]
@@ -126,11 +126,8 @@ def test_the_numbers_are_those_of_the_calls() -> None:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
         # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
-        leading = next(
-            (i for i, (a, b) in enumerate(zip(own, drafts, strict=False)) if a != b), min(len(own), num_drafts)
-        )
+        kept += sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(own, drafts, strict=False)))
         assert int(num_matches) == len(own) - 1
-        kept += leading
     with assisted_generation() as stats:
         length = sum(len(sampled(models, seed, **eos)) for seed in range(8))
     assert stats.calls == len(calls) == len(stats.step_seconds)
@@ -138,7 +135,8 @@ def test_the_numbers_are_those_of_the_calls() -> None:
     assert stats.num_accepted == kept and 0 < kept < stats.num_draft_tokens
     # Where one token is left there are no drafts, and the last token is drawn elsewhere.
     assert length - 8 <= stats.num_new_tokens <= length
-    assert any(done and len(found[0][0]) == call[2] for call, found in calls for done in [bool(call[4])])
+    # Some text ends at a draft.
+    assert any(bool(call[4]) and len(found[0][0]) == call[2] for call, found in calls)
     assert stats.acceptance_rate == kept / stats.num_draft_tokens
     assert stats.mean_acceptance_length == stats.num_new_tokens / stats.calls
     assert stats.seconds == sum(stats.step_seconds) > 0
@@ -263,13 +261,10 @@ def test_the_function_comes_back_after_an_exception() -> None:
 def test_the_innermost_context_counts() -> None:
     models = pair()
     with assisted_generation("exact") as outer:
-        sampled(models, 0)
-        before = outer.calls
         with assisted_generation("sigmoid") as inner:
             text = sampled(models, 0)
-        assert inner.calls > 0 and outer.calls == before
-        assert generation._speculative_sampling is not ORIGINAL
-        assert sampled(models, 0) != text and outer.calls > before
+        assert inner.calls > 0 and outer.calls == 0
+        assert sampled(models, 0) != text and outer.calls > 0
 
 
 def test_contexts_may_close_in_any_order() -> None:
@@ -278,7 +273,6 @@ def test_contexts_may_close_in_any_order() -> None:
     first.__enter__()
     stats = second.__enter__()
     first.__exit__(None, None, None)
-    assert generation._speculative_sampling is not ORIGINAL
     sampled(models, 0)
     assert stats.calls > 0
     second.__exit__(None, None, None)
@@ -286,18 +280,9 @@ def test_contexts_may_close_in_any_order() -> None:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """What a function returns in a thread of its own, or the exception that it raises there."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(function)
+        return call.exception() or call.result()
 
 
 def test_each_thread_has_its_own_context() -> None:
@@ -339,7 +324,6 @@ def test_another_patch_is_not_undone() -> None:
             assisted_generation().__enter__()
     # Undoing the patch put back what it had found.
     assert generation._speculative_sampling is wrapped
-    assert sampled(models, 1) == plain
     with assisted_generation():
         assert sampled(models, 1) == plain
 
@@ -372,30 +356,11 @@ def test_a_version_that_samples_elsewhere_is_refused(what: str, monkeypatch: pyt
         assisted_generation().__enter__()
 
 
-def test_the_digest_is_of_the_code() -> None:
-    def plain(x: int) -> int:
-        return x + 1
-
-    def same() -> Callable[[int], int]:
-        def plain(x: int) -> int:
-            """Says something."""
-
-            # And something else.
-            return x + 1
-
-        return plain
-
-    assert assisted.code_digest(same()) == assisted.code_digest(plain)
-
-
 def test_a_mixture_of_the_laws_is_refused() -> None:
     models = pair()
-    for method in ("exact", "sigmoid"):
-        with (
-            assisted_generation(method),  # type: ignore[arg-type]
-            pytest.raises(NotImplementedError, match=r"assistant_ensemble_weight: .* got 0.5"),
-        ):
-            sampled(models, 0, assistant_ensemble_weight=0.5)
+    refused = pytest.raises(NotImplementedError, match=r"assistant_ensemble_weight: .* got 0.5")
+    with assisted_generation("exact"), refused:
+        sampled(models, 0, assistant_ensemble_weight=0.5)
     with assisted_generation("transformers") as stats:
         sampled(models, 0, assistant_ensemble_weight=0.5)
     assert stats.calls > 0
