@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import TRIALS, Uniforms, Verify, chain_p_values, emit, expect_caught, tables
+from chains import TRIALS, Uniforms, Verify, chain_p_values, emit, expect_caught, expect_laws, tables
 from chains import short_tiles as short_tiles
 from conftest import Report
 from oracle import compare, sample_inputs
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
+from torch_specops.laws import chi_square
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
 
@@ -232,6 +233,22 @@ def test_lengths_of_the_papers_model_by_integration(op: str, package: Any) -> No
     _, n = step(getattr(package, op), tokens.repeat_interleave(64, 0), u.repeat(4, 1), torch.full((4 * 64,), 0.5))
     mean = (Q[tokens].prod(1) * n.view(4, 64).double().mean(1)).sum()
     assert float(mean) == pytest.approx(LENGTHS[op], abs=1e-12)
+
+
+@pytest.mark.parametrize("op", LENGTHS)
+def test_lengths_of_the_papers_model_by_simulation(op: str, report: Report) -> None:
+    g = torch.Generator().manual_seed(49)
+    tokens = (torch.rand(TRIALS, 2, generator=g) >= 2 / 3).long()
+    output, n = step(
+        getattr(torch_specops, op), tokens, torch.rand(TRIALS, 2, generator=g), torch.rand(TRIALS, generator=g)
+    )
+    error = float(n.double().std()) / TRIALS**0.5
+    assert abs(float(n.double().mean()) - LENGTHS[op]) < 4 * error
+    # 1/9 is far outside: the two cannot be taken for each other.
+    assert error < 1 / 90
+    expect_laws(
+        report, f"block, the paper's model, {op}", {"token 1": chi_square(torch.bincount(output[:, 0], minlength=2), P)}
+    )
 
 
 def test_lengths_of_a_chain_are_those_of_the_formula() -> None:
