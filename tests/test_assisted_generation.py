@@ -3,9 +3,10 @@ behind in transformers."""
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -89,56 +90,11 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
     assert counted[0] == counted[1]
 
 
-def inverse_cdf(weights: Tensor, num_samples: int) -> Tensor:
-    """What stands in for `torch.multinomial`: the token of one uniform number."""
-    assert num_samples == 1
-    sums = weights.double().cumsum(-1)
-    threshold = torch.rand(1, dtype=weights.dtype).double() * sums[:, -1:]
-    return (sums > threshold).int().argmax(-1, keepdim=True)
-
-
-@contextmanager
-def transformers_by_inverse_cdf() -> Iterator[None]:
-    """Transformers' own function, which draws its next token by inverse CDF."""
-
-    def replaced(*arguments: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "multinomial", inverse_cdf)
-            return ORIGINAL(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_speculative_sampling", replaced)
-        yield
-
-
-@pytest.mark.parametrize("case", ["llama", "top-p", "t5"])
-def test_from_one_uniform_number_the_text_is_that_of_transformers_with_that_draw(case: str) -> None:
-    family, options = CASES[case]
-    models = pair(family)
-    with transformers_by_inverse_cdf():
-        expected = [sampled(models, seed, **options) for seed in range(4)]
-    with assisted_generation("exact", next_token="uniform"):
-        found = [sampled(models, seed, **options) for seed in range(4)]
-    assert found == expected
-    # The other draw gives another text, so the comparison says something.
-    assert found != [sampled(models, seed, **options) for seed in range(4)]
-
-
-def test_early_exit_drafts_come_through_the_ops() -> None:
-    model = tiny("llama")
-    plain = [sampled([model], seed, assistant_early_exit=1) for seed in range(3)]
+def test_without_a_step_the_rates_are_nan() -> None:
     with assisted_generation() as stats:
-        assert [sampled([model], seed, assistant_early_exit=1) for seed in range(3)] == plain
-    assert stats.calls > 6
-
-
-def test_prompt_lookup_and_greedy_decoding_do_not_sample_there() -> None:
-    models = pair()
-    with assisted_generation() as stats:
-        sampled(models[:1], 0, prompt_lookup_num_tokens=3)
-        GenerationMixin.generate(models[0], PROMPT, assistant_model=models[1], do_sample=False, max_new_tokens=8)
+        pass
     assert stats.calls == 0 and stats.seconds == 0.0
-    assert stats.acceptance_rate != stats.acceptance_rate and stats.mean_acceptance_length != stats.seconds
+    assert math.isnan(stats.acceptance_rate) and math.isnan(stats.mean_acceptance_length)
 
 
 Call = tuple[Tensor, Tensor, int, Tensor, bool]
@@ -170,11 +126,8 @@ def test_the_numbers_are_those_of_the_calls() -> None:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
         # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
-        leading = next(
-            (i for i, (a, b) in enumerate(zip(own, drafts, strict=False)) if a != b), min(len(own), num_drafts)
-        )
+        kept += sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(own, drafts, strict=False)))
         assert int(num_matches) == len(own) - 1
-        kept += leading
     with assisted_generation() as stats:
         length = sum(len(sampled(models, seed, **eos)) for seed in range(8))
     assert stats.calls == len(calls) == len(stats.step_seconds)
@@ -182,7 +135,8 @@ def test_the_numbers_are_those_of_the_calls() -> None:
     assert stats.num_accepted == kept and 0 < kept < stats.num_draft_tokens
     # Where one token is left there are no drafts, and the last token is drawn elsewhere.
     assert length - 8 <= stats.num_new_tokens <= length
-    assert any(done and len(found[0][0]) == call[2] for call, found in calls for done in [bool(call[4])])
+    # Some text ends at a draft.
+    assert any(bool(call[4]) and len(found[0][0]) == call[2] for call, found in calls)
     assert stats.acceptance_rate == kept / stats.num_draft_tokens
     assert stats.mean_acceptance_length == stats.num_new_tokens / stats.calls
     assert stats.seconds == sum(stats.step_seconds) > 0
@@ -279,17 +233,6 @@ def test_a_wrong_mapping_has_another_law(wrong: Callable[..., tuple[Tensor, Tens
     assert law_p_value(next_token, wrong) < 1e-6
 
 
-def test_equal_logits_are_always_accepted() -> None:
-    logits = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(2))
-    ids = torch.tensor([[1, 4, 8, 0]])
-    for next_token in ("multinomial", "uniform"):
-        with assisted_generation("exact", next_token=next_token) as stats:  # type: ignore[arg-type]
-            for _ in range(20):
-                tokens, num_matches = generation._speculative_sampling(ids, logits[:, :3], 3, logits, False)
-                assert tokens[0, :3].tolist() == [4, 8, 0] and int(num_matches) == 3
-        assert stats.acceptance_rate == 1.0 and stats.mean_acceptance_length == 4.0
-
-
 def test_a_residual_of_zero_gives_a_token_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding may reject where p and q are equal; transformers would divide by zero."""
     monkeypatch.setattr(assisted, "_count", lambda *arguments: torch.zeros(1, dtype=torch.int64))
@@ -306,11 +249,11 @@ def test_a_residual_of_zero_gives_a_token_of_the_target(monkeypatch: pytest.Monk
 def test_the_function_comes_back_after_an_exception() -> None:
     def leave() -> None:
         with assisted_generation():
-            assert generation._speculative_sampling is not ORIGINAL
             raise KeyError
 
     with pytest.raises(KeyError):
         leave()
+    assert generation._speculative_sampling is ORIGINAL
     # A context that was made and not entered changes nothing.
     assisted_generation("sigmoid")
 
@@ -318,13 +261,10 @@ def test_the_function_comes_back_after_an_exception() -> None:
 def test_the_innermost_context_counts() -> None:
     models = pair()
     with assisted_generation("exact") as outer:
-        sampled(models, 0)
-        before = outer.calls
         with assisted_generation("sigmoid") as inner:
             text = sampled(models, 0)
-        assert inner.calls > 0 and outer.calls == before
-        assert generation._speculative_sampling is not ORIGINAL
-        assert sampled(models, 0) != text and outer.calls > before
+        assert inner.calls > 0 and outer.calls == 0
+        assert sampled(models, 0) != text and outer.calls > 0
 
 
 def test_contexts_may_close_in_any_order() -> None:
@@ -333,7 +273,6 @@ def test_contexts_may_close_in_any_order() -> None:
     first.__enter__()
     stats = second.__enter__()
     first.__exit__(None, None, None)
-    assert generation._speculative_sampling is not ORIGINAL
     sampled(models, 0)
     assert stats.calls > 0
     second.__exit__(None, None, None)
@@ -341,31 +280,17 @@ def test_contexts_may_close_in_any_order() -> None:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """What a function returns in a thread of its own, or the exception that it raises there."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def test_generate_may_run_in_a_thread_of_its_own() -> None:
-    """As it does behind a streamer."""
-    models = pair()
-    plain = sampled(models, 3)
-    with assisted_generation() as stats:
-        assert in_thread(lambda: sampled(models, 3)) == plain
-    assert stats.calls > 0
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(function)
+        return call.exception() or call.result()
 
 
 def test_each_thread_has_its_own_context() -> None:
     models = pair()
+    # A thread without one uses the only one, as behind a streamer.
+    with assisted_generation() as stats:
+        in_thread(lambda: sampled(models, 3))
+    assert stats.calls > 0
 
     def other_thread() -> tuple[int, Any]:
         with assisted_generation("sigmoid") as own:
@@ -399,7 +324,6 @@ def test_another_patch_is_not_undone() -> None:
             assisted_generation().__enter__()
     # Undoing the patch put back what it had found.
     assert generation._speculative_sampling is wrapped
-    assert sampled(models, 1) == plain
     with assisted_generation():
         assert sampled(models, 1) == plain
 
@@ -432,48 +356,20 @@ def test_a_version_that_samples_elsewhere_is_refused(what: str, monkeypatch: pyt
         assisted_generation().__enter__()
 
 
-def test_the_digest_is_of_the_code() -> None:
-    def plain(x: int) -> int:
-        return x + (1 if x else 2)
-
-    def same() -> Callable[[int], int]:
-        def plain(x: int) -> int:
-            """Says something."""
-
-            # And something else.
-            return x + (1 if x else 2)
-
-        return plain
-
-    def other() -> Callable[[int], int]:
-        def plain(x: int) -> int:
-            return x + (1 if x else 3)
-
-        return plain
-
-    assert assisted.code_digest(same()) == assisted.code_digest(plain) != assisted.code_digest(other())
-
-
 def test_a_mixture_of_the_laws_is_refused() -> None:
     models = pair()
-    for method in ("exact", "sigmoid"):
-        with (
-            assisted_generation(method),  # type: ignore[arg-type]
-            pytest.raises(NotImplementedError, match=r"assistant_ensemble_weight: .* got 0.5"),
-        ):
-            sampled(models, 0, assistant_ensemble_weight=0.5)
+    refused = pytest.raises(NotImplementedError, match=r"assistant_ensemble_weight: .* got 0.5")
+    with assisted_generation("exact"), refused:
+        sampled(models, 0, assistant_ensemble_weight=0.5)
     with assisted_generation("transformers") as stats:
         sampled(models, 0, assistant_ensemble_weight=0.5)
     assert stats.calls > 0
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     logits = torch.zeros(1, 4, 9)
     with assisted_generation(), pytest.raises(ValueError, match="candidate_logits: expected a row for each of 2"):
         generation._speculative_sampling(torch.tensor([[1, 4, 8]]), logits[:, :3], 2, logits, False)
-
-
-def test_bad_arguments_are_refused_before_anything_is_replaced() -> None:
     for arguments, error in (
         ({"method": "greedy"}, r"method: expected .* got 'greedy'"),
         ({"next_token": "gumbel"}, r"next_token: expected .* got 'gumbel'"),

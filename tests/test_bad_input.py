@@ -199,19 +199,6 @@ def test_traced(op: str, name: str, value: object, said: str) -> None:
     assert f"{name}: {said}" in causes(caught.value)
 
 
-@pytest.mark.parametrize("op", OPS[:-1])
-def test_no_lawful_value(op: str) -> None:
-    """The data cannot be checked without a sync: such a row emits nothing but -1, and its neighbours are untouched."""
-    clean = function(op, "op")(**good(op))
-    for name, values in {"temperature": (-1.0, -0.5, -INF, NAN), "top_p": (NAN,), "min_p": (NAN,)}.items():
-        for value in values if name in good(op) else ():
-            spoiled = torch.tensor([value, float(good(op)[name][1])])
-            tokens, second = function(op, "op")(**good(op) | {name: spoiled})
-            assert bool((tokens[0] == -1).all()), (name, value)
-            assert float(second[0]) == (-INF if op == "sample" else 0)
-            assert torch.equal(tokens[1], clean[0][1]) and torch.equal(second[1], clean[1][1])
-
-
 @pytest.mark.parametrize("op", VERIFY_OPS)
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_token_out_of_range_is_padding(op: str, temperature: float) -> None:

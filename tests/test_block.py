@@ -97,53 +97,6 @@ def test_every_threshold_is_where_the_law_puts_it(verify: Verify) -> None:
     assert tested > 50
 
 
-@both
-def test_a_rejection_does_not_end_the_walk(verify: Verify) -> None:
-    """Sun et al., section 3: p = (1/3, 2/3), q = (2/3, 1/3). 0 is half as likely as drafted, 1 twice."""
-    p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
-    uniforms, s = torch.full((1, 2), 0.9), torch.tensor([0.5])
-    args = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2), uniforms, s)
-    assert int(torch_specops.verify_exact(*args)[1]) == 0
-    output, n = verify(*args)
-    assert output.tolist() == [[0, 1, 1]] and n.tolist() == [2]
-
-
-@both
-def test_p_of_one_accepts_all_before_it(verify: Verify) -> None:
-    """x_1 has p > q and x_2 has p = 0: x_1 is accepted for every uniform, and nothing after it."""
-    target, draft = torch.zeros(1, 3, 4), torch.zeros(1, 2, 4)
-    target[0, 0, 1] = 1.0
-    target[0, 1, 2] = -INF
-    for u in (0.0, 0.5, BELOW_ONE):
-        output, n = verify(target, torch.tensor([[1, 2]]), draft, torch.full((1, 2), u), torch.tensor([0.99]))
-        assert int(n) == 1 and output[0, 0] == 1 and output[0, 1] in (0, 1, 3)
-
-
-@both
-@pytest.mark.parametrize("num_drafts", [1, 2, 5])
-def test_equal_rows_accept_everything(verify: Verify, num_drafts: int) -> None:
-    """p = q bit for bit: P stays 1, so no uniform rejects."""
-    args = block(num_drafts, vocab_size=40, seed=num_drafts, noise=0.0)
-    assert torch.equal(args["target_logits"][:, :-1], args["draft_logits"])
-    output, n = verify(**args | {"accept_uniforms": torch.full((1, num_drafts), BELOW_ONE)})
-    assert int(n) == num_drafts
-    assert output[0, :-1].tolist() == args["draft_tokens"][0].tolist()
-
-
-@both
-def test_an_empty_residual_under_p_of_one_draws_from_p(verify: Verify) -> None:
-    """Equal rows, and a second token that the draft excludes and so never draws: only the first token is accepted."""
-    logits = torch.tensor([0.0, 0.0, -INF])
-    output, n = verify(
-        logits.expand(1, 3, 3),
-        torch.tensor([[0, 2]]),
-        logits.expand(1, 2, 3),
-        torch.full((1, 2), 0.9),
-        torch.tensor([0.7]),
-    )
-    assert output.tolist() == [[0, 1, -1]] and n.tolist() == [1]
-
-
 ENDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "padding": lambda args: args["draft_tokens"].__setitem__((0, 1), -1),
     "padding above": lambda args: args["draft_tokens"].__setitem__((0, 1), 5),
@@ -227,19 +180,3 @@ def test_p_without_a_loop_is_p(values: list[float]) -> None:
     # After a ratio of zero P stays exactly zero.
     sticky = (ratio[0] == 0).cumsum(0) > 0
     assert (got[sticky] == 0).all()
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.2, 1.0, 3.0)))
-def test_smaller_uniforms_and_longer_blocks_never_accept_less(seed: int, num_drafts: int, noise: float) -> None:
-    """P at the end of a block is at least h there: padding the rest never loses the drafts before it that a longer
-    block would have ended at."""
-    args = block(num_drafts, vocab_size=7, seed=seed, noise=noise)
-    certain = not rounding_rows(Case("", "verify_block", args))[0]
-    _, n = torch_specops.verify_block(**args)
-    _, halved = torch_specops.verify_block(**args | {"accept_uniforms": args["accept_uniforms"] / 2})
-    assert int(halved) >= int(n)
-    shorter = args["draft_tokens"].clone()
-    shorter[0, int(n) :] = -1
-    _, padded = torch_specops.verify_block(**args | {"draft_tokens": shorter})
-    assert int(padded) == int(n) or not certain

@@ -150,8 +150,6 @@ def test_one_step_of_variable_length_passes(verify: str) -> None:
     report.assert_lossless()
     emitted = [test.emitted for test in report.tests[:3]]
     assert emitted[0] == 1.0 > emitted[1] > emitted[2] > 0.1
-    # With fewer tokens only a larger bias is seen.
-    assert report.tests[1].detectable_effect > check(Loop()).tests[1].detectable_effect
 
 
 def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
@@ -163,17 +161,6 @@ def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
         return output
 
     assert check_law(step, TARGET, DRAFT, vocab_size=V).first_break == 2
-
-
-def test_a_text_that_ends_at_its_eos_passes() -> None:
-    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
-        tokens, _, _ = Loop()(prompts, seeds)
-        ended = (tokens == 2).cumsum(1) - (tokens == 2).long() > 0
-        return tokens.masked_fill(ended, -1)
-
-    report = check_law(loop, TARGET, DRAFT, vocab_size=V)
-    report.assert_lossless()
-    assert report.tests[1].emitted < 1
 
 
 @pytest.mark.parametrize("kind", ["pairs", "transformer"])
@@ -265,11 +252,9 @@ def test_tokens_that_the_target_excludes_are_caught() -> None:
         return tokens
 
     report = check_law(loop, filtered(TARGET, 3), vocab_size=V)
-    assert report.first_break == 1
-    assert 0 < report.tests[1].impossible < 20
-    assert f"{report.tests[1].impossible + report.tests[2].impossible} tokens came that the target excludes" in str(
-        report
-    )
+    impossible = [test.impossible for test in report.tests]
+    assert report.first_break == 1 and 0 < impossible[1] < 20
+    assert f"{impossible[1] + impossible[2]} tokens came that the target excludes" in str(report)
 
 
 def test_a_greedy_loop() -> None:
@@ -316,6 +301,8 @@ def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> N
         sizes.append(len(prompts))
         assert prompts.dtype == seeds.dtype == torch.int64 and prompts.tolist()[0] == list(PROMPT)
         assert int(seeds.min()) >= 0 and len(seeds.unique()) == len(seeds)
+        # torch's CPU generator reads the low 32 bits.
+        assert len((seeds % 2**32).unique()) > len(seeds) - 10
         prompts.zero_()
         return uniforms_step("verify_exact", 2)(torch.tensor(PROMPT).expand(len(seeds), -1), seeds)
 
@@ -325,21 +312,6 @@ def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> N
     assert progress[0] == (30, 5000) and progress[-1] == (5000, 5000) and len(progress) == 167
     assert small == check_law(step, target, batch_size=5000, **options)
     assert small != check_law(step, target, batch_size=5000, **options | {"seed": 5})
-
-
-def test_seeds_differ_in_the_bits_that_generators_read() -> None:
-    """torch's CPU generator reads the low 32 bits."""
-    seen: list[Tensor] = []
-
-    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
-        seen.append(seeds)
-        return uniforms_step("verify_exact", 2)(prompts, seeds)
-
-    for seed in range(3):
-        check_law(step, TARGET, vocab_size=V, trials=5000, seed=seed)
-    seeds = torch.cat(seen)
-    assert len(seeds.unique()) == 15_000
-    assert len((seeds % 2**32).unique()) > 14_990
 
 
 def test_a_loop_that_ignores_its_seeds_is_refused() -> None:
@@ -376,9 +348,9 @@ BAD_ARGUMENTS = [
     ({"vocab_size": 128_256}, r"vocab_size: expected vocab_size \*\* num_tokens <= 1048576"),
     ({"num_tokens": 0}, "num_tokens: expected a number in"),
     ({"trials": 10}, "trials: expected a number in"),
-    ({"trials": 1e4}, "trials: expected an int"),
     ({"batch_size": 0}, "batch_size: expected a number in"),
     ({"seed": -1}, "seed: expected a number in"),
+    ({"trials": 1e4}, "trials: expected an int"),
     ({"significance": 1.0}, r"significance: expected a number in \(0, 1\)"),
     ({"prompt": (0, 6)}, r"prompt: expected tokens in \[0, 6\)"),
     ({"prompt": torch.zeros(2, 2, dtype=torch.int64)}, r"prompt: expected integers \[P\]"),

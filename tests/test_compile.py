@@ -52,14 +52,6 @@ def test_static(op: str) -> None:
     assert_one_graph()
 
 
-def test_fail_on_recompile_sees_a_recompilation() -> None:
-    """Control for the tests above: another dtype does need another graph."""
-    compiled = torch.compile(torch_specops.sample, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(**op_arguments("sample"))
-    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
-        compiled(**op_arguments("sample", dtype=torch.bfloat16))
-
-
 def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
     compiled = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="aot_eager")
     arguments = op_arguments("verify_exact", filtered=False) | {"draft_logits": None, "draft_lse": None, "lenience": 1}
@@ -163,15 +155,3 @@ def test_without_data() -> None:
         for outputs, device in ((faked, "cpu"), (meta, "meta")):
             described = [(output.shape, output.dtype, output.device.type) for output in outputs]
             assert described == [(output.shape, output.dtype, device) for output in expected], op
-
-
-@pytest.mark.parametrize("op", ["verify_exact", "sample"])
-def test_logits_that_require_grad(op: str) -> None:
-    """A model outside `no_grad` compiles too: the ops' outputs are not differentiable."""
-    arguments = op_arguments(op, filtered=False)
-    expected = call(op, arguments)
-    for name in arguments:
-        if name.endswith("logits"):
-            arguments[name].requires_grad_()
-    outputs = torch.compile(getattr(torch_specops, op), fullgraph=True, backend="aot_eager")(**arguments)
-    assert equal(outputs, expected) and not any(output.requires_grad for output in outputs)

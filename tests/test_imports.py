@@ -102,14 +102,11 @@ def test_imports_follow_the_layers() -> None:
 def test_a_forbidden_import_is_caught() -> None:
     for path, source, name in (
         ("dense/exact.py", "from .. import ops", "torch_specops.ops"),
-        ("reference.py", "from .dense import sample", "torch_specops.dense"),
         ("laws/check.py", "import torch_specops.ops", "torch_specops.ops"),
         ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
         ("ops.py", "def f():\n    from .kernels import verify\n    from .decode import x", "torch_specops.decode"),
-        ("kernels/verify.py", "from .. import dense", "torch_specops.dense"),
         ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
-        ("decode/decoder.py", "import rich", "rich"),
         ("decode/decoder.py", "from ..hf import language_model", "torch_specops.hf"),
         ("hf.py", "import requests", "requests"),
     ):

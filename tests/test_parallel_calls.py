@@ -177,12 +177,8 @@ def bad_calls() -> list[tuple[str, str]]:
     sharded = placed(line, Shard(-1))
     verifications: list[tuple[dict[str, Any], str]] = [
         ({"target_logits": local.tolist()}, r"TypeError: target_logits: expected a tensor, got <class 'list'>"),
-        ({"draft_logits": []}, r"TypeError: draft_logits: expected a tensor"),
         ({"lenience": 2.0}, r"ValueError: lenience: expected a number in \(0, 1\], got 2.0"),
-        ({"lenience": "1"}, r"TypeError: lenience: expected a number"),
-        ({"argmax_lenience": 0.0}, r"ValueError: argmax_lenience: expected a number in \(0, 1\], got 0.0"),
         ({"target_logits": local[0]}, r"ValueError: target_logits: expected 3 dimensions, got shape \[4, 4\]"),
-        ({"target_logits": local.double()}, r"TypeError: target_logits: expected float32"),
         (
             {"target_logits": base_case(16)["target_logits"]},
             r"ValueError: target_logits: expected 4 columns, the shard of rank \d of \[4, 4, 4, 4\], got shape",
@@ -191,7 +187,6 @@ def bad_calls() -> list[tuple[str, str]]:
             {"draft_logits": draft_logits[..., :3]},
             r"ValueError: draft_logits: expected 4 columns, .* or 16, the whole vocabulary, got shape",
         ),
-        ({"draft_logits": draft_logits[:, :2]}, r"ValueError: draft_logits: expected"),
         ({"draft_tokens": drafts.float()}, r"TypeError: draft_tokens: expected int64 or int32"),
         ({"shard_sizes": (8, 8)}, r"ValueError: shard_sizes: expected 4 numbers of columns, one a rank, got \[8, 8\]"),
         ({"shard_sizes": (8, 8, 4, -4)}, r"ValueError: shard_sizes: expected 4 numbers"),

@@ -21,20 +21,6 @@ from torch import Tensor
 
 from torch_specops import reference
 
-__all__ = [
-    "ENTRY",
-    "EPS",
-    "SUM",
-    "TINY",
-    "Weights",
-    "at_boundary",
-    "exponential",
-    "positive_part",
-    "score",
-    "score_residual",
-    "softmax",
-]
-
 INF = math.inf
 EPS = 2.0**-24
 # In units of EPS. An entry: exp or sigmoid 4, rescaling a tile 5, normalising 3, products and quotients 4. A sum: 32

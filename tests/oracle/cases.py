@@ -17,8 +17,6 @@ from torch_specops import reference
 
 from . import edits
 
-__all__ = ["Case", "case_names", "mixed_inputs", "sample_inputs"]
-
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
 INF, NAN = math.inf, math.nan
@@ -30,12 +28,6 @@ BATCH, NUM_DRAFTS = 6, 3
 class Case:
     """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. A name that starts with "tie_" says that the
     input was built so that rounding may decide.
-
-    Example:
-        >>> from oracle import sample_inputs
-        >>> case = next(sample_inputs("sample", vocab_sizes=[17]))
-        >>> case.op, case.args["logits"].shape
-        ('sample', torch.Size([6, 17]))
     """
 
     name: str
@@ -66,11 +58,6 @@ def sample_inputs(
 
     Yields:
         Cases of 0 to 8 rows; drafts are sampled from the draft's distribution where the case does not say otherwise.
-
-    Example:
-        >>> from oracle import sample_inputs
-        >>> [case.name for case in sample_inputs("verify_exact", vocab_sizes=[5])][:2]
-        ['k1-V5', 'k3-V5']
     """
     build, table = _builder(op)
     for vocab_size in vocab_sizes:
@@ -89,13 +76,7 @@ def sample_inputs(
 
 
 def mixed_inputs(op: str, count: int) -> Iterator[Case]:
-    """Cases that mix the options of three cases each, on few tokens.
-
-    Example:
-        >>> from oracle import mixed_inputs
-        >>> [case.name for case in mixed_inputs("sample", 1)]
-        ['filters_without_law+filters_temperature+mixed_nonfinite_greedy-V2']
-    """
+    """Cases that mix the options of three cases each, on few tokens."""
     build, table = _builder(op)
     for number in range(count):
         choice = random.Random(f"{op} {number}")
@@ -110,13 +91,7 @@ def mixed_inputs(op: str, count: int) -> Iterator[Case]:
 
 
 def case_names(op: str) -> list[str]:
-    """The cases of an op, without the vocabulary's size.
-
-    Example:
-        >>> from oracle import case_names
-        >>> case_names("verify_exact")[:3]
-        ['k1', 'k3', 'k8']
-    """
+    """The cases of an op, without the vocabulary's size."""
     return list(_builder(op)[1])
 
 

@@ -13,8 +13,6 @@ from torch_specops import reference
 from .cases import Case
 from .margins import left_out, lse_bound
 
-__all__ = ["Comparison", "compare", "rounding_rows"]
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -28,13 +26,7 @@ class Comparison:
 
 
 def rounding_rows(case: Case) -> Tensor:
-    """[B] bool: the rows that are left out, as float32 rounding may decide them (`margins.py`).
-
-    Example:
-        >>> from oracle import rounding_rows, sample_inputs
-        >>> rounding_rows(next(sample_inputs("sample", vocab_sizes=[17])))
-        tensor([False, False, False, False, False, False])
-    """
+    """[B] bool: the rows that are left out, as float32 rounding may decide them (`margins.py`)."""
     args = _on_cpu(case.args)
     accepted = reference_outputs(case.op, args)[1] if case.op.startswith("verify") else None
     return left_out(case.op, args, accepted)
@@ -46,13 +38,6 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     A row must equal the oracle's, bit for bit; `sample`'s lse must lie within its float32 bound. A row that is left out
     must still be a possible output: accepted drafts, one token, then -1; logits or -inf. Wrong shapes, dtypes or a
     wrong number of outputs raise AssertionError.
-
-    Example:
-        >>> from oracle import compare, sample_inputs
-        >>> from torch_specops import reference
-        >>> case = next(sample_inputs("verify_exact", vocab_sizes=[17]))
-        >>> compare(case, reference.verify_exact(**case.args))
-        Comparison(rows=8, rounding=0, wrong=[], disagreements=0)
     """
     args = _on_cpu(case.args)
     expected = reference_outputs(case.op, args)

@@ -38,8 +38,6 @@ from .bounds import (
     softmax,
 )
 
-__all__ = ["left_out", "lse_bound"]
-
 INF = math.inf
 
 

@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-__all__ = ["poison_memory"]
-
 
 @contextmanager
 def poison_memory() -> Iterator[None]:
@@ -20,13 +18,6 @@ def poison_memory() -> Iterator[None]:
     integer plus 7.
 
     An op that reads memory it did not write, or leaves part of an output unwritten, then shows it.
-
-    Example:
-        >>> import torch
-        >>> from oracle import poison_memory
-        >>> with poison_memory():
-        ...     torch.empty(2), torch.empty(1, dtype=torch.int32)
-        (tensor([nan, nan]), tensor([-2147483641], dtype=torch.int32))
     """
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
