@@ -10,17 +10,14 @@ same process then decodes eagerly and compiled, so that the gain of compiling st
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from markdown_table import table
 from rich.progress import Progress
-from rich.table import Table
-from timing import environment, in_process_of_its_own
+from timing import Report, environment, in_process_of_its_own, options_of
 
 import torch_specops
 
@@ -58,35 +55,20 @@ def in_fresh_process(num_draft_tokens: int, form: str, device: str, threads: int
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 5, 10])
     parser.add_argument("--form", choices=list(FORMS), nargs="+", default=list(FORMS))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the records as JSON")
     options = parser.parse_args(arguments)
+    report = Report(options.out, environment(torch.device(options.device), threads=options.threads))
     cells = [(k, form) for form in options.form for k in options.num_draft_tokens]
-    console, records = Console(), []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(transient=True) as progress:
         for num_draft_tokens, form in progress.track(cells, description="compiling"):
-            records.append(in_fresh_process(num_draft_tokens, form, options.device, options.threads))
-
-    table = Table("form", "K", "compile s", "graphs", "eager tokens/s", "compiled tokens/s", "same tokens")
-    for record in records:
-        table.add_row(
-            record["form"],
-            str(record["num_draft_tokens"]),
-            f"{record['compile_seconds']:.1f}",
-            str(record["graphs"]),
-            f"{record['eager_tokens_per_second']:.0f}",
-            f"{record['compiled_tokens_per_second']:.0f}",
-            "yes" if record["same_tokens"] else "NO",
-        )
-    console.print(table)
-    if options.out is not None:
-        described = environment(torch.device(options.device), threads=options.threads)
-        options.out.write_text(json.dumps({"environment": described, "records": records}, indent=1) + "\n")
-    return records
+            report.add([in_fresh_process(num_draft_tokens, form, options.device, options.threads)])
+    line = "{form} | {num_draft_tokens} | {compile_seconds:.1f} | {graphs} | {eager_tokens_per_second:.0f}"
+    line += " | {compiled_tokens_per_second:.0f} | {same_tokens}"
+    header = "form | K | compile s | graphs | eager tokens/s | compiled tokens/s | same tokens"
+    print(table(header, line, report.records, padded=True))
+    return report.records
 
 
 if __name__ == "__main__":

@@ -16,16 +16,14 @@ tokens, or the script stops.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from timing import call_seconds, environment, peak_bytes, take_turns, wide_console, write_json
+from markdown_table import table
+from timing import Report, call_seconds, environment, options_of, peak_bytes, take_turns
 from torch import Tensor
 
 import torch_specops
@@ -87,36 +85,25 @@ def measure(op: str, batch: int, num_drafts: int, vocab_size: int, filters: str,
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=20)
     parser.add_argument("--op", nargs="+", choices=("verify_exact", "verify_block"), default=["verify_exact"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 152_064])
     parser.add_argument("--filters", nargs="+", choices=list(FILTERS), default=list(FILTERS))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the records as JSON")
+    parser.set_defaults(threads=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
 
-    records = []
-    table = Table("op", "B", "V", "filters", "compiled ms", "absorbed ms", "ratio", "compiled MB", "absorbed MB")
+    described = environment(torch.device(options.device), rounds=options.rounds, temperature=TEMPERATURE)
+    report = Report(options.out, described)
     for op, batch, vocab_size, filters in itertools.product(options.op, options.batch, options.vocab, options.filters):
-        record = measure(op, batch, options.num_draft_tokens, vocab_size, filters, options)
-        records.append(record)
-        times, held, (low, high) = record["median_ms"], record["peak_bytes"], record["ratio_quartiles"]
-        table.add_row(
-            *(op, str(batch), str(vocab_size), filters),
-            *(f"{times[name]:.1f}" for name in times),
-            f"{record['ratio']:.2f} ({low:.2f} to {high:.2f})",
-            *(f"{held[name] / 1e6:.1f}" for name in held),
-        )
-        if options.out is not None:
-            described = environment(torch.device(options.device), rounds=options.rounds, temperature=TEMPERATURE)
-            write_json(options.out, {"environment": described, "records": records})
-    wide_console().print(table)
-    return records
+        report.add([measure(op, batch, options.num_draft_tokens, vocab_size, filters, options)])
+    line = "{op} | {batch} | {vocab} | {filters} | {median_ms[compiled]:.1f} | {median_ms[absorbed]:.1f}"
+    line += " | {ratio:.2f} ({ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f}) | {peak_bytes[compiled]}"
+    header = "op | B | V | filters | compiled ms | absorbed ms | ratio | compiled bytes | absorbed bytes"
+    print(table(header, line + " | {peak_bytes[absorbed]}", report.records, padded=True))
+    return report.records
 
 
 if __name__ == "__main__":

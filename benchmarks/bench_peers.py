@@ -39,14 +39,13 @@ import torch
 from bench_verify import problems_of, sizes_of
 from markdown_table import table
 from peers import Peer, all_peers
-from problems import Problem, make_inputs
+from problems import Problem, copies, make_inputs
 from rich.progress import Progress
 from timing import (
     Report,
     copy_rate,
     device_work,
     environment,
-    number_of_sets,
     peak_bytes,
     process_of,
     spread,
@@ -75,8 +74,7 @@ def run_problem(
                 skipped[peer.name] = f"not timed: {type(error).__name__}: {error}"
     found = [peer for peer in peers if peer.name not in skipped]
 
-    count = number_of_sets(sum(value.nbytes for value in first.values()), device)
-    sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
+    sets = copies(first, device)
     runs: dict[tuple[str, str], Callable[[int], float]] = {}
     work, peaks = {}, {}
     for peer in list(found):

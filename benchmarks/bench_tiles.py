@@ -20,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from problems import Inputs, Problem, Result, check_answer, determined, make_inputs, op_arguments
+from markdown_table import table
+from problems import Inputs, Problem, Result, check_answer, copies, determined, make_inputs, op_arguments
 from rich.progress import Progress
-from rich.table import Table
-from timing import Report, copy_rate, environment, number_of_sets, take_turns, timers, wide_console
+from timing import Report, copy_rate, environment, spread, take_turns, timers
 
 TABLE = "table"
 # A thread holds the 8 entries of a wide load at least, and has no registers for more than 128.
@@ -68,8 +68,7 @@ def run_problem(
     problem: Problem, chosen: dict[str, tuple[int | None, int | None]], device: torch.device, rounds: int, roof: float
 ) -> list[dict[str, Any]]:
     first = make_inputs(problem, device, seed=0)
-    count = number_of_sets(sum(value.nbytes for value in first.values()), device)
-    sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
+    sets = copies(first, device)
     certain = (determined(first), determined(first, residual=True))
     right: list[Result] = []
     runs = {}
@@ -94,8 +93,7 @@ def run_problem(
         | {
             "variant": name,
             "mode": mode,
-            "median_us": statistics.median(own) * 1e6,
-            "quartiles_us": [q * 1e6 for q in statistics.quantiles(own, n=4)[::2]],
+            **spread(own, "us"),
             "percent_of_copy": 100 * problem.bytes() / statistics.median(own) / roof,
         }
         for (name, mode), own in seconds.items()
@@ -116,7 +114,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
 
-    console, device = wide_console(), torch.device("cuda")
+    device = torch.device("cuda")
     chosen = variants(options.tile, options.warps)
     problems = [
         Problem("sampled", batch, num_drafts, vocab, dtype)
@@ -125,21 +123,16 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for dtype in options.dtype
         for batch in options.batch
     ]
-    with Progress(console=console, transient=True) as progress, torch.inference_mode():
+    with Progress(transient=True) as progress, torch.inference_mode():
         roof = copy_rate(device)
         report = Report(options.out, environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds))
         for problem in progress.track(problems):
             report.add(run_problem(problem, chosen, device, options.rounds, roof))
 
-    table = Table("V", "B", "K", "dtype", "variant", "mode", "us", "quartiles", "% of copy")
-    for r in report.records:
-        sizes = (str(r[name]) for name in ("vocab", "batch", "num_draft_tokens", "dtype"))
-        low, high = r["quartiles_us"]
-        table.add_row(
-            *sizes, r["variant"], r["mode"], f"{r['median_us']:.2f}", f"{low:.2f}-{high:.2f}",
-            f"{r['percent_of_copy']:.0f}",
-        )  # fmt: skip
-    console.print(table)
+    line = "{vocab} | {batch} | {num_draft_tokens} | {dtype} | {variant} | {mode} | {median_us:.2f}"
+    line += " | {quartiles_us[0]:.2f}-{quartiles_us[1]:.2f} | {percent_of_copy:.0f}"
+    header = "V | B | K | dtype | variant | mode | us | quartiles | % of copy"
+    print(table(header, line, report.records, padded=True))
     return report.records
 
 

@@ -48,6 +48,7 @@ from problems import (
     Provider,
     Result,
     check_answer,
+    copies,
     determined,
     make_inputs,
     op_arguments,
@@ -58,7 +59,6 @@ from timing import (
     copy_rate,
     device_work,
     environment,
-    number_of_sets,
     options_of,
     peak_bytes,
     spread,
@@ -192,12 +192,7 @@ def run_problem(
     first = make_inputs(problem, device, seed=0)
     check(problem, found, first)
 
-    if cache == "warm":
-        sets = [first] * WARM_CALLS
-    else:
-        count = number_of_sets(sum(value.nbytes for value in first.values()), device)
-        # Copies of one set: their contents do not matter for the time, their addresses do.
-        sets = [first] + [{name: value.clone() for name, value in first.items()} for _ in range(count - 1)]
+    sets = [first] * WARM_CALLS if cache == "warm" else copies(first, device)
     runs = {}
     for name, provider in found.items():
         calls = [partial(provider, inputs) for inputs in sets]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CALLS", "IF_TIME_IS_LEFT", "NOT_REHEARSED", "STEPS", "Step", "plan"]
-
 CALLS = (1, 2, 3)
 # The call of steps that fill the time that another call has left.
 IF_TIME_IS_LEFT = 0

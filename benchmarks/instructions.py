@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_resources import KERNELS, TARGETS, Build, builds, compile_kernel, cuobjdump
-from rich.console import Console
-from rich.table import Table
+from markdown_table import table
 
 from torch_specops.kernels import launch
 
@@ -119,17 +118,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--ghz", type=float, default=1.98)
     options = parser.parse_args(arguments)
     found = [measure(build, options.target) for build in chosen_builds()]
-    table = Table(
-        "build", "bytes a thread", "instructions", "a byte", "at most, TB/s", title=f"{KERNEL}, {options.target}"
-    )
+    rows = []
     for one in found:
-        low, high = one["shortest"], one["longest"]
-        rates = [options.multiprocessors * 4 * 32 * options.ghz * one["bytes"] / n / 1e3 for n in (high, low)]
-        table.add_row(
-            one["config"], str(one["bytes"]), f"{low} to {high}",
-            f"{low / one['bytes']:.1f} to {high / one['bytes']:.1f}", " to ".join(f"{rate:.1f}" for rate in rates),
-        )  # fmt: skip
-    Console(width=140).print(table)
+        per_byte = [one[name] / one["bytes"] for name in ("shortest", "longest")]
+        most = [options.multiprocessors * 4 * 32 * options.ghz / each / 1e3 for each in reversed(per_byte)]
+        rows.append(one | {"per_byte": per_byte, "most": most})
+    line = "{config} | {bytes} | {shortest} to {longest} | {per_byte[0]:.1f} to {per_byte[1]:.1f}"
+    header = f"{KERNEL}, {options.target} | bytes a thread | instructions | a byte | at most, TB/s"
+    print(table(header, line + " | {most[0]:.1f} to {most[1]:.1f}", rows, padded=True))
     return found
 
 

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -286,6 +284,8 @@ def compile_all(chosen: list[Build], target: str, processes: int = 2) -> Iterato
 
 
 def main() -> None:
+    from markdown_table import table
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--out", type=Path, help="write every build's resources as JSON")
@@ -298,21 +298,17 @@ def main() -> None:
         for result in track(compile_all(chosen, target), f"compiling for {target}", total=len(chosen))
     ]
 
-    table = Table("kernel", "target", "builds", "registers", "spill bytes", "128-bit loads", title="Kernel resources")
+    rows = []
     for kernel in KERNELS:
         for target in arguments.target:
             group = [result for result in results if (result.kernel, result.target) == (kernel, target)]
-            registers = [result.registers for result in group]
-            wide = [result.wide_loads for result in group if result.wide_loads is not None]
-            table.add_row(
-                kernel,
-                target,
-                str(len(group)),
-                f"{min(registers)} to {max(registers)}",
-                str(max(result.spill_bytes for result in group)),
-                f"{min(wide)} to {max(wide)}" if wide else "not read",
-            )
-    Console().print(table)
+            one = {"kernel": kernel, "target": target, "builds": len(group)}
+            for name in ("registers", "spill_bytes", "wide_loads"):
+                values = [value for result in group if (value := getattr(result, name)) is not None]
+                one[name] = f"{min(values)} to {max(values)}" if values else "not read"
+            rows.append(one)
+    line = "{kernel} | {target} | {builds} | {registers} | {spill_bytes} | {wide_loads}"
+    print(table("kernel | target | builds | registers | spill bytes | 128-bit loads", line, rows, padded=True))
     if arguments.out:
         record = {"triton": triton.__version__, "builds": [dataclasses.asdict(result) for result in results]}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

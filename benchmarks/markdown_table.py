@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["cell", "grid", "table"]
-
 
 def cell(form: str, record: Mapping[str, Any], missing: str = "") -> str:
     """`form.format(**record)`, or `missing` if a field is not there or is None."""

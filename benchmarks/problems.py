@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import number_of_sets
 from torch import Tensor
 
 # The comparison with the float64 reference is that of the tests.
@@ -133,6 +134,12 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         "min_p": torch.full((batch,), FILTERS["min-p"][1], device=device),
         "num_accepted": num_accepted,
     }
+
+
+def copies(inputs: Inputs, device: torch.device) -> list[Inputs]:
+    """As many sets as leave the last cache cold. Their contents do not matter for the time, their addresses do."""
+    count = number_of_sets(sum(value.nbytes for value in inputs.values()), device)
+    return [inputs] + [{name: value.clone() for name, value in inputs.items()} for _ in range(count - 1)]
 
 
 def determined(inputs: Inputs, residual: bool = False) -> Inputs:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -44,11 +43,6 @@ LEAD = 4
 COMMIT = "TORCH_SPECOPS_COMMIT"
 # Set if processes run on the stand-in for CUDA (tests/cuda_stand_in).
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN"
-
-
-def wide_console() -> Console:
-    """A console that is wide enough for tables also if the output is a file."""
-    return Console(width=None if sys.stdout.isatty() else 170)
 
 
 def cache_bytes(device: torch.device) -> int:

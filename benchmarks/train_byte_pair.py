@@ -26,13 +26,12 @@ import math
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -55,15 +54,6 @@ SHAPES = {
     "target": {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 344},
     "draft": {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 256},
 }
-
-
-@dataclass
-class Trained:
-    """What one model's training took."""
-
-    bytes_seen: int = 0
-    steps: int = 0
-    seconds: float = 0.0
 
 
 class Muon(torch.optim.Optimizer):
@@ -179,7 +169,8 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, Trained]:
+def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """The model, and what its training took."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = new_model(role)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -187,14 +178,14 @@ def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple
     optimizers = (Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0))
     base_rates = [o.param_groups[0]["lr"] for o in optimizers]
     generator = torch.Generator().manual_seed(0)
-    trained = Trained()
+    trained: dict[str, Any] = {"bytes_seen": 0, "steps": 0, "seconds": 0.0}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     model.train()
     recent = math.nan
     started = time.monotonic()
     with Progress(*columns) as bar:
         task = bar.add_task(role, total=1.0, note="")
-        while (progress := max(trained.bytes_seen / (megabytes * 1e6), trained.seconds / (max_minutes * 60))) < 1:
+        while (progress := max(trained["bytes_seen"] / (megabytes * 1e6), trained["seconds"] / (max_minutes * 60))) < 1:
             context = next(length for start, length in reversed(CONTEXTS) if progress >= start)
             starts = torch.randint(len(data) - context, (TOKENS_PER_STEP // context, 1), generator=generator)
             batch = data[starts + torch.arange(context + 1)].long()
@@ -205,11 +196,11 @@ def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple
             for o, base_rate in zip(optimizers, base_rates, strict=True):
                 o.param_groups[0]["lr"] = base_rate * learning_rate_factor(progress)
                 o.step()
-            trained.bytes_seen += TOKENS_PER_STEP
-            trained.steps += 1
-            trained.seconds = time.monotonic() - started
+            trained["bytes_seen"] += TOKENS_PER_STEP
+            trained["steps"] += 1
+            trained["seconds"] = time.monotonic() - started
             recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
-            note = f"{trained.bytes_seen / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
+            note = f"{trained['bytes_seen'] / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
             bar.update(task, completed=progress, note=note)
     return model, trained
 
@@ -299,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
         "text_bytes": len(text),
         "heldout_bytes": len(heldout_text),
         **{
-            role: {"parameters": model.num_parameters(), **asdict(trained[role][1])}
+            role: {"parameters": model.num_parameters(), **trained[role][1]}
             for role, model in (("target", target), ("draft", draft))
         },
         "heldout": measure(target, draft, heldout_text),
@@ -310,7 +301,7 @@ def main(argv: list[str] | None = None) -> None:
         "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    Console().print_json(data=metrics)
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import op_cases
 import oracle
 import torch
 from oracle import case_names
@@ -22,7 +23,6 @@ import torch_specops
 
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
 
-OPS = ("verify_exact", "verify_block", "verify_sigmoid", "sample", "filter_logits")
 # Of each op, the case with the most in it that is cheap to check: greedy and sampled rows, filters where there are any.
 TYPICAL = {
     "verify_exact": "filters_temperature",
@@ -122,15 +122,6 @@ def case_of(
     return case
 
 
-def call(case: oracle.Case) -> tuple[Tensor, ...]:
-    result = getattr(torch_specops, case.op)(**case.args)
-    return result if isinstance(result, tuple) else (result,)
-
-
-def equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def verify_inputs(
     batch: int, num_drafts: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
 ) -> dict[str, Any]:
@@ -164,6 +155,10 @@ def filters(rows: int, names: str = "top_k top_p min_p") -> dict[str, Tensor]:
         name: torch.tensor([given[name][r % 5] for r in range(rows)], dtype=dtypes[name], device="cuda")
         for name in names.split()
     }
+
+
+def call(case: oracle.Case) -> tuple[Tensor, ...]:
+    return op_cases.call(case.op, case.args)
 
 
 @contextmanager

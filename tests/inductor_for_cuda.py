@@ -29,6 +29,7 @@ import torch._inductor.fx_passes.joint_graph
 import torch._inductor.fx_passes.post_grad
 import torch._inductor.runtime.triton_helpers
 import triton
+from op_cases import empty_arguments
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._higher_order_ops import triton_kernel_wrap
@@ -122,41 +123,29 @@ def pretend() -> None:
     torch._inductor.fx_passes.post_grad.lazy_init = lambda *_, **__: None
 
 
-def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="cuda")
+def given(
+    op: str, options: str = "temperature", dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], dict[str, Tensor]]:
+    """What makes the arguments of a call, except those that are None."""
+
+    def make() -> dict[str, Tensor]:
+        arguments = empty_arguments(op, options, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype)
+        return {name: value for name, value in arguments.items() if value is not None}
+
+    return make
 
 
-def drafts(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    return {
-        "target_logits": cuda(BATCH, NUM_DRAFTS + 1, VOCAB_SIZE, dtype=dtype),
-        "draft_tokens": cuda(BATCH, NUM_DRAFTS, dtype=torch.int64),
-        "draft_logits": cuda(BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype),
-        "accept_uniforms": cuda(BATCH, NUM_DRAFTS),
-        "sample_uniforms": cuda(BATCH),
-        "temperature": cuda(BATCH),
-    }
+drafts = given("verify_exact")
 
 
 def one_hot() -> dict[str, Tensor]:
-    """Without a draft's logits and a temperature, and with uniforms as strided as those of the loop."""
-    given = {name: value for name, value in drafts().items() if name not in ("draft_logits", "temperature")}
-    return given | {"accept_uniforms": torch.empty(BATCH, NUM_DRAFTS + 1, device="cuda").narrow(1, 0, NUM_DRAFTS)}
-
-
-def rows() -> dict[str, Tensor]:
-    return {
-        "logits": cuda(BATCH, VOCAB_SIZE, dtype=torch.bfloat16),
-        "uniforms": cuda(BATCH),
-        "temperature": cuda(BATCH),
-    }
-
-
-def filters() -> dict[str, Tensor]:
-    return {"top_k": cuda(BATCH, dtype=torch.int64), "top_p": cuda(BATCH), "min_p": cuda(BATCH)}
+    """With uniforms as strided as those of the loop."""
+    uniforms = torch.empty(BATCH, NUM_DRAFTS + 1, device="cuda")
+    return given("verify_exact", "one-hot")() | {"accept_uniforms": uniforms.narrow(1, 0, NUM_DRAFTS)}
 
 
 def seeds() -> dict[str, Tensor]:
-    return {"seeds": cuda(BATCH, dtype=torch.int64), "positions": cuda(BATCH, dtype=torch.int64)}
+    return {name: torch.empty(BATCH, dtype=torch.int64, device="cuda") for name in ("seeds", "positions")}
 
 
 def after_a_product(target_logits: Tensor, **rest: Any) -> Any:
@@ -167,13 +156,13 @@ def after_a_product(target_logits: Tensor, **rest: Any) -> Any:
 # By name: a function, its arguments, and whether the batch is dynamic.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool]] = {
     "verify_exact": (partial(torch_specops.verify_exact, lenience=0.5, argmax_lenience=0.5), drafts, False),
-    "product": (after_a_product, lambda: drafts(torch.float32), False),
+    "product": (after_a_product, given("verify_exact", dtype=torch.float32), False),
     "dynamic batch": (torch_specops.verify_exact, drafts, True),
     "one-hot": (partial(torch_specops.verify_exact, draft_logits=None), one_hot, False),
     "verify_block": (torch_specops.verify_block, drafts, False),
     "verify_sigmoid": (torch_specops.verify_sigmoid, drafts, False),
-    "sample": (torch_specops.sample, rows, False),
-    "filters": (torch_specops.sample, lambda: rows() | filters(), False),
+    "sample": (torch_specops.sample, given("sample"), False),
+    "filters": (torch_specops.sample, given("sample", "temperature, filters"), False),
     "uniforms": (partial(torch_specops.uniforms, n=NUM_DRAFTS, stream="accept"), seeds, False),
 }
 
@@ -200,11 +189,13 @@ def compile_case(name: str) -> dict[str, Any]:
         mode,
         torch.no_grad(),
     ):
-        given = make()
+        arguments = make()
         batch = torch.export.Dim("batch", max=4096)
-        shapes = {key: {0: batch} for key in given}
-        exported = torch.export.export(Call(), (given,), dynamic_shapes=(shapes,) if dynamic else None, strict=False)
-        compile_fx(exported.module(), list(given.values()))
+        shapes = {key: {0: batch} for key in arguments}
+        exported = torch.export.export(
+            Call(), (arguments,), dynamic_shapes=(shapes,) if dynamic else None, strict=False
+        )
+        compile_fx(exported.module(), list(arguments.values()))
     (code,) = written
     sizes = re.findall(r"empty_strided\w*\(\((.*?)\)", code)
     return {

@@ -75,3 +75,37 @@ def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Integers to the bit; a compiled logsumexp may differ in its last one."""
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6 if a.is_floating_point() else 0, atol=0)
+
+
+def empty_arguments(
+    op: str,
+    options: str = "temperature",
+    batch: int = 4,
+    num_drafts: int = 5,
+    vocab_size: int = 50_257,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> dict[str, Tensor | None]:
+    """Arguments without values, for fake tensors of a device that need not be there. `options` may name temperature,
+    filters, draft_lse and one-hot. `dtype` is that of the target's logits; those of a draft are bfloat16."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    rows = {"temperature": empty(batch)} if "temperature" in options else {}
+    if "filters" in options and op != "verify_sigmoid":
+        rows |= {"top_k": empty(batch, dtype=torch.int64), "top_p": empty(batch), "min_p": empty(batch)}
+    if op not in VERIFY_OPS:
+        uniforms = {"uniforms": empty(batch)} if op == "sample" else {}
+        return {"logits": empty(batch, vocab_size, dtype=dtype), **uniforms, **rows}
+    draft_logits = None if "one-hot" in options else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16)
+    return {
+        "target_logits": empty(batch, num_drafts + 1, vocab_size, dtype=dtype),
+        "draft_tokens": empty(batch, num_drafts, dtype=torch.int64),
+        "draft_logits": draft_logits,
+        "accept_uniforms": empty(batch, num_drafts),
+        "sample_uniforms": empty(batch),
+        **rows,
+        **({"draft_lse": empty(batch, num_drafts)} if "draft_lse" in options else {}),
+    }

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from op_cases import OPS, call
+from op_cases import OPS, VERIFY_OPS, call, empty_arguments
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -25,7 +26,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 # torch's own: its exporter copies what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
-BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 6, 50257
+arguments = partial(empty_arguments, device="cuda:1")
 
 
 @pytest.fixture(autouse=True)
@@ -39,30 +40,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device", refuse)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-
-
-def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="cuda:1")
-
-
-def arguments(op: str, batch: int = BATCH, num_drafts: int = NUM_DRAFTS, **given: Any) -> dict[str, Tensor]:
-    """Tensors of every kind that the op takes, filters among them unless they are not wanted."""
-    dtype = given.get("dtype", torch.bfloat16)
-    rows = {"temperature": cuda(batch)}
-    if op != "verify_sigmoid" and given.get("filters", True):
-        rows |= {"top_k": cuda(batch, dtype=torch.int64), "top_p": cuda(batch), "min_p": cuda(batch)}
-    if op in ("sample", "filter_logits"):
-        uniforms = {"uniforms": cuda(batch)} if op == "sample" else {}
-        return {"logits": cuda(batch, VOCAB_SIZE, dtype=dtype), **uniforms, **rows}
-    return {
-        "target_logits": cuda(batch, num_drafts + 1, VOCAB_SIZE, dtype=dtype),
-        "draft_tokens": cuda(batch, num_drafts, dtype=torch.int64),
-        "draft_logits": cuda(batch, num_drafts, VOCAB_SIZE, dtype=torch.bfloat16),
-        "accept_uniforms": cuda(batch, num_drafts),
-        "sample_uniforms": cuda(batch),
-        **rows,
-        **({"draft_lse": cuda(batch, num_drafts)} if given.get("with_lse") else {}),
-    }
 
 
 class Call(nn.Module):
@@ -85,21 +62,15 @@ def exported(op: str, given: dict[str, Tensor], num_drafts: bool = False) -> tor
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_export_with_a_dynamic_batch(op: str) -> None:
-    """The tiles that fit the example's batch bind no other."""
-    for with_lse in (False, True) if op in ("verify_exact", "verify_block") else (False,):
+def test_export_with_dynamic_sizes(op: str) -> None:
+    """The tiles that fit the example's batch bind no other. Of the ops that verify: the sizes of the batch, of the
+    drafts and of the target's rows."""
+    expected = {(1, 4096), (1, 30), (2, 31)} if op in VERIFY_OPS else {(1, 4096)}
+    for lse in ("", ", draft_lse") if op in VERIFY_OPS[:2] else ("",):
         with FakeTensorMode(shape_env=ShapeEnv()):
-            program = exported(op, arguments(op, with_lse=with_lse))
-        assert [(values.lower, values.upper) for values in program.range_constraints.values()] == [(1, 4096)]
-
-
-@pytest.mark.parametrize("op", OPS[:3])
-def test_export_with_a_dynamic_number_of_drafts(op: str) -> None:
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        program = exported(op, arguments(op), num_drafts=True)
-    # Of the batch, of the drafts and of the target's rows.
-    ranges = {(int(values.lower), int(values.upper)) for values in program.range_constraints.values()}
-    assert ranges == {(1, 4096), (1, 30), (2, 31)}
+            program = exported(op, arguments(op, "temperature, filters" + lse), num_drafts=True)
+        ranges = program.range_constraints.values()
+        assert {(int(values.lower), int(values.upper)) for values in ranges} == expected
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -109,7 +80,7 @@ def test_a_graph_writes_outputs_alone_and_asks_for_no_more_than_the_exported_one
     """What AOTInductor does first: the op becomes its launches. Were torch to fail to see what a kernel writes, it
     would warn, take every input for changed, and copy the logits."""
     with FakeTensorMode(shape_env=ShapeEnv()):
-        given = arguments(op)
+        given = arguments(op, "temperature, filters")
         nodes = [node for node in exported(op, given).graph.nodes if node.op == "placeholder"]
         given = {name: node.meta["val"] for name, node in zip(given, nodes, strict=True)}
     fake = nodes[0].meta["val"].fake_mode
@@ -130,12 +101,12 @@ def launches(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1])
-@pytest.mark.parametrize("op", OPS[:3])
+@pytest.mark.parametrize("op", VERIFY_OPS)
 def test_few_drafts_and_mixed_dtypes_are_seen_through_too(
     op: str, num_drafts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with FakeTensorMode(shape_env=ShapeEnv()), caplog.at_level(logging.WARNING):
-        given = arguments(op, 1, num_drafts, dtype=torch.float32, filters=False)
+        given = arguments(op, "temperature", 1, num_drafts, dtype=torch.float32)
         aot_export_joint_simple(
             lambda *values: call(op, dict(zip(given, values, strict=True))), list(given.values()), trace_joint=False
         )
@@ -156,7 +127,9 @@ def test_one_compiled_graph_for_every_batch(op: str) -> None:
     )
     with FakeTensorMode(shape_env=ShapeEnv()):
         for batch in (4, 9, 300, 2000):
-            result = compiled(**arguments(op, batch, filters=op == "filter_logits"))
+            result = compiled(
+                **arguments(op, "temperature, filters" if op == "filter_logits" else "temperature", batch)
+            )
             assert len(result[0] if isinstance(result, tuple) else result) == batch
     assert len(graphs) == 1
     assert len(launches(graphs[0])) > 1
@@ -170,5 +143,5 @@ def test_a_batch_known_to_no_one(op: str) -> None:
         batch = env.create_unbacked_symint()
         torch._check(batch >= 0)
         torch._check(batch <= 1000)
-        outputs = call(op, arguments(op, batch))
+        outputs = call(op, arguments(op, "temperature, filters", batch))
     assert str(outputs[0].shape[0]) == str(batch)

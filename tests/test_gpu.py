@@ -9,19 +9,8 @@ import oracle
 import pytest
 import torch
 from conftest import Report
-from gpu_suite import (
-    CASE_SETS,
-    OPS,
-    CaseSet,
-    call,
-    case_of,
-    equal,
-    filters,
-    is_smoke,
-    no_synchronisation,
-    size,
-    verify_inputs,
-)
+from gpu_suite import CASE_SETS, CaseSet, call, case_of, filters, is_smoke, no_synchronisation, size, verify_inputs
+from op_cases import OPS, equal
 from torch import Tensor
 
 import torch_specops

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_suite import OPS, call, case_of, equal, filters, size, verify_inputs
+from gpu_suite import call, case_of, filters, size, verify_inputs
+from op_cases import OPS, equal
 from torch import Tensor
 
 import torch_specops

@@ -8,7 +8,8 @@ from typing import Any
 import gpu_suite
 import pytest
 import torch
-from gpu_suite import OPS, CaseSet, case_of, is_smoke
+from gpu_suite import CaseSet, case_of, is_smoke
+from op_cases import OPS
 from oracle import case_names
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -67,9 +67,3 @@ def test_a_second_call_alike_needs_no_build() -> None:
     assert len(builds(4, 50257)) == 2
     assert builds(4, 50257) == builds(7, 50304)
     assert [build.kernel for build in builds(4, 128256) - builds(4, 50257)] == ["sample.draw_kernel"]
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    count = kernel_builds.main(["--batch", "1", "--vocab", "32000"])
-    assert count > 14
-    assert f"{count} builds in all" in capsys.readouterr().out

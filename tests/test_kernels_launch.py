@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_suite import OPS, filters
+from gpu_suite import filters
+from op_cases import OPS, VERIFY_OPS, empty_arguments
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -19,30 +20,10 @@ pytest.importorskip("triton")
 from torch_specops.kernels import launch, sample
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 5, 50257
-VERIFY = OPS[:3]
 
 
 def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
-
-
-def arguments(op: str, option: str = "", batch: int = BATCH, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Fake tensors, if called under FakeTensorMode. Options: temperature, draft_lse, one-hot, filters."""
-    rows = {"temperature": cuda(batch)} if "temperature" in option else {}
-    if "filters" in option and op != "verify_sigmoid":
-        rows |= filters(batch)
-    if op not in VERIFY:
-        uniforms = {"uniforms": cuda(batch)} if op == "sample" else {}
-        return {"logits": cuda(batch, VOCAB_SIZE, dtype=dtype), **uniforms, **rows}
-    return {
-        "target_logits": cuda(batch, NUM_DRAFTS + 1, VOCAB_SIZE, dtype=dtype),
-        "draft_tokens": cuda(batch, NUM_DRAFTS, dtype=torch.int64),
-        "draft_logits": None if "one-hot" in option else cuda(batch, NUM_DRAFTS, VOCAB_SIZE, dtype=torch.bfloat16),
-        "accept_uniforms": cuda(batch, NUM_DRAFTS),
-        "sample_uniforms": cuda(batch),
-        **rows,
-        **({"draft_lse": cuda(batch, NUM_DRAFTS)} if "draft_lse" in option else {}),
-    }
 
 
 def outputs(op: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -79,7 +60,7 @@ def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
         for option in ("", "temperature", "draft_lse", "one-hot") if op in OPS[:2] else ("", "temperature"):
             launched.clear()
             with FakeTensorMode():
-                first, second = outputs(op, arguments(op, option))
+                first, second = outputs(op, empty_arguments(op, option))
             assert first.device.type == second.device.type == "cuda"
             assert first.shape == ((BATCH,) if op == "sample" else (BATCH, NUM_DRAFTS + 1))
             assert second.shape == (BATCH,)
@@ -87,18 +68,10 @@ def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
             assert all(size > 0 for _, grid, _ in launched for size in grid)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_fake_tensors_pass_through_wrap_triton(op: str) -> None:
-    with FakeTensorMode():
-        for option in ("temperature", "one-hot") if op in OPS[:2] else ("temperature", "temperature, filters"):
-            first, *_ = outputs(op, arguments(op, option))
-            assert first.dtype == (torch.bfloat16 if op == "filter_logits" else torch.int64)
-
-
 def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
     """They know strides of logits alone."""
     with FakeTensorMode():
-        given = arguments("verify_exact", "temperature, draft_lse, filters")
+        given = empty_arguments("verify_exact", "temperature, draft_lse, filters")
         strided = {
             name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda").select(-1, 0)
             for name, x in given.items()
@@ -110,10 +83,10 @@ def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
                 assert value.is_contiguous(), name
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_no_sequence_no_launch(op: str, launched: list[Launch]) -> None:
+def test_no_sequence_no_launch(launched: list[Launch]) -> None:
     with FakeTensorMode():
-        assert all(len(output) == 0 for output in outputs(op, arguments(op, batch=0)))
+        for op in OPS:
+            assert all(len(output) == 0 for output in outputs(op, empty_arguments(op, batch=0)))
     assert launched == []
 
 
@@ -156,7 +129,7 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(
     option: str, dtypes: tuple[torch.dtype, torch.dtype], searches: int, launched: list[Launch]
 ) -> None:
     with FakeTensorMode():
-        given = arguments("verify_exact", option, dtype=dtypes[0]) | filters(BATCH)
+        given = empty_arguments("verify_exact", option, dtype=dtypes[0]) | filters(BATCH)
         if given["draft_logits"] is not None:
             given["draft_logits"] = given["draft_logits"].to(dtypes[1])
         torch_specops.verify_exact(**given)
@@ -177,7 +150,7 @@ def test_tiles_of_a_program() -> None:
 def test_only_the_first_axis_of_a_grid_is_long(op: str, launched: list[Launch]) -> None:
     """The other two take 65,535 programs at most, and a batch may be larger."""
     with FakeTensorMode():
-        outputs(op, arguments(op, "temperature, filters", 70_000))
+        outputs(op, empty_arguments(op, "temperature, filters", 70_000))
     assert all(grid[0] == 70_000 and max(grid) == 70_000 for _, grid, _ in launched)
 
 
@@ -208,8 +181,7 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch:
     monkeypatch.setattr("torch_specops.ops.is_fake", lambda tensor: False)
     monkeypatch.setattr(launch, "run", run)
     with FakeTensorMode():
-        given = arguments(op, "filters")
-        given = {name: torch.empty_like(value, device="cuda:1") for name, value in given.items()}
+        given = empty_arguments(op, "filters", device="cuda:1")
         with pytest.raises(RuntimeError, match="the launch failed"):
             getattr(torch_specops, op)(**given)
     assert len(launches) > 1
@@ -218,14 +190,12 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
     """By shapes alone: fake CUDA tensors. The second and third axis of a grid take 65,535 programs."""
-    name = "target_logits" if op in VERIFY else "logits"
+    name = "target_logits" if op in VERIFY_OPS else "logits"
 
     def call(num_drafts: int, vocab_size: int) -> None:
-        monkeypatch.setitem(globals(), "NUM_DRAFTS", num_drafts)
-        monkeypatch.setitem(globals(), "VOCAB_SIZE", vocab_size)
-        outputs(op, arguments(op, batch=1, dtype=torch.float32))
+        outputs(op, empty_arguments(op, "", 1, num_drafts, vocab_size, dtype=torch.float32))
 
     with FakeTensorMode():
         # Of 16-bit draft rows the first may begin 7 entries behind a boundary, of float32 rows 3.

@@ -16,8 +16,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-__all__ = ["PROBLEMS", "Problem", "parses", "passes", "prompt"]
-
 SOLVED = '''\
 def double(x):
     """Return x times two."""

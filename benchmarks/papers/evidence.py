@@ -42,8 +42,6 @@ from torch_specops.cli.env import device_name, versions
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from timing import commit
 
-__all__ = ["FIGURES", "RESULTS", "Cell", "Cells", "environment", "figure", "options", "reproduce", "results_path"]
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
 FIGURES = ROOT / "docs" / "figures"

@@ -15,8 +15,6 @@ from leviathan_oracle import TRACES
 from markdown_table import table
 from wagner_methods import BASELINE, GAMMAS, METHODS
 
-__all__ = ["NOT_RUN", "SPEECH", "SUBJECTS", "Found", "Table", "less", "load", "of", "speeds", "starting"]
-
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
 LEVIATHAN = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
 SCRIPTS = (*LEVIATHAN, "wagner_text", "wagner_asr", "wagner_memory", "chen")

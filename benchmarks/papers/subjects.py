@@ -24,19 +24,6 @@ from torch_specops.cli.loading import SMOLLM2, SMOLLM2_PACKAGE, load_model, load
 from torch_specops.drafts import DraftSource, EarlyExit, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import TransformersModel
 
-__all__ = [
-    "SUBJECTS",
-    "continuations",
-    "draft_law",
-    "draft_source",
-    "missing",
-    "prompts",
-    "small_model",
-    "table",
-    "target",
-    "target_logits",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 HELDOUT = ROOT / "tests" / "data" / "austen_heldout.txt"

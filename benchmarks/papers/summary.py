@@ -8,8 +8,6 @@ from typing import Any
 from pages import NOT_RUN, SPEECH, SUBJECTS, Found, less, speeds, starting
 from wagner_methods import BASELINE, EXACT, GAMMAS, METHODS, SIGMOID, UNIFORM
 
-__all__ = ["NUMBERS"]
-
 TEXT = ("austen", "topics")
 
 

@@ -15,17 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = [
-    "best_constants",
-    "distances",
-    "emitted_law",
-    "filtered",
-    "lenient_law",
-    "score",
-    "score_pairs",
-    "total_variation",
-]
-
 OFFSETS = (-20.0, -10.0, -5.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 10.0)
 WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 20.0)
 

@@ -21,23 +21,6 @@ from transformers.generation import utils as generation
 
 from torch_specops.hf import AssistedStats, assisted_generation
 
-__all__ = [
-    "BASELINE",
-    "EAGER",
-    "EXACT",
-    "GAMMAS",
-    "METHODS",
-    "SIGMOID",
-    "UNIFORM",
-    "calls",
-    "draw_steps",
-    "measure",
-    "random_call",
-    "scales",
-    "warm_up",
-    "without_outputs",
-]
-
 BASELINE, EXACT, UNIFORM, SIGMOID = "transformers", "exact", "exact, one uniform number", "sigmoid"
 # The constants of the paper's main tables: 1e3 for speech, 1e4 for text; one scale serves both here.
 METHODS: dict[str, dict[str, Any]] = {

@@ -26,20 +26,6 @@ import torch
 from problems import Inputs, Problem, Result, centred, check_answer, determined
 from torch import Tensor
 
-__all__ = [
-    "BarePackages",
-    "FunctionPeer",
-    "Peer",
-    "external_folder",
-    "load_file",
-    "missing_arguments",
-    "no_cuda",
-    "padded",
-    "prepare_nvcc",
-    "row_count",
-    "softmax_bytes",
-]
-
 FOLDER = "TORCH_SPECOPS_PEERS"
 
 
