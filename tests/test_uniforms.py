@@ -149,6 +149,20 @@ def test_pairwise_independent() -> None:
     assert independence(accept, shared) < ALPHA
 
 
+def test_compiled_is_bit_identical() -> None:
+    """With free shapes; tests/test_compile.py has all three streams with fixed ones."""
+    torch._dynamo.reset()
+
+    def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+        return torch_specops.uniforms(seeds, positions, like.shape[1], "accept")
+
+    compiled = torch.compile(drawn, fullgraph=True, dynamic=True)
+    for batch, n in [(5, 6), (3, 9)]:
+        seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=torch.Generator().manual_seed(batch))
+        arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)
+        assert torch.equal(compiled(*arguments), drawn(*arguments))
+
+
 def test_fake_and_meta() -> None:
     with FakeTensorMode():
         torch_specops.uniforms(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 5, "accept")
