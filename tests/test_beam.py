@@ -19,10 +19,12 @@ from tiny_beams import (
 from tiny_models import FAMILIES, PROMPTS, encoder_inputs, greedy_alone, perturbed, shared_tiny
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_beams_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, "sdpa") for family in FAMILIES), ("llama", "eager"), ("t5", "eager")]
+)
+def test_beams_are_those_of_transformers(family: str, attention: str) -> None:
     output = search(
-        shared_tiny(family),
+        shared_tiny(family, attention=attention),
         3,
         make_draft("perturbed", family),
         num_draft_tokens=3,

@@ -1,10 +1,8 @@
-"""The command line: what it prints, what it refuses and how, on tiny models saved with a tiny tokenizer."""
+"""The command line: what it prints, what it refuses and how, on tiny models."""
 
 from __future__ import annotations
 
 import io
-import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,96 +14,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_cli import TEXT, bench, demo, row, run, save_model
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from torch_specops import cli
 from torch_specops.cli import loading, models
-from torch_specops.cli.comparison import Comparison, Workload, providers, turns
-from torch_specops.cli.comparison.observe import ForwardTimer
 from torch_specops.cli.greedy import GreedyCheck, GreedyDifference
 from torch_specops.cli.text import TextStream, printable
 from torch_specops.decode import SpeculativeDecoder, Step
-from torch_specops.sampling import SamplingParams
-
-TEXT = "a stack of items: push an item, pop an item. être, 日本, 🙂"
-
-
-def save_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with few merges: most characters beyond ASCII take several tokens."""
-    bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([TEXT], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
-    tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def save_model(directory: Path, seed: int, vocab_size: int = 280) -> Path:
-    directory.mkdir(parents=True)
-    tokenizer = save_tokenizer(directory, vocab_size)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "target", seed=0))
+    return save_model(tmp_path_factory.mktemp("target"), seed=0)
 
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "draft", seed=1))
+    return save_model(tmp_path_factory.mktemp("draft"), seed=1)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(target: str) -> loading.Tokenizer:
     return loading.load_tokenizer(target)
-
-
-def run(*arguments: str, **environment: str) -> Result:
-    # Wide enough that no word of the help is broken.
-    environment = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"} | environment
-    return CliRunner().invoke(cli.app, list(arguments), env=environment)
-
-
-def demo(target: str, *arguments: str) -> Result:
-    return run("demo", "--target", target, "--prompt", TEXT, "--max-new-tokens", "40", *arguments)
-
-
-def bench(target: str, *arguments: str) -> Result:
-    prompt = [] if "--prompt" in arguments else ["--prompt", TEXT]
-    return run("bench", "--target", target, "--max-new-tokens", "6", "--rounds", "2", *prompt, *arguments)
-
-
-def row(result: Result, name: str) -> str:
-    assert result.exit_code in (0, 130), result.output
-    found = re.search(rf"^ *{re.escape(name)}  +(.*?) *$", result.stdout, re.MULTILINE)
-    assert found, result.stdout
-    return found[1]
 
 
 def text_of(result: Result) -> str:
@@ -272,177 +204,6 @@ def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPa
     result = demo(target)
     assert result.exit_code == 0
     assert "check: identical to plain greedy decoding but for near ties at 1 of 9 tokens: token 4" in result.stdout
-
-
-# The comparison with transformers.
-
-
-@pytest.fixture(scope="session")
-def measured(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
-    """One run of `bench` with a draft model, and its JSON."""
-    file = tmp_path_factory.mktemp("bench") / "out.json"
-    prompts = [part for text in (TEXT, "push", "a stack of items") for part in ("--prompt", text)]
-    options = ["--draft", draft, "--num-draft-tokens", "3", "--batch-sizes", "1,2", "--json", str(file)]
-    result = bench(target, *options, *prompts)
-    assert result.exit_code == 0, result.output
-    return result, json.loads(file.read_text())
-
-
-def of_batch(document: dict[str, Any], batch_size: int) -> dict[str, dict[str, Any]]:
-    return {row["provider"]: row for row in document["results"] if row["batch_size"] == batch_size}
-
-
-OURS = ["specops, no draft", "specops"]
-ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
-
-
-def test_bench_prints_a_table_for_every_batch_size(measured: tuple[Result, dict[str, Any]]) -> None:
-    # The last words of a line, behind columns of numbers.
-    lines = re.findall(r"^(batch \d|specops.*?|transformers.*?) {2,}.* (\w+) *$", measured[0].stdout, re.MULTILINE)
-    one = ["transformers generate", *ASSISTED, *OURS]
-    two = ["transformers generate", *OURS]
-    assert [name for name, _ in lines] == ["batch 1", *one, "batch 2", *two]
-    assert {word for name, word in lines if not name.startswith("batch")} == {"identical"}
-
-
-def test_bench_writes_what_it_measured(measured: tuple[Result, dict[str, Any]]) -> None:
-    document = measured[1]
-    assert set(document) == {
-        "date", "device", "threads", "versions", "arguments", "prompt_tokens", "interrupted", "results",
-    }  # fmt: skip
-    assert document["versions"]["torch"] == torch.__version__
-    assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
-    assert document["threads"] == torch.get_num_threads() and not document["interrupted"]
-    for row in document["results"]:
-        generate = of_batch(document, row["batch_size"])["transformers generate"]
-        assert row["new_tokens"] == 6 * row["batch_size"] and len(row["seconds"]) == 2
-        assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / (sum(row["seconds"]) / 2))
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / generate["tokens_per_second"])
-        assert row["outside_seconds_per_step"] > 0 and row["compile_seconds"] == 0
-
-
-def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
-    one = of_batch(measured[1], 1)
-    # transformers counts the forward that reads the prompt, which is also its first step.
-    assert one["transformers generate"]["num_steps"] == one["specops, no draft"]["num_steps"] == 6
-    assert one["specops, no draft"]["mean_acceptance_length"] == 1
-    assert one["specops, no draft"]["acceptance_rate"] is None
-    # Greedy, with the same draft and K: the same tokens are accepted.
-    for name in ("specops", ASSISTED[0]):
-        assert one[name]["mean_acceptance_length"] == pytest.approx(6 / one[name]["num_steps"])
-    assert abs(one["specops"]["num_steps"] - one[ASSISTED[0]]["num_steps"]) <= 1
-
-
-def test_bench_samples_and_does_not_compare(target: str) -> None:
-    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("not compared") == 5
-    # Forwards of the target are also those of the draft, so they do not count steps.
-    assert len(re.findall(r"^transformers assisted.* - +- not compared", result.stdout, re.MULTILINE)) == 2
-
-
-def test_every_provider_has_the_filters(target: str, draft: str) -> None:
-    """Sampling among one token is greedy decoding, with every rule."""
-    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
-    prompts = [models.encode(tokenizer, TEXT)[0]]
-    texts = []
-    for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        sampling = SamplingParams(temperature=0.8 if filters else 0.0, **filters)
-        work = Workload(prompts, 6, 2, sampling, verify="block" if "top_k" in filters else "exact")
-        comparison = Comparison(loaded, work, [1], 1)
-        texts += [provider.decode(*comparison._batch(1), 0).tokens for provider in comparison._providers]
-    assert len(texts) == 20 and texts == texts[:1] * 20
-
-
-def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
-    model, tokenizer = LlamaForCausalLM.from_pretrained(target), loading.load_tokenizer(target)
-    prompt = tokenizer(TEXT, return_tensors="pt")
-    third = int(model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0)[0, -1])
-    model.generation_config.eos_token_id = third
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    stopped = loading.load_model(tmp_path).model.generate(**prompt, do_sample=False, max_new_tokens=9, pad_token_id=0)
-    assert stopped.shape[1] == prompt["input_ids"].shape[1] + 3
-    (tmp_path / "text.txt").write_text(TEXT)
-    result = bench(str(tmp_path), "--batch-sizes", "1", "--draft", f"ngram:{tmp_path / 'text.txt'}")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("identical") == 3 and "transformers assisted" not in result.stdout
-
-
-def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(SpeculativeDecoder):
-        def generate(self, *arguments: Any, **options: Any) -> Any:
-            output = super().generate(*arguments, **options)
-            if self.draft is not None:
-                output.sequences[-1, -1] = (output.sequences[-1, -1] + 1) % 280
-            return output
-
-    monkeypatch.setattr(providers, "SpeculativeDecoder", Wrong)
-    result = bench(target, "--batch-sizes", "2")
-    assert result.exit_code == 1, result.output
-    assert re.findall(r"(identical|different) *$", result.stdout, re.MULTILINE) == ["identical"] * 2 + ["different"]
-    assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
-
-
-def test_what_counts_as_different() -> None:
-    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (9e-5, 2e-4))
-    verdicts = [turns._verdict(found, True) for found in ([], [tie], [tie, wrong])]
-    assert verdicts == ["identical", "near ties", "different"]
-    assert turns._verdict([tie, wrong], False) == "rounding"
-
-
-def test_the_forward_timer_counts_while_it_watches() -> None:
-    module, timer = nn.Identity(), ForwardTimer(torch.device("cpu"))
-    with timer.watching([module]):
-        module(torch.tensor(3))
-    assert timer.calls[module] == 1 and timer.seconds > 0
-    module(torch.tensor(3))
-    assert timer.calls[module] == 1
-
-
-def test_ctrl_c_shows_the_rounds_done_so_far(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_all = Comparison.run
-
-    def interrupted(self: Comparison) -> Iterator[str]:
-        for label in run_all(self):
-            if label.startswith("batch 1, round 2"):
-                raise KeyboardInterrupt
-            yield label
-
-    monkeypatch.setattr(Comparison, "run", interrupted)
-    file = tmp_path / "out.json"
-    result = bench(target, "--json", str(file))
-    assert result.exit_code == 130
-    assert "interrupted: " in result.stdout
-    document = json.loads(file.read_text())
-    assert document["interrupted"]
-    assert {len(row["seconds"]) for row in document["results"]} == {1}
-
-
-def test_progress_counts_every_run_and_no_provider_is_always_first(target: str, draft: str) -> None:
-    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
-    prompts = [models.encode(tokenizer, text)[0] for text in (TEXT, "push")]
-    comparison = Comparison(loaded, Workload(prompts, 4, 2), [1, 2], 2)
-    tokens, mask = comparison._batch(2)
-    assert [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)] == [
-        each.tolist() for each in prompts
-    ]
-    assert mask[:, -1].all()
-    labels = list(comparison.run())
-    assert len(labels) == comparison.num_runs == 5 * 3 + 1 + 3 * 3 + 1
-    first = [label for label in labels if label.startswith("batch 2, round")][::3]
-    assert [label.split(": ")[1] for label in first] == ["transformers generate", "specops, no draft"]
-
-
-@pytest.mark.slow
-def test_bench_measures_compiled_steps(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    result = bench(target, "--batch-sizes", "1", "--num-draft-tokens", "2", "--compile", "--json", str(file))
-    assert result.exit_code == 0, result.output
-    for name in OURS:
-        found = of_batch(json.loads(file.read_text()), 1)[f"{name}, compiled"]
-        assert found["compile_seconds"] > 0 and found["greedy"] == "identical"
-        assert found["outside_seconds_per_step"] is None
 
 
 # What is refused, and help.

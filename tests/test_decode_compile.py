@@ -62,20 +62,6 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.slow
-def test_the_whole_step_is_one_graph() -> None:
-    target = tiny("llama", num_hidden_layers=1)
-    eager = SpeculativeDecoder(target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=False)
-    compiled = SpeculativeDecoder(
-        target, source("model", target), num_draft_tokens=2, sampling=SAMPLING, compile=True, one_graph=True
-    )
-    assert torch.equal(decode(compiled), decode(eager))
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        decode(compiled, PROMPTS.flip(1), MASK.flip(1), max_new_tokens=30)
-
-
 def check_one_graph(family: str, kind: str, num_draft_tokens: int, **options: Any) -> None:
     """A step traces as one graph, and some steps give the records of eager ones."""
     backend = CompileCounterWithBackend("eager")

@@ -19,7 +19,7 @@ from torch_specops.decode import GenerationStats, Step
 from torch_specops.decode import decoder as decoder_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
-from torch_specops.schedules import Heuristic, Optimal, Schedule
+from torch_specops.schedules import Optimal, Schedule
 
 
 class Cycle(Schedule):
@@ -48,9 +48,7 @@ class Cycle(Schedule):
     [
         ("perturbed", "heuristic"),
         ("perturbed", "optimal"),
-        ("perturbed", Heuristic(1, maximum=6)),
         ("prompt lookup", "optimal"),
-        ("itself", Cycle()),
     ],
 )
 def test_greedy_under_a_schedule(draft: str, schedule: str | Schedule) -> None:

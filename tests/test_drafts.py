@@ -54,39 +54,6 @@ def test_prompt_lookup_is_the_plain_loop(
     assert torch.equal(tokens, before)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        # The longer match wins over the earlier one.
-        ([3, 8, 1, 2, 3, 9, 7, 1, 2, 3], [9, 7, 1]),
-        # Among equals the earliest one: most of the text follows it.
-        ([1, 2, 4, 1, 2, 5, 1, 2], [4, 1, 2]),
-        # A match may overlap the end; what follows it is then said again.
-        ([6, 6, 6], [6, 6, 6]),
-        ([9, 1, 2, 1, 2], [1, 2, 1]),
-        ([1, 2, 3], [-1, -1, -1]),
-        ([1], [-1, -1, -1]),
-    ],
-)
-def test_prompt_lookup_choices(text: list[int], expected: list[int]) -> None:
-    assert PromptLookup(3, 1).propose(torch.tensor([text]), torch.tensor([len(text)]), 3).tokens.tolist() == [expected]
-
-
-def test_prompt_lookup_in_a_text_of_its_own_least_match() -> None:
-    text = torch.tensor([[4, 7, 1, 4]])
-    assert PromptLookup(3, 2).propose(text, torch.tensor([4]), 2).tokens.tolist() == [[-1, -1]]
-
-
-def test_prompt_lookup_traces_in_one_graph() -> None:
-    # A host synchronisation would break the graph.
-    @torch.compile(fullgraph=True, backend="eager")
-    def propose(tokens: Tensor, lengths: Tensor) -> Tensor:
-        return PromptLookup().propose(tokens, lengths, 3).tokens
-
-    tokens, lengths = torch.tensor([[1, 2, 3, 1, 2], [5, 5, 5, 0, 0]]), torch.tensor([5, 3])
-    assert propose(tokens, lengths).tolist() == [[3, 1, 2], [5, 5, 5]]
-
-
 def test_prompt_lookup_bad_ngrams() -> None:
     with pytest.raises(ValueError, match="min_ngram: expected a number >= 1, got 0"):
         PromptLookup(3, 0)
@@ -163,19 +130,6 @@ def grow(tokens: Tensor, lengths: Tensor, drafts: Tensor, num_accepted: list[int
     lengths += torch.tensor(num_accepted) + 1
 
 
-def test_model_draft_never_lags() -> None:
-    source = ModelDraft(PairModel(TABLE))
-    tokens, lengths = start(source, ROWS)
-    for num_accepted in ACCEPTANCES:
-        draft = source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
-        assert draft.logits is not None
-        for row in range(3):
-            text = tokens[row, : lengths[row]].tolist()
-            for index in range(3):
-                assert torch.equal(draft.logits[row, index], pair_logits(text + draft.tokens[row, :index].tolist()))
-        grow(tokens, lengths, draft.tokens, num_accepted, V)
-
-
 def full_logits(model: nn.Module, text: list[int]) -> Tensor:
     return model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
 
@@ -196,23 +150,3 @@ def test_a_transformer_draft_never_lags(family: str) -> None:
                 expected = full_logits(model, text + draft.tokens[row, :index].tolist())
                 torch.testing.assert_close(draft.logits[row, index], expected, rtol=1e-5, atol=1e-6)
         grow(tokens, lengths, draft.tokens, num_accepted, VOCAB)
-
-
-def test_model_draft_survives_a_row_without_a_law() -> None:
-    table = TABLE.clone()
-    table[:, 1] = -torch.inf
-    source = ModelDraft(PairModel(table))
-    tokens, lengths = start(source, [[2, 1], [2, 3]])
-    draft = source.propose(tokens, lengths, 2, SamplingTensors(torch.ones(2)), SEEDS[:2])
-    assert draft.tokens[0, 0] == -1 and draft.tokens[1, 0] >= 0
-
-
-def test_what_sources_say_of_themselves() -> None:
-    model = language_model(shared_tiny("gpt2"))
-    source = ModelDraft(model)
-    assert (source.deterministic, source.vocab_size, source.max_length) == (False, VOCAB, 96)
-    assert source.device == torch.device("cpu")
-    lookup = PromptLookup()
-    assert (lookup.deterministic, lookup.vocab_size, lookup.max_length, lookup.device) == (True, None, None, None)
-    with pytest.raises(TypeError, match="abstract"):
-        DraftSource()  # type: ignore[abstract]

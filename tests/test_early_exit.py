@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import PROMPTS, encoder_inputs, greedy_rows, padded, shared_tiny, tiny
+from tiny_models import PROMPTS, encoder_inputs, padded, tiny
 from transformers import PreTrainedModel
 
 import torch_specops
@@ -29,7 +29,7 @@ def three_layers(family: str) -> PreTrainedModel:
     return tiny(family, **fields)
 
 
-def run(family: str, target: PreTrainedModel, draft: EarlyExit) -> GenerationOutput:
+def run(family: str, target: PreTrainedModel, draft: EarlyExit | None) -> GenerationOutput:
     ids, mask = padded(PROMPTS, "left")
     return torch_specops.generate(
         target,
@@ -45,12 +45,6 @@ def run(family: str, target: PreTrainedModel, draft: EarlyExit) -> GenerationOut
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_greedy_is_plain_greedy(family: str) -> None:
-    output = run(family, shared_tiny(family), EarlyExit(1))
-    assert [tuple(output.new_tokens(row)) for row in range(3)] == list(greedy_rows(family, 12))
-
-
-@pytest.mark.parametrize("family", KINDS)
 def test_all_layers_accept_every_draft(family: str) -> None:
     """The draft is then the target: p = q, unless its cache, its config or a layer is another one."""
     target = three_layers(family)
@@ -59,7 +53,9 @@ def test_all_layers_accept_every_draft(family: str) -> None:
     assert output.stats.num_steps == 3
     fewer = run(family, target, EarlyExit(1))
     assert fewer.stats.acceptance_rate is not None and fewer.stats.acceptance_rate < 1.0, "the tokens are no test"
-    assert [fewer.new_tokens(row) for row in range(3)] == [output.new_tokens(row) for row in range(3)]
+    plain = run(family, target, None)
+    for drafted in (output, fewer):
+        assert torch.equal(drafted.sequences, plain.sequences)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])

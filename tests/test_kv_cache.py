@@ -87,32 +87,6 @@ def test_clearing_leaves_zeros_at_the_same_addresses(dtype: torch.dtype) -> None
     assert cache.keys.dtype == cache.values.dtype == dtype
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal)
-
-
-def test_attention_over_the_cache_is_that_over_each_text() -> None:
-    """Ragged rows, read in pieces with wrong guesses in between, against one causal attention per row."""
-    lengths = [6, 3, 5]
-    q, k, v, garbage = (random_states(BATCH, HEADS, CAPACITY, WIDTH, seed=seed) for seed in range(7, 11))
-    cache = RaggedKeyValues(k, v, CAPACITY)
-    outputs = torch.zeros_like(q)
-    done = torch.tensor([0, 0, 0])
-    for _ in range(6):
-        # Two positions of each row: the second one is a guess at first.
-        slots = torch.stack([done, done + 1], 1).clamp(max=CAPACITY - 1)
-        at = slots[:, None, :, None].expand(-1, HEADS, -1, WIDTH)
-        for keys, values in ((garbage, garbage), (k, v)):
-            cache.write(keys.gather(2, at), values.gather(2, at), slots)
-        output = attention(q.gather(2, at), cache.keys, cache.values, visible_slots(slots, SLOTS))
-        outputs.scatter_(2, at, output)
-        cache.write(garbage.gather(2, at[:, :, 1:]), garbage.gather(2, at[:, :, 1:]), slots[:, 1:])
-        done = torch.minimum(done + 1, torch.tensor(lengths) - 1)
-    for row, length in enumerate(lengths):
-        own = (each[row : row + 1, :, :length] for each in (q, k, v))
-        torch.testing.assert_close(outputs[row : row + 1, :, :length], attention(*own, None, causal=True))
-
-
 def test_a_compiled_write_copies_no_buffer(fresh_dynamo: None) -> None:
     """`scatter_` did: every step read and wrote the whole cache twice."""
     keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH, seed=1)

@@ -12,6 +12,7 @@ the emitted token has the law of the target for each value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -299,23 +300,22 @@ def test_uniforms_of_the_draft_used_again_are_caught(
     expect_caught(report, f"uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
 
 
-def test_uniforms_that_repeat_at_every_step_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, right_draft = step.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, at, k: right(seeds, torch.zeros_like(at), k))
-    monkeypatch.setattr(
-        model_draft, "uniforms", lambda seeds, at, *rest: right_draft(seeds, torch.zeros_like(at), *rest)
-    )
-    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
-    expect_caught(report, "frozen uniforms", p_values(tokens, pair_laws(TARGET)))
+@pytest.mark.parametrize("wrong", ["at every step", "in every row"])
+def test_uniforms_that_repeat_are_caught(wrong: str, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of position 0 everywhere, or those of the first row's seed."""
 
+    def repeating(right: Callable[..., Any]) -> Callable[..., Any]:
+        def uniforms(seeds: Tensor, positions: Tensor, *rest: Any) -> Any:
+            if wrong == "at every step":
+                return right(seeds, torch.zeros_like(positions), *rest)
+            return right(seeds[:1].expand_as(seeds), positions, *rest)
 
-def test_seeds_that_rows_share_are_caught(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row uses the first row's seed."""
-    right, right_draft = step.verification_uniforms, model_draft.uniforms
-    monkeypatch.setattr(step, "verification_uniforms", lambda seeds, *rest: right(seeds[:1].expand_as(seeds), *rest))
-    monkeypatch.setattr(model_draft, "uniforms", lambda seeds, *rest: right_draft(seeds[:1].expand_as(seeds), *rest))
+        return uniforms
+
+    monkeypatch.setattr(step, "verification_uniforms", repeating(step.verification_uniforms))
+    monkeypatch.setattr(model_draft, "uniforms", repeating(model_draft.uniforms))
     tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
-    expect_caught(report, "one seed for all rows", p_values(tokens, pair_laws(TARGET)))
+    expect_caught(report, f"uniforms that repeat {wrong}", p_values(tokens, pair_laws(TARGET)))
 
 
 # Drafts that lose acceptance, not the law.

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import DECODER_ONLY, PROMPTS, encoder_inputs, greedy_rows, padded, shared_tiny, tiny
+from tiny_models import DECODER_ONLY, PROMPTS, encoder_inputs, greedy_rows, padded, shared_tiny
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import ragged
-from torch_specops.decode.ragged import FORWARD_COST, as_row_reader, read_ragged, row_groups
-from torch_specops.drafts import Draft, DraftSource, PromptLookup
-from torch_specops.hf import TransformersModel, language_model
+from torch_specops.decode.ragged import FORWARD_COST, row_groups
+from torch_specops.drafts import Draft, DraftSource
+from torch_specops.hf import TransformersModel
 from torch_specops.sampling import SamplingTensors
 
 LENGTH = 20
@@ -117,37 +117,3 @@ def test_rows_that_are_mixed_up_would_show(monkeypatch: pytest.MonkeyPatch) -> N
     watch(monkeypatch, shift=1)
     found, expected = decoded("llama")
     assert found != expected
-
-
-def test_a_sampled_row_does_not_depend_on_how_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sampled() -> list[list[int]]:
-        decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(min_ngram=1), num_draft_tokens=4)
-        input_ids, mask = padded(PROMPTS, "left")
-        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=[5, LENGTH, 12], seed=3)
-        return [output.new_tokens(row) for row in range(3)]
-
-    together = sampled()
-    seen = watch(monkeypatch)
-    assert sampled() == together
-    assert any(rows is not None for rows in seen)
-
-
-@torch.inference_mode()
-def test_the_logits_are_those_of_a_forward_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragged, "FORWARD_COST", 0)
-    model = as_row_reader(language_model(tiny("gemma2")))
-    assert model is not None and as_row_reader(language_model(tiny("t5"))) is None
-    input_ids, _ = padded([[3, 5, 7, 9]] * 3, "right")
-    tokens, positions = torch.tensor([[4, 6, 8], [4, 1, 1], [2, 1, 1]]), torch.tensor([[4, 5, 6], [3, 4, 5], [2, 3, 4]])
-    num_proposed, finished = torch.tensor([2, 0, 0]), torch.tensor([False, False, True])
-    logits = []
-    for in_groups in (True, False):
-        model.start(3, 16)
-        model.forward(input_ids, torch.arange(4).expand(3, -1))
-        if in_groups:
-            logits.append(read_ragged(model, tokens, positions, num_proposed, finished))
-        else:
-            logits.append(model.forward(tokens, positions, 3))
-    torch.testing.assert_close(logits[0][0], logits[1][0])
-    torch.testing.assert_close(logits[0][1, 0], logits[1][1, 0])
-    assert not logits[0][1, 1:].any() and not logits[0][2].any()

@@ -20,20 +20,20 @@ LENGTH = 20
 DRAFTS = ["nothing", "prompt lookup", "n-gram", "n-gram with counts", "itself", "perturbed", "stranger"]
 
 
-def make_draft(name: str, family: str = "llama", attention: str = "sdpa") -> DraftSource | nn.Module | None:
-    model = shared_tiny(family, attention=attention)
+def make_draft(name: str, family: str = "llama") -> DraftSource | nn.Module | None:
+    model = shared_tiny(family)
     if name == "nothing":
         return None
     if name == "prompt lookup":
         return PromptLookup(min_ngram=1)
     if name.startswith("n-gram"):
-        rows = greedy_rows(family, LENGTH, attention)
+        rows = greedy_rows(family, LENGTH)
         texts = [torch.tensor([*prompt, *row]) for prompt, row in zip(PROMPTS, rows, strict=True)]
         # A bigram table of the expected text guesses right often, but not always.
         return NGram.from_tokens(texts, vocab_size=VOCAB, order=2, probabilities=name != "n-gram")
     if name == "perturbed":
         return perturbed(model)
-    return model if name == "itself" else shared_tiny(family, seed=3, attention=attention)
+    return model if name == "itself" else shared_tiny(family, seed=3)
 
 
 def decode(
@@ -41,7 +41,6 @@ def decode(
     num_draft_tokens: int,
     *,
     family: str = "llama",
-    attention: str = "sdpa",
     prompts: Sequence[Sequence[int]] = PROMPTS,
     side: str = "left",
     sampling: SamplingParams = GREEDY,
@@ -49,7 +48,7 @@ def decode(
     **arguments: Any,
 ) -> GenerationOutput:
     decoder = SpeculativeDecoder(
-        shared_tiny(family, attention=attention),
+        shared_tiny(family),
         draft,
         num_draft_tokens=max(num_draft_tokens, 1),
         schedule=Constant(0) if num_draft_tokens == 0 else schedule,
@@ -80,8 +79,8 @@ def streamed(steps: Sequence[Step], num_rows: int = 3) -> list[list[int]]:
     return [[token for step in steps for token in step.tokens[row]] for row in range(num_rows)]
 
 
-def expected_rows(length: int = LENGTH, family: str = "llama", attention: str = "sdpa") -> list[list[int]]:
-    return [list(row) for row in greedy_rows(family, length, attention)]
+def expected_rows(length: int = LENGTH, family: str = "llama") -> list[list[int]]:
+    return [list(row) for row in greedy_rows(family, length)]
 
 
 def cut(rows: Sequence[Sequence[int]], eos: Sequence[Sequence[int]]) -> list[list[int]]:

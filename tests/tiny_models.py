@@ -181,14 +181,13 @@ def shared_tiny(family: str, seed: int = 0, attention: str = "sdpa") -> PreTrain
 
 
 @functools.cache
-def greedy_rows(family: str, max_new_tokens: int, attention: str = "sdpa") -> tuple[tuple[int, ...], ...]:
+def greedy_rows(family: str, max_new_tokens: int) -> tuple[tuple[int, ...], ...]:
     """The new tokens of PROMPTS, each decoded alone."""
     inputs = encoder_inputs(family)
     rows = []
     for index, prompt in enumerate(PROMPTS):
         own = None if inputs is None else {name: value[index : index + 1] for name, value in inputs.items()}
-        model = shared_tiny(family, attention=attention)
-        rows.append(tuple(greedy_alone(model, prompt, max_new_tokens, inputs=own)))
+        rows.append(tuple(greedy_alone(shared_tiny(family), prompt, max_new_tokens, inputs=own)))
     return tuple(rows)
 
 
