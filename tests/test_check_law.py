@@ -163,6 +163,17 @@ def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
     assert check_law(step, TARGET, DRAFT, vocab_size=V).first_break == 2
 
 
+def test_a_text_that_ends_at_its_eos_passes() -> None:
+    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+        tokens, _, _ = Loop()(prompts, seeds)
+        ended = (tokens == 2).cumsum(1) - (tokens == 2).long() > 0
+        return tokens.masked_fill(ended, -1)
+
+    report = check_law(loop, TARGET, DRAFT, vocab_size=V)
+    report.assert_lossless()
+    assert report.tests[1].emitted < 1
+
+
 @pytest.mark.parametrize("kind", ["pairs", "transformer"])
 def test_the_loop_of_the_package_passes(kind: str) -> None:
     if kind == "pairs":
@@ -320,27 +331,6 @@ def test_a_loop_that_ignores_its_seeds_is_refused() -> None:
 
     with pytest.raises(ValueError, match="step_fn: expected random numbers that come from its seeds"):
         check_law(step, TARGET, vocab_size=V, batch_size=1000)
-
-
-def test_markov_models() -> None:
-    tokens = torch.tensor([[2, 5, 1]])
-    logits = TARGET(tokens)
-    assert logits.shape == (1, 3, V)
-    for index, context in enumerate([(V, 2), (2, 5), (5, 1)]):
-        assert torch.equal(logits[0, index], TARGET.table[context])
-    assert torch.equal(TARGET.next_logits(tokens)[0], TARGET.table[5, 1])
-    assert torch.equal(TARGET.next_logits(tokens[:, :0])[0], TARGET.table[V, V])
-    for vocab_size in (6, 11, 16):
-        for seed in range(3):
-            target, draft = (torch.softmax(m.table.double(), -1) for m in markov_pair(vocab_size, seed=seed))
-            assert 0.5 < float(torch.minimum(target, draft).sum(-1).mean()) < 0.75
-            assert float(target.min()) > 1e-5
-    with pytest.raises(ValueError, match="order: expected a number >= 1"):
-        markov_pair(order=0)
-    with pytest.raises(TypeError, match="table: expected a floating point tensor"):
-        MarkovModel(torch.zeros(3, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="table: expected a shape of V or V \\+ 1"):
-        MarkovModel(torch.zeros(5, 3))
 
 
 BAD_ARGUMENTS = [

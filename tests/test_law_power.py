@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.laws import LawTest, judgement, markov_pair
+from torch_specops.laws import LawTest, MarkovModel, judgement, markov_pair
 from torch_specops.laws.pearson import pearson
 from torch_specops.laws.power import (
     chi_square_tail,
@@ -176,3 +176,24 @@ def test_rare_outcomes_are_pooled() -> None:
     statistic, dof, pooled = pooled_test([12])
     assert dof == 0 and pooled == pytest.approx(12)
     assert pooled_test([1000, 12])[1] == 3
+
+
+def test_markov_models() -> None:
+    tokens = torch.tensor([[2, 5, 1]])
+    logits = TARGET(tokens)
+    assert logits.shape == (1, 3, V)
+    for index, context in enumerate([(V, 2), (2, 5), (5, 1)]):
+        assert torch.equal(logits[0, index], TARGET.table[context])
+    assert torch.equal(TARGET.next_logits(tokens)[0], TARGET.table[5, 1])
+    assert torch.equal(TARGET.next_logits(tokens[:, :0])[0], TARGET.table[V, V])
+    for vocab_size in (6, 11, 16):
+        for seed in range(3):
+            target, draft = (torch.softmax(m.table.double(), -1) for m in markov_pair(vocab_size, seed=seed))
+            assert 0.5 < float(torch.minimum(target, draft).sum(-1).mean()) < 0.75
+            assert float(target.min()) > 1e-5
+    with pytest.raises(ValueError, match="order: expected a number >= 1"):
+        markov_pair(order=0)
+    with pytest.raises(TypeError, match="table: expected a floating point tensor"):
+        MarkovModel(torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="table: expected a shape of V or V \\+ 1"):
+        MarkovModel(torch.zeros(5, 3))
