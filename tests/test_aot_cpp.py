@@ -45,20 +45,20 @@ def filter_inputs(seed: int) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package of a verification, and the C++ program; both are compiled at the same time."""
+    """With the package of a verification."""
     path = tmp_path_factory.mktemp("packages")
-    compiler = subprocess.Popen(load("build").command(path / "aot_verify"), stderr=subprocess.PIPE, text=True)
     package.package(package.Verify(), package.verify_inputs(4), path / "verify.pt2", dynamic_batch=True)
-    _, errors = compiler.communicate(timeout=500)
-    assert compiler.returncode == 0, errors
     return path
 
 
 @pytest.fixture(scope="module")
 def packages(folder: Path) -> Path:
-    """Beside it those of a whole step, and of an op that filters."""
+    """Beside it the packages of a whole step and of an op that filters, and the C++ program."""
+    compiler = subprocess.Popen(load("build").command(folder / "aot_verify"), stderr=subprocess.PIPE, text=True)
     package.package(tiny_step(num_drafts=NUM_DRAFTS), step_state(), folder / "step.pt2", dynamic_batch=False)
     package.package(TopP(), filter_inputs(0), folder / "filtered.pt2", dynamic_batch=False)
+    _, errors = compiler.communicate(timeout=500)
+    assert compiler.returncode == 0, errors
     return folder
 
 
@@ -76,26 +76,33 @@ def test_a_filter_in_this_process(packages: Path) -> None:
 
 FRESH_PROCESS = """
 import sys, torch
-for package, data in zip(sys.argv[1::2], sys.argv[2::2]):
-    run = torch._inductor.aoti_load_package(package)
-    for arguments, expected, changed in torch.load(data):
-        outputs = run(*arguments)
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(arguments, changed, strict=True))
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for arguments, expected, changed in torch.load(sys.argv[2]):
+    outputs = run(*arguments)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(arguments, changed, strict=True))
 assert "torch_specops" not in sys.modules
 print("equal")
 """
 
 
+def check_in_a_fresh_process(path: Path, cases: list[Any]) -> None:
+    torch.save(cases, path.with_suffix(".cases"))
+    command = [sys.executable, "-c", FRESH_PROCESS, str(path), str(path.with_suffix(".cases"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
+
+
+def test_a_verification_in_a_fresh_process(folder: Path) -> None:
+    """The package needs neither torch_specops nor any of its modules, and takes any batch."""
+    inputs = [package.verify_inputs(batch, seed=batch) for batch in BATCHES]
+    check_in_a_fresh_process(folder / "verify.pt2", [(each, package.Verify()(*each), each) for each in inputs])
+
+
 @pytest.mark.slow
-def test_in_a_fresh_process(packages: Path) -> None:
-    """Neither package needs torch_specops, nor any of its modules. The caches of a step are buffers of its package, the
-    text and its state are arguments that it changes."""
-    verifications = []
-    for batch in BATCHES:
-        inputs = package.verify_inputs(batch, seed=batch)
-        verifications.append((inputs, package.Verify()(*inputs), inputs))
+def test_a_step_in_a_fresh_process(packages: Path) -> None:
+    """The caches of a step are buffers of its package; the text and its state are arguments that it changes."""
     step, steps = tiny_step(num_drafts=NUM_DRAFTS), []
     state = step_state()
     for _ in range(3):
@@ -103,13 +110,7 @@ def test_in_a_fresh_process(packages: Path) -> None:
         with torch.no_grad():
             record = step(*state)
         steps.append((before, [record], [value.clone() for value in state]))
-    arguments = []
-    for name, cases in (("verify", verifications), ("step", steps)):
-        torch.save(cases, packages / f"{name}_cases.pt")
-        arguments += [str(packages / f"{name}.pt2"), str(packages / f"{name}_cases.pt")]
-    command = [sys.executable, "-c", FRESH_PROCESS, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
+    check_in_a_fresh_process(packages / "step.pt2", steps)
 
 
 def run_without_python(program: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -123,9 +124,10 @@ def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
     return [[int(token) for token in line.split()] for line in done.stdout.splitlines()]
 
 
-def test_without_python(folder: Path) -> None:
+@pytest.mark.slow
+def test_a_verification_without_python(packages: Path) -> None:
     """A C++ program loads the package and verifies, for any batch."""
-    program = folder / "aot_verify"
+    folder, program = packages, packages / "aot_verify"
     if shutil.which("ldd") is not None:
         libraries = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu" in libraries and "libpython" not in libraries and "torch_python" not in libraries

@@ -65,9 +65,9 @@ def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
 def decode_step(
     target: Tensor, draft: Tensor, last_tokens: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A user's own step: K drafts sampled one after the other, one read of the target, one verification. The models
-    are tables [V, V] of logits, by the last token."""
-    num_drafts = 2
+    """A user's own step: K = 1 drafts sampled one after the other, one read of the target, one verification. The models
+    are tables [V, V] of logits, by the last token. Two drafts compile for half as long again."""
+    num_drafts = 1
     propose = torch_specops.uniforms(seeds, positions, num_drafts, "propose")
     tokens, draft_lse = [last_tokens], []
     for i in range(num_drafts):
@@ -98,7 +98,7 @@ def test_a_whole_step_is_one_graph() -> None:
             got = compiled(*arguments)
         assert equal(got, decode_step(*arguments))
         seen.update(got[1].tolist())
-    assert seen == {0, 1, 2}
+    assert seen == {0, 1}
     assert_one_graph()
 
 

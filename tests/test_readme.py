@@ -38,16 +38,13 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_python_blocks_run_and_print_what_they_say(tmp_path: Path) -> None:
-    examples = [i for i, block in enumerate(BLOCKS) if block.language == "python"]
-    assert examples
-    for i in examples:
-        script = tmp_path / f"example_{i}.py"
-        script.write_text(BLOCKS[i].text)
-        output = run(sys.executable, str(script))
-        if "print(" in BLOCKS[i].text:
-            assert BLOCKS[i + 1].language == "text"
-            assert output.split() == BLOCKS[i + 1].text.split()
+@pytest.mark.parametrize("place", [i for i, block in enumerate(BLOCKS) if block.language == "python"])
+def test_python_blocks_run_and_print_what_they_say(place: int, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(BLOCKS[place].text)
+    printed = BLOCKS[place + 1]
+    assert printed.language == "text"
+    assert run(sys.executable, str(script)).split() == printed.text.split()
 
 
 def known_make_targets() -> set[str]:
