@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import check_numbers
+from ..checks import check_fraction, check_numbers
 from .formulas import as_numbers
 
 __all__ = ["acceptance_probability", "alpha_from_counts", "divergence", "token_acceptance_probability"]
@@ -249,5 +249,4 @@ def _check_logits(name: str, logits: Tensor) -> None:
 def _check_lenience(**values: float) -> None:
     check_numbers(**values)
     for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
+        check_fraction(name, value)

@@ -77,14 +77,13 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
 
 
 def import_transformers() -> None:
-    """Import transformers, and with it torchao, without what they log about optional libraries that are not there.
+    """Import transformers, by way of `hf`, which keeps out what torchao then logs.
 
     Raises:
         ValueError: a package is missing, with the command that installs it.
     """
     try:
-        with log_messages_off():
-            from .. import hf  # noqa: F401
+        from .. import hf  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing; run: pip install 'torch_specops[hf]'") from error
 

@@ -30,8 +30,7 @@ class Verifier:
     def __post_init__(self) -> None:
         checks.check_numbers(lenience=self.lenience, argmax_lenience=self.argmax_lenience)
         for name, value in (("lenience", self.lenience), ("argmax_lenience", self.argmax_lenience)):
-            if not 0.0 < value <= 1.0:
-                raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
+            checks.check_fraction(name, value)
             if value < 1.0 and self.op != "exact":
                 raise ValueError(
                     f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {self.op!r}"

@@ -16,6 +16,7 @@ from .walk import (
     num_leading,
     output_rows,
     probability,
+    residual,
     residual_or_target,
     stats_from_lse,
     verify_greedy_rows,
@@ -39,13 +40,16 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
     p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
     if draft_logits is None:
-        z_q, q_x = None, torch.ones_like(p_x)
-        q_max, q_sum = q_x.float(), q_x
+        q, q_x = None, torch.ones_like(p_x)
     else:
         bounds = row_bounds(draft_logits, filters)
         z_q = scale_kept(draft_logits, inverse_t, bounds)  # [B, K, V]
         q_max, q_sum = softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)
+        q = z_q, q_max, q_sum
+
+    def q_at(*index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor] | None:
+        return None if q is None else (q[0][index], q[1][index], q[2][index])
 
     # The block ends at padding, or where the target has no law.
     end = num_leading(in_vocab & (p_sum[:, :-1] > 0))  # [B]
@@ -53,16 +57,9 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     if num_drafts > 0:
         reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
         inner = slice(1, num_drafts)
-        residual = _residual(
-            z_p[:, inner],
-            softmax_row(z_p[:, inner], p_max[:, inner], p_sum[:, inner]),
-            reach[:, inner],
-            None if z_q is None else z_q[:, inner],
-            q_max[:, inner],
-            q_sum[:, inner],
-            x[:, inner],
-        )
-        mass = pad(residual.sum(-1, dtype=torch.float64), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, with 0 around it
+        reached = softmax_row(z_p[:, inner], p_max[:, inner], p_sum[:, inner]) * reach[:, inner].float().unsqueeze(-1)
+        weights = residual(reached, z_p[:, inner], x[:, inner], q_at(slice(None), inner))
+        mass = pad(weights.sum(-1, dtype=torch.float64), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, with 0 around it
         u = pad(given.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), and P_i at its end. P_i = 1 accepts, also
@@ -81,16 +78,9 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     p = softmax_row(z_p[rows, n], p_max[rows, n], p_sum[rows, n])  # [B, V]
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
-        residual = _residual(
-            z_p[rows, n],
-            p,
-            reach[rows, n],
-            None if z_q is None else z_q[rows, rejected],
-            q_max[rows, rejected],
-            q_sum[rows, rejected],
-            x[rows, rejected],
-        )
-        p = residual_or_target(residual, p, n < end)
+        reached = p * reach[rows, n].float().unsqueeze(-1)
+        weights = residual(reached, z_p[rows, n], x[rows, rejected], q_at(rows, rejected))
+        p = residual_or_target(weights, p, n < end)
     drawn = draw(p, given.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
 
@@ -102,22 +92,3 @@ def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
     products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
     # NaN is an overflow times a ratio of zero.
     return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)
-
-
-def _residual(
-    z_p: Tensor,  # [..., V]
-    p: Tensor,  # [..., V], the softmax of z_p
-    reach: Tensor,  # [...]
-    z_q: Tensor | None,  # [..., V]
-    q_max: Tensor,  # [...]
-    q_sum: Tensor,  # [...]
-    x: Tensor,  # [...]
-) -> Tensor:
-    """[..., V] max(P p - q, 0), q the softmax of z_q or one-hot at x."""
-    weights = p * reach.float().unsqueeze(-1)
-    if z_q is None:
-        is_draft = torch.arange(p.shape[-1], device=p.device) == x.unsqueeze(-1)
-        return torch.where(is_draft, 0.0, weights)
-    # Equal logits mean p = q, which rounding would hide.
-    differs = (z_p != z_q).any(-1, keepdim=True)
-    return torch.where(differs, (weights - softmax_row(z_q, q_max, q_sum)).clamp(min=0), 0.0)

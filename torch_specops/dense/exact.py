@@ -17,6 +17,7 @@ from .walk import (
     num_leading,
     output_rows,
     probability,
+    residual,
     residual_or_target,
     stats_from_lse,
     verify_greedy_rows,
@@ -65,15 +66,12 @@ def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     p = softmax_row(z_p, p_max[rows, n], p_sum[rows, n])
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)  # [B]
-        if q_max is None or q_sum is None or draft_logits is None:
-            is_draft = torch.arange(vocab_size, device=p.device) == x[rows, rejected].unsqueeze(-1)
-            residual = torch.where(is_draft, 0.0, p)
-        else:
+        q = None
+        if q_max is not None and q_sum is not None and draft_logits is not None:
             bounds = None if q_bounds is None else q_bounds.at(rows, rejected)
             z_q = scale_kept(draft_logits[rows, rejected], inverse_t, bounds)  # [B, V]
-            q = softmax_row(z_q, q_max[rows, rejected], q_sum[rows, rejected])
-            # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
-            residual = torch.where((z_p != z_q).any(-1, keepdim=True), (p - q).clamp(min=0), 0.0)
-        p = residual_or_target(residual, p, (n < num_drafts) & in_vocab[rows, rejected])
+            q = z_q, q_max[rows, rejected], q_sum[rows, rejected]
+        weights = residual(p, z_p, x[rows, rejected], q)
+        p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected])
     drawn = draw(p, given.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n

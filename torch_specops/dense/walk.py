@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .rows import FLOAT32_MAX, argmax_by_tiles, scale
+from .rows import FLOAT32_MAX, argmax_by_tiles, scale, softmax_row
 
 
 def accepts(u: Tensor, p_x: Tensor, q_x: Tensor, in_vocab: Tensor) -> Tensor:
@@ -86,6 +86,21 @@ def verify_greedy_rows(
     n = num_leading(apply_greedy(nothing, greedy_tokens, draft_tokens, temperature, near_argmax))
     # No row is sampled, so the drawn tokens are never used: n stands in for them.
     return output_rows(draft_tokens, n, n, greedy_tokens, temperature), n
+
+
+def residual(
+    weights: Tensor,  # [..., V] p, for `verify_block` P p
+    z_p: Tensor,  # [..., V]
+    x: Tensor,  # [...] the draft token
+    q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
+) -> Tensor:
+    """[..., V] max(weights - q, 0)."""
+    if q is None:
+        is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
+        return torch.where(is_draft, 0.0, weights)
+    # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
+    differs = (z_p != q[0]).any(-1, keepdim=True)
+    return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), 0.0)
 
 
 def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Tensor:
