@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -21,8 +20,6 @@ from .loading import SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .results import as_results, print_differences, print_tables
 
-__all__ = ["PROMPTS", "bench"]
-
 # The first ones can largely be answered by copying, the last ones hardly.
 PROMPTS = [
     PROMPT,
@@ -36,14 +33,6 @@ PROMPTS = [
     "Write one sentence about the sea.",
     "Tell me a story about a lighthouse keeper who finds a letter in a bottle.",
 ]
-
-DIFFERENT = 1
-
-
-class DtypeName(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def bench(
@@ -62,8 +51,8 @@ def bench(
         int, typer.Option(metavar="N", help="Tokens that every prompt gets; an end-of-text token does not stop it.")
     ] = 64,
     num_draft_tokens: options.NumDraftTokens = None,
-    schedule: options.Schedule = options.ScheduleName.constant,
-    verify: options.Verify = options.VerifyName.exact,
+    schedule: options.Schedule = "constant",
+    verify: options.Verify = "exact",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -72,7 +61,9 @@ def bench(
     seed: Annotated[int, typer.Option(metavar="N", help="For sampling in the first round; later ones count up.")] = 0,
     threads: options.Threads = None,
     device: options.Device = "cpu",
-    dtype: Annotated[DtypeName, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")] = DtypeName.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
+    ] = "float32",
     compile: options.Compile = None,
     json_file: Annotated[
         Path | None,
@@ -109,15 +100,15 @@ def bench(
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
         prompts = prompt or PROMPTS
-        models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype.value))
+        models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
         work = Workload(
             [encode(tokenizer, text)[0] for text in prompts],
             max_new_tokens,
             num_draft_tokens,
             sampling,
             seed,
-            verify.value,
-            schedule.value,
+            verify,
+            schedule,
         )
         comparison = Comparison(models, work, sizes, rounds, "auto" if compile is None else compile)
         where = device_name(torch_device)
@@ -125,7 +116,7 @@ def bench(
             f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {temperature:g}", soft_wrap=True
         )
         console.print(
-            f"{max_new_tokens} new tokens per prompt, median of {rounds} rounds, {dtype.value}, {where}, "
+            f"{max_new_tokens} new tokens per prompt, median of {rounds} rounds, {dtype}, {where}, "
             f"{torch.get_num_threads()} threads, torch {torch.__version__}",
             soft_wrap=True,
         )
@@ -150,7 +141,7 @@ def bench(
         console.print("interrupted: only the rounds done so far are shown")
         raise typer.Exit(options.INTERRUPTED)
     if different:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(1)
 
 
 def _sizes(text: str) -> list[int]:

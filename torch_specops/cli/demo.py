@@ -20,8 +20,6 @@ from .loading import AUSTEN, SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .text import TextStream, printable
 
-__all__ = ["demo"]
-
 ACCEPTED, OWN = "bold green", "yellow"
 AUSTEN_PROMPT = "It is a truth universally acknowledged, that "
 
@@ -39,8 +37,8 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after N tokens at the latest.")] = 128,
     num_draft_tokens: options.NumDraftTokens = None,
-    schedule: options.Schedule = options.ScheduleName.constant,
-    verify: options.Verify = options.VerifyName.exact,
+    schedule: options.Schedule = "constant",
+    verify: options.Verify = "exact",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -60,7 +58,7 @@ def demo(
     """Write text by speculative decoding, and show what the draft contributed.
 
     A cheap draft guesses the next few tokens. The target model then reads all guesses in one pass, keeps those
-    that it accepts and adds one token of its XX
+    that it accepts and adds one token of its own.
 
     Accepted guesses are green, the target's own tokens are yellow. The numbers below the text say how many
     tokens came per step, how many guesses were accepted, and how fast it was. At temperature 0 the prompt is then
@@ -85,9 +83,9 @@ def demo(
             models.target,
             models.make_draft(),
             num_draft_tokens=num_draft_tokens,
-            schedule=schedule.value,
+            schedule=schedule,
             sampling=sampling,
-            verify=verify.value,
+            verify=verify,
             compile="auto" if compile is None else compile,
         )
         steps = decoder.stream(input_ids, max_new_tokens=max_new_tokens, seed=seed)

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from .. import __version__
 
-__all__ = ["device_name", "env", "versions"]
-
 
 def env() -> None:
     """Print versions and devices, for a bug report."""

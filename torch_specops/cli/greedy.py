@@ -11,28 +11,17 @@ from torch import Tensor
 
 from ..drafts import LanguageModel
 
-__all__ = ["GreedyCheck", "GreedyDifference", "check_greedy"]
-
 
 @dataclass(frozen=True)
 class GreedyDifference:
-    """A token other than the one that plain greedy decoding gives after the same text.
+    """A token other than the one that plain greedy decoding gives after the same text."""
 
-    Args:
-        index: its place in the output, from 0.
-        token: what was emitted.
-        expected_token: what plain greedy decoding gives there.
-        logit_gap: logit of expected_token minus logit of token, >= 0.
-        rounding_bound: the largest gap that float32 rounding explains.
-        row: the row of the batch.
-    """
-
-    index: int
+    index: int  # in the output, from 0
     token: int
     expected_token: int
-    logit_gap: float
-    rounding_bound: float
-    row: int = 0
+    logit_gap: float  # >= 0
+    rounding_bound: float  # the largest gap that float32 rounding explains
+    row: int = 0  # of the batch
 
     @property
     def is_rounding(self) -> bool:
@@ -48,13 +37,7 @@ class GreedyDifference:
 
 @dataclass(frozen=True)
 class GreedyCheck:
-    """Plain greedy decoding beside an output.
-
-    Args:
-        num_tokens: tokens compared.
-        differences: in order.
-        seconds: how long plain greedy decoding took.
-    """
+    """Plain greedy decoding, which took so many seconds, beside an output."""
 
     num_tokens: int
     differences: list[GreedyDifference]
@@ -88,11 +71,8 @@ def check_greedy(target: LanguageModel, input_ids: Tensor, output_tokens: Sequen
 
     Args:
         input_ids: [1, P] int64, the prompt.
-        output_tokens: what was emitted after it.
         row: noted in the differences.
     """
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"input_ids: expected one prompt [1, P], got {list(input_ids.shape)}")
     text = torch.cat([input_ids.to(target.device), torch.tensor([output_tokens], device=target.device).long()], 1)
     prompt_length, length = input_ids.shape[1], text.shape[1]
     started = time.perf_counter()

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
     from ..hf import TransformersModel
 
-__all__ = [
-    "AUSTEN",
-    "AUSTEN_DRAFT",
-    "SMOLLM2",
-    "SMOLLM2_PACKAGE",
-    "Tokenizer",
-    "cache_directory",
-    "import_transformers",
-    "is_folder",
-    "load_model",
-    "load_tokenizer",
-    "log_messages_off",
-    "smollm2_directory",
-    "smollm2_is_converted",
-]
-
 # In quotes, because transformers is imported only when a model is loaded: `--help` must not wait for it.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
@@ -198,7 +182,6 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
     if missing:
         names = " ".join(missing)
         raise ValueError(f"{SMOLLM2}: {' and '.join(missing)} needed to convert its weights; run: pip install {names}")
-    import_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The GGUF reader always draws a progress bar on stderr.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,17 +25,6 @@ from .loading import (
 
 if TYPE_CHECKING:
     from ..hf import TransformersModel
-
-__all__ = [
-    "EARLY_EXIT",
-    "INT8",
-    "NGRAM",
-    "PROMPT",
-    "PROMPT_LOOKUP",
-    "default_num_draft_tokens",
-    "encode",
-    "load_models",
-]
 
 # Names of drafts.
 PROMPT_LOOKUP = "prompt-lookup"
@@ -121,14 +109,9 @@ def _smaller_model(
     return model.model.to(dtype)
 
 
-@contextmanager
-def _loading(console: Console, name: str) -> Iterator[None]:
+def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """A spinner while a folder is read. A download shows its own bars, which a spinner would hide."""
-    if name == INT8 or is_folder(name):
-        with console.status(f"loading {name}"):
-            yield
-    else:
-        yield
+    return console.status(f"loading {name}") if name == INT8 or is_folder(name) else nullcontext()
 
 
 def _read_text(path: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -19,17 +19,6 @@ INTERRUPTED = 130
 
 # The part of the help for options that come in two forms, as "--check" and "--no-check": their column is wide.
 SWITCHES = "Switches"
-
-
-class VerifyName(str, Enum):
-    exact = "exact"
-    block = "block"
-
-
-class ScheduleName(str, Enum):
-    constant = "constant"
-    heuristic = "heuristic"
-    optimal = "optimal"
 
 
 Target = Annotated[
@@ -59,7 +48,7 @@ NumDraftTokens = Annotated[
     ),
 ]
 Schedule = Annotated[
-    ScheduleName,
+    Literal["constant", "heuristic", "optimal"],
     typer.Option(
         metavar="NAME",
         help="'constant': K guesses in every step. 'heuristic': 2 more after a step whose guesses were all right, "
@@ -67,7 +56,7 @@ Schedule = Annotated[
     ),
 ]
 Verify = Annotated[
-    VerifyName,
+    Literal["exact", "block"],
     typer.Option(
         metavar="NAME",
         help="'exact': the guesses are judged one by one. 'block': together, which accepts as many or more on average. "
@@ -103,23 +92,19 @@ Compile = Annotated[
 
 
 def to_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {name!r}")
     return device
 
 
 def set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if threads < 1:
-        raise ValueError(f"threads: expected a number >= 1, got {threads}")
-    torch.set_num_threads(threads)
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads: expected a number >= 1, got {threads}")
+        torch.set_num_threads(threads)
 
 
 @contextmanager

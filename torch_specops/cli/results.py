@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -10,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from .comparison import GENERATE, Measurement
-
-__all__ = ["as_results", "print_differences", "print_tables"]
 
 # (header, key of a result, format, factor); the last ones only where there is room.
 COLUMNS = (
@@ -30,7 +30,11 @@ WIDE = 120
 
 def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Records of what was timed, each with its speedup over transformers generate at the same batch size."""
-    timed = [measured.as_dict() for measured in measurements if measured.seconds]
+    timed = [
+        asdict(measured) | {"tokens_per_second": measured.new_tokens / statistics.median(measured.seconds)}
+        for measured in measurements
+        if measured.seconds
+    ]
     plain = {result["batch_size"]: result["tokens_per_second"] for result in timed if result["provider"] == GENERATE}
     for result in timed:
         # In an interrupted round it may not have had its turn.
@@ -49,14 +53,10 @@ def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
             table.add_column(header, justify="right", vertical="bottom")
         table.add_column("\noutput")
         for result in group:
-            cells = [_cell(result[key] or None, form, factor) for _, key, form, factor in columns]
+            cells = [format(result[key] * factor, form) if result[key] else "-" for _, key, form, factor in columns]
             table.add_row(result["provider"], *cells, result["greedy"] or "not compared")
         console.print()
         console.print(table)
-
-
-def _cell(value: float | None, form: str, factor: float) -> str:
-    return "-" if value is None else format(value * factor, form)
 
 
 def print_differences(

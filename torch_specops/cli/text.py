@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 
-__all__ = ["TextStream", "printable"]
-
 
 class TextStream:
     """Tokens in, text out as soon as it is whole: a character may take several tokens.

@@ -10,41 +10,33 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["ForwardTimer", "synchronize"]
 
+@contextmanager
+def forwards_watched(
+    models: Sequence[nn.Module], device: torch.device
+) -> Iterator[tuple[Counter[nn.Module], list[float]]]:
+    """Yields how many forwards each model ran inside, and the seconds of each forward."""
+    calls: Counter[nn.Module] = Counter()
+    seconds: list[float] = []
+    started = 0.0
 
-class ForwardTimer:
-    """Adds up the time in the forwards of models, and counts the forwards of each.
+    def before(model: nn.Module, inputs: object) -> None:
+        nonlocal started
+        synchronize(device)
+        started = time.perf_counter()
 
-    Attributes:
-        seconds: of all forwards.
-        calls: from a model to its number of forwards.
-    """
+    def after(model: nn.Module, inputs: object, output: object) -> None:
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        calls[model] += 1
 
-    def __init__(self, device: torch.device) -> None:
-        self.seconds = 0.0
-        self.calls: Counter[nn.Module] = Counter()
-        self._device = device
-        self._started = 0.0
-
-    @contextmanager
-    def watching(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        hooks = [model.register_forward_pre_hook(self._before) for model in models]
-        hooks += [model.register_forward_hook(self._after) for model in models]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _before(self, model: nn.Module, inputs: object) -> None:
-        synchronize(self._device)
-        self._started = time.perf_counter()
-
-    def _after(self, model: nn.Module, inputs: object, output: object) -> None:
-        synchronize(self._device)
-        self.seconds += time.perf_counter() - self._started
-        self.calls[model] += 1
+    hooks = [model.register_forward_pre_hook(before) for model in models]
+    hooks += [model.register_forward_hook(after) for model in models]
+    try:
+        yield calls, seconds
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def synchronize(device: torch.device) -> None:

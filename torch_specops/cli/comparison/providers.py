@@ -15,8 +15,6 @@ from ...drafts import DraftSource
 from ..loading import log_messages_off
 from .work import Models, Workload
 
-__all__ = ["GENERATE", "Answer", "Provider", "make_providers"]
-
 GENERATE = "transformers generate"
 ASSISTED = "transformers assisted"
 PLAIN = "specops, no draft"
@@ -33,22 +31,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to decode.
-
-    Args:
-        name: what tables call it.
-        decode: takes input_ids [B, P] and attention_mask [B, P], padded on the left, and a seed.
-        modules: the models that it calls, the target first.
-        compiled: whether its steps are compiled.
-        single: whether it takes one prompt at a time.
-        drafts_with_target: whether forwards of the target draft, too, so that counting them does not count steps.
-    """
+    """One way to decode."""
 
     name: str
+    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, and a seed.
     decode: Callable[[Tensor, Tensor, int], Answer]
+    # The models that it calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
+    # Whether it takes one prompt at a time.
     single: bool = False
+    # Whether forwards of the target draft, too, so that counting them does not count steps.
     drafts_with_target: bool = False
 
 

@@ -7,28 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..greedy import GreedyCheck, GreedyDifference, check_greedy
-from .observe import ForwardTimer, synchronize
+from .observe import forwards_watched, synchronize
 from .providers import Answer, Provider, make_providers
 from .work import Measurement, Models, Workload
 
-__all__ = ["Comparison"]
-
 
 class Comparison:
-    """Providers that take turns, round by round.
-
-    Args:
-        models: target and draft.
-        work: prompts and settings.
-        batch_sizes: each is measured with all providers.
-        rounds: timed runs of each provider, after a warm-up and a run that is observed.
-        compile: "auto", True or False, as in `SpeculativeDecoder`.
-
-    Attributes:
-        measurements: what was measured so far, also after an interrupt.
-    """
+    """Providers that take turns: timed runs, after a warm-up and a run that is observed. `measurements` is what was
+    measured so far, also after an interrupt."""
 
     def __init__(
         self, models: Models, work: Workload, batch_sizes: Sequence[int], rounds: int, compile: bool | str = "auto"
@@ -93,13 +82,10 @@ class Comparison:
     def _batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, P] and mask [B, P], padded on the left."""
         prompts = self.work.rows(batch_size)
-        width = max(len(prompt) for prompt in prompts)
         pad = self.models.target.pad_token_id or 0
-        input_ids = torch.full((batch_size, width), pad, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = prompt
-            attention_mask[row, width - len(prompt) :] = 1
+        input_ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
+        ones = [torch.ones_like(prompt) for prompt in prompts]
+        attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
         return input_ids.to(self._device), attention_mask.to(self._device)
 
     def _warm_up(self, provider: Provider, row: Measurement, batch: tuple[Tensor, Tensor]) -> Answer:
@@ -113,19 +99,19 @@ class Comparison:
             row.peak_memory_bytes = torch.cuda.max_memory_allocated(self._device) - before
         if first.stats is not None:
             row.compile_seconds = first.stats.compile_seconds
-        timer = ForwardTimer(self._device)
         # A forward with hooks would be compiled again.
-        with timer.watching(() if provider.compiled else provider.modules):
+        watched = () if provider.compiled else provider.modules
+        with forwards_watched(watched, self._device) as (calls, in_forwards):
             seconds, answer = self._timed(provider, batch, self.work.seed)
         if answer.stats is not None:
             row.num_steps = answer.stats.num_steps
             row.mean_acceptance_length = answer.stats.mean_acceptance_length
             row.acceptance_rate = answer.stats.acceptance_rate
         elif not provider.drafts_with_target:
-            row.num_steps = timer.calls[provider.modules[0]]
+            row.num_steps = calls[provider.modules[0]]
             row.mean_acceptance_length = self.work.max_new_tokens / row.num_steps
         if not provider.compiled and row.num_steps is not None:
-            row.outside_seconds_per_step = (seconds - timer.seconds) / row.num_steps
+            row.outside_seconds_per_step = (seconds - sum(in_forwards)) / row.num_steps
         counts = [len(tokens) for tokens in answer.tokens]
         if set(counts) != {self.work.max_new_tokens}:
             raise RuntimeError(f"{provider.name}: expected {self.work.max_new_tokens} tokens per row, got {counts}")
