@@ -343,7 +343,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "cost_ratio: expected finite numbers >= 0", lambda: walltime_factor(0.5, -0.1, 2)),
     (ValueError, "operations_ratio: ", lambda: operations_factor(0.5, math.nan, 2)),
     (ValueError, "memory_ratio: ", lambda: memory_access_factor(0.5, 2, -1.0)),
-    (ValueError, "num_draft_tokens: expected numbers >= 0", lambda: walltime_factor(0.5, 0.1, -1)),
+    (ValueError, "num_draft_tokens: expected finite numbers >= 0", lambda: walltime_factor(0.5, 0.1, -1)),
     (TypeError, "num_draft_tokens: expected integers", lambda: walltime_factor(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
     (TypeError, "maximum: ", lambda: optimal_num_draft_tokens(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
     (ValueError, "maximum: ", lambda: optimal_num_draft_tokens(0.5, 0.1, -1)),

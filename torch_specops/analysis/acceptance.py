@@ -10,8 +10,6 @@ from torch import Tensor
 from ..checks import check_fraction, check_numbers
 from .formulas import as_numbers
 
-__all__ = ["acceptance_probability", "alpha_from_counts", "divergence", "token_acceptance_probability"]
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -54,11 +52,8 @@ def acceptance_probability(
     p, q = _probabilities(target_logits, temperature), _probabilities(draft_logits, temperature)
     # Rounding may bring the sum above 1.
     sampled = torch.minimum(p / lenience, q).sum(-1).clamp(max=1.0)
-    is_greedy = _temperature(temperature, target_logits) == 0
-    if not bool(is_greedy.any()):
-        return sampled
     greedy = (q * _accepted_when_greedy(target_logits, argmax_lenience)).sum(-1)
-    return torch.where(is_greedy, greedy, sampled)
+    return torch.where(_temperature(temperature, target_logits) == 0, greedy, sampled)
 
 
 def token_acceptance_probability(
@@ -94,10 +89,7 @@ def token_acceptance_probability(
     """
     _check_lenience(lenience=lenience, argmax_lenience=argmax_lenience)
     _check_logits("target_logits", target_logits)
-    if not isinstance(draft_tokens, Tensor) or draft_tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"draft_tokens: expected an int64 or int32 tensor, got {getattr(draft_tokens, 'dtype', type(draft_tokens))}"
-        )
+    _check_integers("draft_tokens", draft_tokens)
     if draft_logits is not None:
         _check_pair(target_logits, draft_logits)
     vocab_size = target_logits.shape[-1]
@@ -135,9 +127,8 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
         >>> alpha_from_counts(torch.tensor([5, 2, 0]), torch.tensor([5, 5, 5]))
         tensor(0.7778, dtype=torch.float64)
     """
-    for name, counts in (("num_accepted", num_accepted), ("num_proposed", num_proposed)):
-        if not isinstance(counts, Tensor) or counts.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name}: expected an integer tensor, got {getattr(counts, 'dtype', type(counts))}")
+    _check_integers("num_accepted", num_accepted)
+    _check_integers("num_proposed", num_proposed)
     if num_accepted.shape != num_proposed.shape:
         raise ValueError(
             f"num_proposed: expected the shape of num_accepted, {list(num_accepted.shape)}, "
@@ -182,11 +173,9 @@ def _probabilities(logits: Tensor, temperature: float | Tensor) -> Tensor:
     t = _temperature(temperature, logits).unsqueeze(-1)
     x = _clean(logits)
     z = (x / t.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
-    law = z.masked_fill_(x == -math.inf, -math.inf).softmax(-1)
-    if bool((t == 0).any()):
-        one_hot = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0)
-        law = torch.where(t == 0, one_hot, law)
-    return torch.where(x.amax(-1, keepdim=True) > -math.inf, law, 0.0)
+    # Without a finite entry all are -inf, and softmax gives NaN.
+    law = z.masked_fill_(x == -math.inf, -math.inf).softmax(-1).nan_to_num(0.0)
+    return torch.where(t == 0, _accepted_when_greedy(logits, 1.0).double(), law)
 
 
 def _accepted_when_greedy(logits: Tensor, argmax_lenience: float) -> Tensor:
@@ -244,6 +233,11 @@ def _check_logits(name: str, logits: Tensor) -> None:
         raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(logits, 'dtype', type(logits))}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{name}: expected [.., V] with V >= 1, got shape {list(logits.shape)}")
+
+
+def _check_integers(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected an int64 or int32 tensor, got {getattr(value, 'dtype', type(value))}")
 
 
 def _check_lenience(**values: float) -> None:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ..checks import check_int
 
-__all__ = [
-    "as_numbers",
-    "expected_tokens_per_step",
-    "memory_access_factor",
-    "operations_factor",
-    "optimal_num_draft_tokens",
-    "oracle_walltime_factor",
-    "walltime_factor",
-]
+FLOAT64_MAX = torch.finfo(torch.float64).max
 
 
 def expected_tokens_per_step(alpha: float | Tensor, num_draft_tokens: int | Tensor) -> Tensor:
@@ -41,34 +31,25 @@ def expected_tokens_per_step(alpha: float | Tensor, num_draft_tokens: int | Tens
         >>> expected_tokens_per_step(torch.tensor([0.0, 0.5, 1.0]), 3)
         tensor([1.0000, 1.8750, 4.0000], dtype=torch.float64)
     """
-    a, count = _broadcast(alpha=_as_alpha(alpha), num_draft_tokens=_as_counts(num_draft_tokens) + 1)
-    # 1 - alpha ** (K + 1) would cancel near alpha = 1; expm1 does not. At alpha = 0 the log is -inf.
-    tokens = -torch.expm1(count * a.log()) / (1 - a)
-    return torch.where(a == 1, count, tokens)
+    return _tokens(*_arguments(alpha=alpha, num_draft_tokens=num_draft_tokens))
 
 
 def walltime_factor(alpha: float | Tensor, cost_ratio: float | Tensor, num_draft_tokens: int | Tensor) -> Tensor:
     """(1 - alpha ** (K + 1)) / ((1 - alpha) (K c + 1)), the expected speed relative to decoding without drafts
     (Leviathan et al. 2023, theorem 3.8).
 
+    Arguments, result and errors are those of `expected_tokens_per_step`, and:
+
     Args:
-        alpha: in [0, 1].
         cost_ratio: c, finite and >= 0, the time of one draft forward / the time of one target forward.
-        num_draft_tokens: K, integers >= 0.
-
-    Returns:
-        float64, in the broadcast shape of the arguments.
-
-    Raises:
-        TypeError, ValueError: as `expected_tokens_per_step`.
 
     Example:
         >>> from torch_specops.analysis import walltime_factor
         >>> walltime_factor(0.75, 0.02, 7)
         tensor(3.1575, dtype=torch.float64)
     """
-    tokens, c, count = _tokens_ratio_count(alpha, num_draft_tokens, cost_ratio=cost_ratio)
-    return tokens / (count * c + 1)
+    a, c, count = _arguments(alpha=alpha, cost_ratio=cost_ratio, num_draft_tokens=num_draft_tokens)
+    return _tokens(a, count) / (count * c + 1)
 
 
 def operations_factor(
@@ -77,24 +58,18 @@ def operations_factor(
     """(1 - alpha) (K c^ + K + 1) / (1 - alpha ** (K + 1)), the arithmetic operations relative to decoding without
     drafts (Leviathan et al. 2023, theorem 3.11).
 
+    Arguments, result (>= 1) and errors are those of `expected_tokens_per_step`, and:
+
     Args:
-        alpha: in [0, 1].
         operations_ratio: c^, finite and >= 0, operations per token of the draft / those of the target.
-        num_draft_tokens: K, integers >= 0.
-
-    Returns:
-        float64 >= 1, in the broadcast shape of the arguments.
-
-    Raises:
-        TypeError, ValueError: as `expected_tokens_per_step`.
 
     Example:
         >>> from torch_specops.analysis import operations_factor
         >>> operations_factor(0.8, 0.0, 5)
         tensor(1.6263, dtype=torch.float64)
     """
-    tokens, c, count = _tokens_ratio_count(alpha, num_draft_tokens, operations_ratio=operations_ratio)
-    return (count * c + count + 1) / tokens
+    a, c, count = _arguments(alpha=alpha, operations_ratio=operations_ratio, num_draft_tokens=num_draft_tokens)
+    return (count * c + count + 1) / _tokens(a, count)
 
 
 def memory_access_factor(
@@ -106,24 +81,18 @@ def memory_access_factor(
     The target's weights and cache are read once per step, for all of its tokens. If a forward takes the time of its
     reads, c = m, and this is the inverse of `walltime_factor`.
 
+    Arguments, result and errors are those of `expected_tokens_per_step`, and:
+
     Args:
-        alpha: in [0, 1].
-        num_draft_tokens: K, integers >= 0.
         memory_ratio: m, finite and >= 0, bytes read for one draft / bytes read in one target forward.
-
-    Returns:
-        float64, in the broadcast shape of the arguments.
-
-    Raises:
-        TypeError, ValueError: as `expected_tokens_per_step`.
 
     Example:
         >>> from torch_specops.analysis import memory_access_factor
         >>> memory_access_factor(0.8, 5)
         tensor(0.2711, dtype=torch.float64)
     """
-    tokens, m, count = _tokens_ratio_count(alpha, num_draft_tokens, memory_ratio=memory_ratio)
-    return (count * m + 1) / tokens
+    a, m, count = _arguments(alpha=alpha, memory_ratio=memory_ratio, num_draft_tokens=num_draft_tokens)
+    return (count * m + 1) / _tokens(a, count)
 
 
 def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, maximum: int = 1000) -> Tensor:
@@ -136,15 +105,11 @@ def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, 
     falls with K, by (1 - alpha) alpha ** K (K c + 1), so the first K that does not pay is the best one.
 
     Args:
-        alpha: in [0, 1].
-        cost_ratio: c, finite and >= 0.
+        alpha, cost_ratio: as for `walltime_factor`, also what is raised.
         maximum: the largest K considered, >= 0.
 
     Returns:
         int64 in 0..maximum, in the broadcast shape of the arguments.
-
-    Raises:
-        TypeError, ValueError: as `expected_tokens_per_step`.
 
     Example:
         >>> import torch
@@ -152,7 +117,7 @@ def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, 
         >>> optimal_num_draft_tokens(torch.tensor([0.04, 0.5, 0.8, 0.9]), 0.05)
         tensor([ 0,  3,  8, 13])
     """
-    a, c = _broadcast(alpha=_as_alpha(alpha), cost_ratio=_as_ratio("cost_ratio", cost_ratio))
+    a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
     check_int("maximum", maximum, 0)
     best = torch.zeros(a.shape, dtype=torch.int64, device=a.device)
     paying = torch.ones_like(best, dtype=torch.bool)
@@ -175,22 +140,14 @@ def oracle_walltime_factor(alpha: float | Tensor, cost_ratio: float | Tensor) ->
     Such a step emits 1 / (1 - alpha) tokens on average, all but one of them drafts of cost c. The paper gives this
     number of tokens, and "up to ~60%" for the oracle's gain over the best constant K.
 
-    Args:
-        alpha: in [0, 1].
-        cost_ratio: c, finite and >= 0.
-
-    Returns:
-        float64, in the broadcast shape of the arguments; infinite at alpha = 1 and c = 0.
-
-    Raises:
-        TypeError, ValueError: as `expected_tokens_per_step`.
+    Arguments, result and errors are those of `walltime_factor`. At alpha = 1 and c = 0 the factor is infinite.
 
     Example:
         >>> from torch_specops.analysis import oracle_walltime_factor
         >>> oracle_walltime_factor(0.8, 0.05)
         tensor(4.1667, dtype=torch.float64)
     """
-    a, c = _broadcast(alpha=_as_alpha(alpha), cost_ratio=_as_ratio("cost_ratio", cost_ratio))
+    a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
     return 1 / (1 - a + c.clamp(max=1.0) * a)
 
 
@@ -203,44 +160,27 @@ def as_numbers(name: str, value: float | Tensor) -> Tensor:
     return value.double()
 
 
-def _as_alpha(alpha: float | Tensor) -> Tensor:
-    value = as_numbers("alpha", alpha)
-    if not bool(((value >= 0) & (value <= 1)).all()):
-        raise ValueError(f"alpha: expected numbers in [0, 1], got {alpha}")
-    return value
+def _tokens(alpha: Tensor, count: Tensor) -> Tensor:
+    """(1 - alpha ** (K + 1)) / (1 - alpha)."""
+    # 1 - alpha ** (K + 1) would cancel near alpha = 1; expm1 does not. At alpha = 0 the log is -inf.
+    tokens = -torch.expm1((count + 1) * alpha.log()) / (1 - alpha)
+    return torch.where(alpha == 1, count + 1, tokens)
 
 
-def _as_ratio(name: str, ratio: float | Tensor) -> Tensor:
-    value = as_numbers(name, ratio)
-    if not bool(((value >= 0) & (value < math.inf)).all()):
-        raise ValueError(f"{name}: expected finite numbers >= 0, got {ratio}")
-    return value
-
-
-def _as_counts(num_draft_tokens: int | Tensor) -> Tensor:
-    value = as_numbers("num_draft_tokens", num_draft_tokens)
-    if torch.as_tensor(num_draft_tokens).is_floating_point():
-        raise TypeError(f"num_draft_tokens: expected integers, got {num_draft_tokens!r}")
-    if not bool((value >= 0).all()):
-        raise ValueError(f"num_draft_tokens: expected numbers >= 0, got {num_draft_tokens}")
-    return value
-
-
-def _tokens_ratio_count(
-    alpha: float | Tensor, num_draft_tokens: int | Tensor, **ratio: float | Tensor
-) -> tuple[Tensor, ...]:
-    """The expected tokens per step, the named ratio and K, in one shape."""
-    tokens = expected_tokens_per_step(alpha, num_draft_tokens)
-    ratios = {name: _as_ratio(name, value) for name, value in ratio.items()}
-    return _broadcast(alpha=tokens, **ratios, num_draft_tokens=_as_counts(num_draft_tokens))
-
-
-def _broadcast(**tensors: Tensor) -> tuple[Tensor, ...]:
-    """All in one shape; scalars are moved to the device of the others."""
-    devices = [tensor.device for tensor in tensors.values() if tensor.dim() > 0]
-    moved = [tensor.to(devices[0]) if devices and tensor.dim() == 0 else tensor for tensor in tensors.values()]
+def _arguments(**given: float | Tensor) -> tuple[Tensor, ...]:
+    """alpha in [0, 1], K whole and >= 0, ratios finite and >= 0: in float64, in one shape, and on one device, to which
+    scalars are moved."""
+    values = {name: as_numbers(name, value) for name, value in given.items()}
+    for name, value in values.items():
+        if name == "num_draft_tokens" and torch.as_tensor(given[name]).is_floating_point():
+            raise TypeError(f"{name}: expected integers, got {given[name]!r}")
+        high, range_of_it = (1.0, "numbers in [0, 1]") if name == "alpha" else (FLOAT64_MAX, "finite numbers >= 0")
+        if not bool(((value >= 0) & (value <= high)).all()):
+            raise ValueError(f"{name}: expected {range_of_it}, got {given[name]}")
+    devices = [value.device for value in values.values() if value.dim() > 0]
+    moved = [value.to(devices[0]) if devices and value.dim() == 0 else value for value in values.values()]
     try:
         return torch.broadcast_tensors(*moved)
     except RuntimeError as error:
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"{next(iter(tensors))}: expected shapes that broadcast, got {shapes}") from error
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in values.items())
+        raise ValueError(f"alpha: expected shapes that broadcast, got {shapes}") from error
