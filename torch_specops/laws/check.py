@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch import Tensor
 from .judgement import judge
 from .markov import MarkovModel
 from .report import LawReport
-
-__all__ = ["check_law"]
 
 NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
 Generated = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -41,13 +39,9 @@ def check_law(
     the tokens before them, and all `num_tokens` tokens with their joint law, by Pearson's chi-square test. The report
     says at which position the law breaks first, how far the loop is off, and which bias would have been seen.
 
-    Use a vocabulary of 6 to 16 tokens, and a target and a draft that differ (`markov_pair`, or tiny random
-    transformers): over a wide vocabulary, or with a draft that agrees with its target, most wrong loops look right.
-
-    A loop may emit fewer than `num_tokens` tokens in a row, followed by -1: one verification step emits between 1 and
-    K + 1, and a text may end early. The test of a position takes the rows that emitted it; the joint test takes all
-    rows, completed by draws from the target. A lossless step passes both, token by token or by blocks
-    (docs/testing.md). The report shows how often each position was emitted.
+    docs/testing.md says what to run it on (tiny vocabularies, models that differ, several steps) and what the numbers
+    mean. A row may emit fewer than `num_tokens` tokens, followed by -1. The test of a position takes the rows that
+    emitted it; the joint test takes all rows, completed by draws from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
@@ -63,8 +57,7 @@ def check_law(
         draft: the loop's draft, in the same form. It is not tested: the report shows the overlap sum min(p, q), and how
             large a bias well-known mistakes would give.
         vocab_size: V >= 2.
-        num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20. Two or more steps of the loop
-            should fit, as mistakes in caches show from the second step on.
+        num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20.
         trials: >= 100.
         prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are made on its device.
         batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
@@ -96,82 +89,65 @@ def check_law(
     start = _prompt(prompt, vocab_size)
     p = _conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
     q = None if draft is None else _conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
-    sampled = _sample(step_fn, p, start, trials, batch_size, seed, progress)
-    tests = judge(sampled.counts, sampled.joint_counts, p, significance)
+    # torch's CPU generator knows the low 32 bits of its seed alone: seeds that count up in the high ones would repeat.
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**62, (trials,), generator=generator)
+    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size, progress)
+    uniforms = torch.rand(trials, num_tokens, generator=generator, dtype=torch.float64)
+    counts, joint_counts = _count(tokens, p, uniforms)
+    tests = judge(counts, joint_counts, p, significance)
     overlaps = [None] * num_tokens if q is None else _overlaps(p, q)
     positions = [
-        replace(test, emitted=int(counts.sum()) / trials, overlap=overlap)
-        for test, counts, overlap in zip(tests[:-1], sampled.counts, overlaps, strict=True)
+        replace(test, emitted=int(count.sum()) / trials, overlap=overlap)
+        for test, count, overlap in zip(tests[:-1], counts, overlaps, strict=True)
     ]
     return LawReport(
         (*positions, tests[-1]),
         trials,
         significance,
         {} if q is None else _mistakes(p[0][0], q[0][0]),
-        sampled.accepted / sampled.reached if sampled.reached else None,
+        accepted / reached if reached else None,
     )
-
-
-@dataclass
-class _Sampled:
-    """A text y_0 y_1 .. has the index of that number in base V: `counts` at t, [V ** t, V], has the tokens emitted at
-    position t by the text before them, `joint_counts`, [V ** T], the completed texts."""
-
-    counts: list[Tensor]
-    joint_counts: Tensor
-    accepted: int = 0
-    reached: int = 0
 
 
 def _sample(
     step_fn: StepFn,
-    laws: list[Tensor],
     prompt: Tensor,
-    trials: int,
+    vocab_size: int,
+    num_tokens: int,
+    seeds: Tensor,
     batch_size: int,
-    seed: int,
     progress: Callable[[int, int], None] | None,
-) -> _Sampled:
-    """Run the loop and count its texts."""
-    vocab_size, num_tokens = laws[0].shape[1], len(laws)
-    # torch's CPU generator knows the low 32 bits of its seed alone: seeds that count up in the high ones would repeat.
-    generator = torch.Generator().manual_seed(seed)
-    seeds = torch.randint(2**62, (trials,), generator=generator)
-    numbers = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-    sampled = _Sampled(
-        [torch.zeros(law.shape, dtype=torch.int64) for law in laws],
-        torch.zeros(vocab_size**num_tokens, dtype=torch.int64),
-    )
-    first: Tensor | None = None
-    for done in range(0, trials, batch_size):
-        batch = seeds[done : done + batch_size]
-        size = len(batch)
-        generated = step_fn(prompt.repeat(size, 1), batch.to(prompt.device))
-        tokens, accepted, reached = _read(generated, size, num_tokens, vocab_size)
-        if first is None:
-            first = tokens
+) -> tuple[Tensor, int, int]:
+    """The tokens that the loop emits for seeds [N], as [N, T]; drafts accepted, and drafts reached."""
+    batches: list[Tensor] = []
+    num_accepted = num_reached = 0
+    for batch in seeds.split(batch_size):
+        generated = step_fn(prompt.repeat(len(batch), 1), batch.to(prompt.device))
+        tokens, accepted, reached = _read(generated, len(batch), num_tokens, vocab_size)
         # A loop on a law almost without chance may repeat itself; one whose rows differ does not.
-        elif torch.equal(tokens, first) and (tokens != tokens[:1]).any(1).double().mean() > 0.1:
+        if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(1).double().mean() > 0.1:
             raise ValueError("step_fn: expected random numbers that come from its seeds, got the tokens of other seeds")
-        sampled.accepted += accepted
-        sampled.reached += reached
-        uniforms = torch.rand(size, num_tokens, generator=numbers, dtype=torch.float64)
-        _count(tokens, laws, uniforms, sampled)
+        batches.append(tokens)
+        num_accepted += accepted
+        num_reached += reached
         if progress is not None:
-            progress(done + size, trials)
-    return sampled
+            progress(sum(len(tokens) for tokens in batches), len(seeds))
+    return torch.cat(batches), num_accepted, num_reached
 
 
-def _count(tokens: Tensor, laws: list[Tensor], uniforms: Tensor, sampled: _Sampled) -> None:
-    """Count emitted tokens [N, T], and whole texts whose missing tokens are drawn from the target."""
+def _count(tokens: Tensor, laws: list[Tensor], uniforms: Tensor) -> tuple[list[Tensor], Tensor]:
+    """For each position t, [V ** t, V] the tokens emitted there by the text before them; [V ** T] the texts, whose
+    missing tokens are drawn from the target. A text y_0 y_1 .. has the index of that number in base V."""
     index = torch.zeros(len(tokens), dtype=torch.int64)
-    for token, law, numbers, counts in zip(tokens.unbind(1), laws, uniforms.unbind(1), sampled.counts, strict=True):
-        cumulative = law[index].cumsum(-1)
-        drawn = (cumulative <= numbers.unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
-        emitted = token >= 0
-        index = index * law.shape[1] + torch.where(emitted, token, drawn)
-        counts += torch.bincount(index[emitted], minlength=counts.numel()).view_as(counts)
-    sampled.joint_counts += torch.bincount(index, minlength=len(sampled.joint_counts))
+    counts = []
+    for token, law, numbers in zip(tokens.unbind(1), laws, uniforms.unbind(1), strict=True):
+        missing = token < 0
+        cumulative = law[index[missing]].cumsum(-1)
+        drawn = (cumulative <= numbers[missing].unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
+        index = index * law.shape[1] + token.masked_scatter(missing, drawn)
+        counts.append(torch.bincount(index[~missing], minlength=law.numel()).view_as(law))
+    return counts, torch.bincount(index, minlength=laws[-1].numel())
 
 
 def _read(generated: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:

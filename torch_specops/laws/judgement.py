@@ -11,8 +11,6 @@ from .pearson import pearson
 from .power import chi_square_tail, detectable_effect, mean_absolute_deviation
 from .report import CONFIDENCE, LawTest
 
-__all__ = ["judge"]
-
 # Below it the chi-square law is a poor one for a cell's share of the statistic.
 MIN_EXPECTED = 10.0
 

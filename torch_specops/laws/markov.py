@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MarkovModel", "markov_pair"]
-
 
 class MarkovModel:
     """A language model whose next token depends on the last few tokens only.

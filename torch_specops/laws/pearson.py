@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .power import chi_square_tail
 
-__all__ = ["chi_square", "pearson"]
-
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     """The p-value of Pearson's chi-square test that `counts` were drawn from `probabilities`.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["chi_square_tail", "critical_value", "detectable_effect", "mean_absolute_deviation", "noncentral_tail"]
-
 
 def chi_square_tail(statistic: float, dof: int) -> float:
     """P(X >= statistic) for X of a chi-square law; without degrees of freedom X is 0."""

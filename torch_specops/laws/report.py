@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONFIDENCE", "LawReport", "LawTest"]
-
 # Of the bound on the total variation, and the probability with which a bias of the detectable size is seen.
 CONFIDENCE = 0.99
 
@@ -120,19 +118,7 @@ class LawReport:
         return f"The loop does not have the target's law, {where}: {numbers}."
 
     def _table(self) -> list[str]:
-        header = (
-            "",
-            "emitted",
-            "overlap",
-            "TV",
-            "by chance",
-            "at most",
-            "chi-square",
-            "dof",
-            "p-value",
-            "visible",
-            "",
-        )
+        header = ("", "emitted", "overlap", "TV", "by chance", "at most", "chi-square", "dof", "p-value", "visible", "")
         rows = [header] + [
             (
                 test.name,
