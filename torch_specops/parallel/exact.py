@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from ..dense.walk import (
     num_leading,
     output_rows,
     probability,
+    residual,
     stats_from_lse,
 )
 from .exchange import all_gather, check_agreement, exchange, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
-
-__all__ = ["verify_exact"]
 
 
 def verify_exact(
@@ -47,8 +45,8 @@ def verify_exact(
     """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
 
     Off the rounding margin the tokens are those of the op on the whole logits, in greedy rows always; on every rank
-    they are the same, bit for bit. A call makes three all-gathers of a few numbers per row (`wire_bytes`), whatever the
-    data. Every rank of the group must call it, with logits of its own and with the same other arguments.
+    they are the same, bit for bit. Every rank of the group must call it, with logits of its own and with the same other
+    arguments.
 
     Args:
         target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the rank before; or a DTensor
@@ -101,21 +99,15 @@ def verify_exact(
         argmax_lenience=argmax_lenience,
     )
     checks.check_kinds(given, plain=False)
-    shards, given = _local_part(given, group, shard_sizes)
+    # From here on plain tensors: this rank's columns of the logits, everything else whole.
+    names = ["target_logits"] if draft_logits is None else ["target_logits", "draft_logits"]
+    shards, logits = place(group, shard_sizes, [columns(name, getattr(given, name), 3) for name in names])
+    local = given._asdict() | dict(zip(names, logits, strict=True))
+    given = VerifyArguments(**{name: replicated(name, value) for name, value in local.items()})
     checks.check_verify_exact(given)
     if check_ranks:
         check_agreement(shards, given._asdict())
     return _verify(given, shards)
-
-
-def _local_part(
-    given: VerifyArguments, group: ProcessGroup | DeviceMesh | None, sizes: Sequence[int] | None
-) -> tuple[Shards, VerifyArguments]:
-    """The split, and the arguments as plain tensors: this rank's columns of the logits, everything else whole."""
-    names = ["target_logits"] if given.draft_logits is None else ["target_logits", "draft_logits"]
-    shards, logits = place(group, sizes, [columns(name, getattr(given, name), 3) for name in names])
-    local: dict[str, Any] = given._asdict() | dict(zip(names, logits, strict=True))
-    return shards, VerifyArguments(**{name: replicated(name, value) for name, value in local.items()})
 
 
 def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
@@ -172,24 +164,22 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
         if draft_logits is None:
-            column = torch.arange(z_p.shape[-1], device=n.device)
-            is_draft = (column == x[rows, rejected].unsqueeze(-1)) & in_shard[rows, rejected].unsqueeze(-1)
-            residual = torch.where(is_draft, 0.0, weights)
+            of_shard = residual(weights, z_p, torch.where(in_shard, x, -1)[rows, rejected], None)
             differs = torch.ones_like(masses[0])
         else:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
-            residual = (weights - q).clamp(min=0)
+            of_shard = (weights - q).clamp(min=0)
             # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
             differs = (z_p != z_q).any(-1).double()
-        masses += [residual.sum(-1, dtype=torch.float64), differs]
+        masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     mass, *of_residual = all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
     if num_drafts > 0:
         residual_mass, differs = of_residual
         use_residual = (n < num_drafts) & in_vocab[rows, rejected]
         use_residual = use_residual & (residual_mass > 0).any(0) & (differs > 0).any(0)
         mass = torch.where(use_residual, residual_mass, mass)
-        weights = torch.where(use_residual.unsqueeze(-1), residual, weights)
+        weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
     shard, within = shard_of(mass, given.sample_uniforms)
 
     # 3. The token, from the rank that holds it. All ranks have counted the same n; taking rank 0's makes that certain.

@@ -3,9 +3,8 @@ rank."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from ..dense.rows import FLOAT32_MAX, draw
 from .shards import Shards
-
-__all__ = ["all_gather", "check_agreement", "exchange", "merge_argmax", "merge_stats", "shard_of"]
 
 
 def all_gather(x: Tensor, shards: Shards) -> Tensor:
@@ -65,7 +62,7 @@ def check_agreement(shards: Shards, arguments: Mapping[str, Any]) -> None:
     ranks alike."""
     if torch.compiler.is_compiling():
         raise ValueError("check_ranks: expected False in a compiled call, for it reads data; got True")
-    own = {"shard_sizes": str(shards.sizes)} | {name: _digest(name, value) for name, value in arguments.items()}
+    own = {"shard_sizes": str(shards.sizes)} | {name: _description(name, value) for name, value in arguments.items()}
     gathered: list[dict[str, str]] = [{}] * len(shards.sizes)
     dist.all_gather_object(gathered, own, group=shards.group)
     # Every rank walks over rank 0's names, so that all raise for the same argument.
@@ -75,10 +72,58 @@ def check_agreement(shards: Shards, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: expected the same on every rank, got another value on ranks {differing}")
 
 
-def _digest(name: str, value: Any) -> str:
+def _description(name: str, value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
     if name.endswith("logits"):
         return str(list(value.shape[:-1]))
-    data = bytes(value.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
-    return f"{list(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()}"
+    return f"{list(value.shape)} {value.dtype} {value.tolist()}"
+
+
+def wire_bytes(
+    batch: int,
+    num_draft_tokens: int,
+    num_ranks: int,
+    draft: Literal["logits", "lse", "one_hot"] = "logits",
+    temperature: bool = True,
+) -> int:
+    """Bytes that each rank receives in one call of `torch_specops.parallel.verify_exact`.
+
+    Every rank sends each other one 8 B c bytes, c numbers of 8 bytes per sequence, and so receives 8 B c (R - 1):
+
+    | exchange | numbers per sequence |
+    | --- | --- |
+    | 1 | 3 K + 2, and with a `temperature` K + 1; K with `draft_lse`, 3 K without it, 0 for one-hot drafts |
+    | 2 | 3 (1 where K = 0) |
+    | 3 | 2 |
+
+    An all-gather of the logits would bring each rank B (K + 1) (V - V_r) of the target's and B K (V - V_r) of the
+    draft's.
+
+    Args:
+        batch: B.
+        num_draft_tokens: K.
+        num_ranks: R.
+        draft: "logits" (also where every rank has them whole), "lse" if `draft_lse` is given too, "one_hot" for None.
+        temperature: whether a temperature is given.
+
+    Raises:
+        ValueError: another draft, or a number out of range.
+
+    Example:
+        >>> from torch_specops.parallel import wire_bytes
+        >>> wire_bytes(1, 5, 4)
+        1032
+    """
+    per_draft = {"logits": 3, "lse": 1, "one_hot": 0}
+    if draft not in per_draft:
+        raise ValueError(f"draft: expected one of {', '.join(per_draft)}, got {draft!r}")
+    if batch < 0 or num_draft_tokens < 0 or num_ranks < 1:
+        raise ValueError(
+            "batch, num_draft_tokens, num_ranks: expected at least 0, 0 and 1, "
+            f"got {batch}, {num_draft_tokens}, {num_ranks}"
+        )
+    k = num_draft_tokens
+    first = 3 * k + 2 + (k + 1 if temperature else 0) + per_draft[draft] * k
+    second = 3 if k > 0 else 1
+    return 8 * batch * (first + second + 2) * (num_ranks - 1)

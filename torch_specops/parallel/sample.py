@@ -15,8 +15,6 @@ from ..dense.rows import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, 
 from .exchange import all_gather, check_agreement, merge_argmax, merge_stats, shard_of
 from .shards import Shards, columns, place, replicated
 
-__all__ = ["sample"]
-
 
 def sample(
     logits: Tensor,
@@ -35,17 +33,13 @@ def sample(
         logits: [N, V_r], the columns of this rank; or a DTensor [N, V] with placement Shard(-1) or Replicate().
         uniforms: [N], as in the op, equal on all ranks.
         temperature: [N], likewise.
-        group: the ranks, in the order of their columns; None = that of the DTensor, else the default group.
-        shard_sizes: columns of every rank; None = as a DTensor is split, else the same on all ranks.
-        check_ranks: compare on all ranks what must be equal, and raise if it is not; not in a compiled call.
+        group, shard_sizes, check_ranks: as in `torch_specops.parallel.verify_exact`.
 
     Returns:
         tokens [N] int64 and lse [N] float32, as the op returns them, bitwise equal on all ranks.
 
     Raises:
-        TypeError: an argument that is no tensor or group, or of another dtype.
-        ValueError: a shape that does not fit the split, another placement, mesh or device, no process group; with
-            `check_ranks`, an argument that differs between ranks.
+        TypeError, ValueError: as `torch_specops.parallel.verify_exact`.
 
     Example:
         >>> import os, tempfile, torch, torch_specops.parallel

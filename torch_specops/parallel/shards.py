@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
-__all__ = ["Columns", "Shards", "place", "replicated", "shard_sizes"]
-
 
 def shard_sizes(vocab_size: int, num_ranks: int) -> tuple[int, ...]:
     """How DTensor (and torch.chunk) split a vocabulary: ceil(V / R) columns a rank until none are left.
@@ -127,10 +125,9 @@ def _group(group: ProcessGroup | DeviceMesh | None, logits: Sequence[Columns]) -
 
 def _cut(logits: Columns, shards: Shards, may_be_whole: bool) -> Tensor:
     local, width = logits.local, logits.local.shape[-1]
-    is_whole = width == shards.vocab_size and (may_be_whole if logits.is_sharded is None else not logits.is_sharded)
-    if is_whole:
+    if width == shards.vocab_size and (may_be_whole if logits.is_sharded is None else not logits.is_sharded):
         local = local.narrow(-1, shards.offset, shards.size)
-    elif width != shards.size or logits.is_sharded is False:
+    elif width != shards.size:
         whole = f" or {shards.vocab_size}, the whole vocabulary" if may_be_whole else ""
         raise ValueError(
             f"{logits.name}: expected {shards.size} columns, the shard of rank {shards.rank} of {list(shards.sizes)}"
