@@ -1,11 +1,10 @@
-"""An opt-in pass for `torch.compile`: what a graph does to logits just before one of our ops is left to the op.
-
-The ops read bfloat16, float16 and float32 logits of any strides, and they take a temperature. In
+"""An opt-in pass for `torch.compile`: what a graph does to logits just before one of our ops is left to the op, which
+reads logits of any dtype and strides and takes a temperature. For
 
     verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
 
-casts and divisions therefore only write float32 copies. Compiled inside `with absorb():`, or after `install()`, the op
-is given the logits as they came and a temperature of 2. The pass absorbs
+compiled inside `with absorb():`, or after `install()`, the op is given the logits as they came and a temperature of 2.
+The pass absorbs
 
 - a cast of bfloat16 or float16 to float32, and a copy (`.clone()`, `.contiguous()`) of contiguous rows,
 - a division in float32 by a constant power of two, if target and draft are divided alike and the op has no temperature.

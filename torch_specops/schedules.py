@@ -281,14 +281,13 @@ def _checked_buckets(buckets: Sequence[int], least: int) -> tuple[int, ...]:
 
 
 def _check_counts(num_proposed: Sequence[int], num_accepted: Sequence[int]) -> None:
-    for name, counts in (("num_proposed", num_proposed), ("num_accepted", num_accepted)):
-        for count in counts:
-            check_int(name, count, 0)
     if len(num_proposed) != len(num_accepted):
         raise ValueError(
             f"num_accepted: expected one count per row, {len(num_proposed)} as num_proposed has, "
             f"got {len(num_accepted)}"
         )
     for proposed, accepted in zip(num_proposed, num_accepted, strict=True):
+        check_int("num_proposed", proposed, 0)
+        check_int("num_accepted", accepted, 0)
         if accepted > proposed:
             raise ValueError(f"num_accepted: expected at most num_proposed = {proposed}, got {accepted}")

@@ -38,9 +38,8 @@ def walltime_factor(alpha: float | Tensor, cost_ratio: float | Tensor, num_draft
     """(1 - alpha ** (K + 1)) / ((1 - alpha) (K c + 1)), the expected speed relative to decoding without drafts
     (Leviathan et al. 2023, theorem 3.8).
 
-    Arguments, result and errors are those of `expected_tokens_per_step`, and:
-
     Args:
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
         cost_ratio: c, finite and >= 0, the time of one draft forward / the time of one target forward.
 
     Example:
@@ -58,9 +57,8 @@ def operations_factor(
     """(1 - alpha) (K c^ + K + 1) / (1 - alpha ** (K + 1)), the arithmetic operations relative to decoding without
     drafts (Leviathan et al. 2023, theorem 3.11).
 
-    Arguments, result (>= 1) and errors are those of `expected_tokens_per_step`, and:
-
     Args:
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
         operations_ratio: c^, finite and >= 0, operations per token of the draft / those of the target.
 
     Example:
@@ -81,9 +79,8 @@ def memory_access_factor(
     The target's weights and cache are read once per step, for all of its tokens. If a forward takes the time of its
     reads, c = m, and this is the inverse of `walltime_factor`.
 
-    Arguments, result and errors are those of `expected_tokens_per_step`, and:
-
     Args:
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
         memory_ratio: m, finite and >= 0, bytes read for one draft / bytes read in one target forward.
 
     Example:

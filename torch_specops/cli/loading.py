@@ -124,10 +124,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 def cache_directory() -> Path:
     """Where converted models are kept: TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
-    root = os.environ.get("TORCH_SPECOPS_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torch_specops"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TORCH_SPECOPS_CACHE") or os.path.join(caches, "torch_specops"))
 
 
 def smollm2_is_converted() -> bool:

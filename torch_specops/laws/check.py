@@ -172,13 +172,11 @@ def _read(generated: Generated, size: int, num_tokens: int, vocab_size: int) -> 
     emitted = tokens >= 0
     if int(tokens.max()) >= vocab_size:
         raise ValueError(f"step_fn: expected tokens in [0, {vocab_size}), got {int(tokens.max())}")
-    if not emitted[:, 0].all():
-        row = int((~emitted[:, 0]).nonzero()[0])
-        raise ValueError(f"step_fn: expected at least one token in every row, got none in row {row}")
-    if (emitted[:, 1:] & ~emitted[:, :-1]).any():
-        row = int((emitted[:, 1:] & ~emitted[:, :-1]).any(1).nonzero()[0])
+    wrong = ~emitted[:, 0] | (emitted[:, 1:] & ~emitted[:, :-1]).any(1)
+    if wrong.any():
         raise ValueError(
-            f"step_fn: expected negative numbers after the emitted tokens only, got {tokens[row].tolist()}"
+            "step_fn: expected at least one token in every row, and negative numbers after the emitted tokens only, "
+            f"got {tokens[wrong][0].tolist()}"
         )
     accepted, reached = (int(count.sum()) for count in counts) if counts else (0, 0)
     if not 0 <= accepted <= reached:

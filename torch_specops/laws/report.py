@@ -20,10 +20,8 @@ class LawTest:
             McDiarmid's inequality, without an approximation.
         statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that
             the target excludes, the statistic is infinite and the p-value 0.
-        detectable_effect: w. If the loop has a law r with sum (r - p)**2 / p >= w**2 over the tested cells, the test
-            rejects it with a probability of 99 % or more.
-        detectable_total_variation: w / 2 and at most 1. Every bias whose total variation over the tested cells is at
-            least this has an effect of at least w.
+        detectable_effect: w; a law r with sum (r - p)**2 / p >= w**2 is rejected with 99 % probability or more.
+        detectable_total_variation: w / 2 and at most 1: a bias as large as this is seen (docs/testing.md).
         pooled: probability of the outcomes that were too rare for a cell of their own; a bias among them is not seen.
         impossible: how many tokens the target excludes.
         emitted: share of the trials in which the loop emitted this position; None for the joint law.

@@ -54,9 +54,8 @@ def verify_exact(
         draft_tokens: [B, K], tokens of the whole vocabulary; as in the op, and equal on all ranks.
         draft_logits: [B, K, V_r], sharded as the target's, or [B, K, V], whole and equal on every rank, or a DTensor.
             None = deterministic drafts.
-        accept_uniforms: [B, K], as in the op, equal on all ranks: from one seed, or sent by one rank.
-        sample_uniforms: [B], likewise.
-        temperature: [B], likewise.
+        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B], as in the op; equal on all ranks: from one
+            seed, or sent by one rank.
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.parallel.sample` returned it.
         lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p) are not offered here.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..greedy import GreedyCheck, GreedyDifference, check_greedy
-from .observe import forwards_watched, synchronize
 from .providers import Answer, Provider, make_providers
 from .work import Measurement, Models, Workload
 
@@ -101,7 +102,7 @@ class Comparison:
             row.compile_seconds = first.stats.compile_seconds
         # A forward with hooks would be compiled again.
         watched = () if provider.compiled else provider.modules
-        with forwards_watched(watched, self._device) as (calls, in_forwards):
+        with _forwards_watched(watched, self._device) as (calls, in_forwards):
             seconds, answer = self._timed(provider, batch, self.work.seed)
         if answer.stats is not None:
             row.num_steps = answer.stats.num_steps
@@ -118,10 +119,10 @@ class Comparison:
         return answer
 
     def _timed(self, provider: Provider, batch: tuple[Tensor, Tensor], seed: int) -> tuple[float, Answer]:
-        synchronize(self._device)
+        _synchronize(self._device)
         started = time.perf_counter()
         answer = provider.decode(*batch, seed)
-        synchronize(self._device)
+        _synchronize(self._device)
         return time.perf_counter() - started, answer
 
     def _compare(self, measurements: Sequence[Measurement], answers: Sequence[Answer]) -> None:
@@ -145,3 +146,36 @@ def _verdict(differences: Sequence[GreedyDifference], single: bool) -> str:
     if not single:
         return "rounding"
     return "near ties" if all(difference.is_rounding for difference in differences) else "different"
+
+
+@contextmanager
+def _forwards_watched(
+    models: Sequence[nn.Module], device: torch.device
+) -> Iterator[tuple[Counter[nn.Module], list[float]]]:
+    """Yields how many forwards each model ran inside, and the seconds of each forward."""
+    calls: Counter[nn.Module] = Counter()
+    seconds: list[float] = []
+    started = 0.0
+
+    def before(model: nn.Module, inputs: object) -> None:
+        nonlocal started
+        _synchronize(device)
+        started = time.perf_counter()
+
+    def after(model: nn.Module, inputs: object, output: object) -> None:
+        _synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        calls[model] += 1
+
+    hooks = [model.register_forward_pre_hook(before) for model in models]
+    hooks += [model.register_forward_hook(after) for model in models]
+    try:
+        yield calls, seconds
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
