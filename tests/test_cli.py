@@ -228,8 +228,8 @@ BAD = {
     ],
     "bench": [
         (["--batch-sizes", "1,many"], "batch_sizes: expected numbers separated by commas, got '1,many'"),
-        (["--batch-sizes", "0"], "batch_sizes: expected numbers >= 1, got 0"),
-        (["--rounds", "0"], "rounds: expected numbers >= 1, got 0"),
+        (["--batch-sizes", "0"], "batch_sizes: expected a number >= 1, got 0"),
+        (["--rounds", "0"], "rounds: expected a number >= 1, got 0"),
         (["--max-new-tokens", "0"], "max_new_tokens: expected a number >= 1, got 0"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
         (["--temperature", "-1"], "temperature: expected finite numbers >= 0, got -1.0"),

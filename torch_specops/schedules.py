@@ -170,6 +170,9 @@ class Optimal(Schedule):
         prior: alpha before the first step, in [0, 1].
         prior_weight: how many drafts the prior counts for, > 0.
 
+    Attributes:
+        alpha: the acceptance rate measured, in [0, 1].
+
     Example:
         >>> from torch_specops.schedules import Optimal
         >>> schedule = Optimal(cost_ratio=0.1)
@@ -210,15 +213,10 @@ class Optimal(Schedule):
         self.reset()
 
     def reset(self) -> None:
-        self._alpha = float(self.prior)
+        self.alpha = float(self.prior)
         self._weight = float(self.prior_weight)
         self._steps_without_drafts = self._steps_trimmed_to_none = 0
         self._explores = False
-
-    @property
-    def alpha(self) -> float:
-        """The acceptance rate measured, in [0, 1]."""
-        return self._alpha
 
     def first(self) -> int:
         return self._best()
@@ -231,7 +229,7 @@ class Optimal(Schedule):
         self._weight = remembered + accepted + rejections
         # After many steps without drafts the weight may underflow to 0; alpha then stays what it was.
         if self._weight > 0:
-            self._alpha = (remembered * self._alpha + accepted) / self._weight
+            self.alpha = (remembered * self.alpha + accepted) / self._weight
 
         best = self._best()
         self._steps_without_drafts = self._steps_without_drafts + 1 if best == 0 else 0
@@ -265,7 +263,7 @@ class Optimal(Schedule):
 
     def _expected_tokens(self, most: int) -> list[float]:
         """`analysis.expected_tokens_per_step(alpha, K)` for K = 0..most, as running sums."""
-        return list(accumulate(self._alpha**count for count in range(most + 1)))
+        return list(accumulate(self.alpha**count for count in range(most + 1)))
 
 
 def _buckets_up_to(maximum: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ app.command(
     epilog="""Examples:
 
     - torch-specops bench
-    - torch-specops bench --batch-sizes 1 --json result.json --plot result.png
+    - torch-specops bench --batch-sizes 1 --json result.json
     - torch-specops bench --target ./model --draft ./small-model
     - torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32
     """

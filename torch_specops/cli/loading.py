@@ -8,10 +8,10 @@ import io
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -47,7 +47,8 @@ def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu")
     from ..hf import TransformersModel
 
     path = _path(name)
-    model = _load("model", path, lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    with _reading("model", path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return TransformersModel(model.to(device))
 
 
@@ -57,7 +58,8 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     from transformers import AutoTokenizer
 
     path = _path(name)
-    return _load("tokenizer", path, lambda: AutoTokenizer.from_pretrained(path))
+    with _reading("tokenizer", path):
+        return AutoTokenizer.from_pretrained(path)
 
 
 def import_transformers() -> None:
@@ -92,17 +94,15 @@ def _path(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return smollm2_directory() if str(name) == SMOLLM2 else SHIPPED.get(str(name), name)
 
 
-Loaded = TypeVar("Loaded")
-
-
-def _load(what: str, path: str | os.PathLike[str], load: Callable[[], Loaded]) -> Loaded:
+@contextmanager
+def _reading(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     looks_like_a_path = str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1
     if looks_like_a_path and not Path(path).is_dir():
         raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
     try:
         # Reading a folder takes seconds; a download has something to show.
         with _no_progress_bars() if Path(path).is_dir() else nullcontext():
-            return load()
+            yield
     # A file that is damaged, missing or of another kind raises whatever its reader raises.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

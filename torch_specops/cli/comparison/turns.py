@@ -23,11 +23,10 @@ class Comparison:
     def __init__(
         self, models: Models, work: Workload, batch_sizes: Sequence[int], rounds: int, compile: bool | str = "auto"
     ) -> None:
-        for name, values in (("batch_sizes", batch_sizes), ("rounds", [rounds])):
-            if not values or min(values) < 1:
-                raise ValueError(f"{name}: expected numbers >= 1, got {', '.join(map(str, values)) or 'none'}")
-        if work.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected a number >= 1, got {work.max_new_tokens}")
+        numbers = {"batch_sizes": min(batch_sizes), "rounds": rounds, "max_new_tokens": work.max_new_tokens}
+        for name, number in numbers.items():
+            if number < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {number}")
         longest = max(len(prompt) for prompt in work.rows(max(batch_sizes))) + work.max_new_tokens
         if models.target.max_length is not None and longest > models.target.max_length:
             # transformers would go on, at positions that the model does not know.
@@ -46,10 +45,8 @@ class Comparison:
     @property
     def num_runs(self) -> int:
         """How many times `run` yields."""
-        total = 0
-        for batch_size in self.batch_sizes:
-            total += len(self._taking(batch_size)) * (self.rounds + 1) + self.work.greedy
-        return total
+        runs = sum(len(self._taking(size)) * (self.rounds + 1) for size in self.batch_sizes)
+        return runs + len(self.batch_sizes) * self.work.greedy
 
     @torch.inference_mode()
     def run(self) -> Iterator[str]:
