@@ -101,15 +101,8 @@ def bench(
             num_draft_tokens = default_num_draft_tokens(draft)
         prompts = prompt or PROMPTS
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
-        work = Workload(
-            [encode(tokenizer, text)[0] for text in prompts],
-            max_new_tokens,
-            num_draft_tokens,
-            sampling,
-            seed,
-            verify,
-            schedule,
-        )
+        tokens = [encode(tokenizer, text)[0] for text in prompts]
+        work = Workload(tokens, max_new_tokens, num_draft_tokens, sampling, seed, verify, schedule)
         comparison = Comparison(models, work, sizes, rounds, "auto" if compile is None else compile)
         where = device_name(torch_device)
         console.print(
@@ -131,7 +124,7 @@ def bench(
                 "threads": torch.get_num_threads(),
                 "versions": versions(),
                 "arguments": arguments | chosen,
-                "prompt_tokens": [len(tokens) for tokens in work.prompts],
+                "prompt_tokens": [len(each) for each in tokens],
                 "interrupted": interrupted,
                 "results": results,
             }

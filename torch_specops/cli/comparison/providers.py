@@ -122,8 +122,7 @@ def _generate(
     if not work.greedy:
         sampling = work.sampling
         fields |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        # transformers copies only what is set.
-        fields |= {"min_p": sampling.min_p} if sampling.min_p != 0 else {}
+        fields["min_p"] = sampling.min_p or None
 
     def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> Answer:
         torch.manual_seed(seed)
