@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 
 from ..kv_cache import RaggedKeyValues, visible_slots
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
-from .cache import CrossCache, RaggedCache
+from .cache import RaggedCache
 from .model_copy import ModelCopy
 
 __all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
@@ -139,7 +140,8 @@ class TransformersModel:
 
     def _prepare(self) -> None:
         self.prepared = self._copy.of(self.model)
-        use_grouped_attention(self.prepared)
+        for config in self._copy.configs:
+            use_grouped_attention(config)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
 
@@ -172,7 +174,7 @@ class TransformersModel:
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.device, self.model.dtype
         if self._cache is not None and self._cache_key == key:
-            self._cache.clear()
+            self._cache.reset()
         else:
             self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
 
@@ -283,6 +285,8 @@ class EncoderDecoderModel(TransformersModel):
         self.encoder_outputs: Tensor | None = None
         self._encoder_states: Tensor | None = None
         self._encoder_mask: Tensor | None = None
+        # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
+        self._cross_cache: Cache | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in parameters
         if not self._takes_positions:
@@ -307,14 +311,15 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
         if self._cross_cache is None or self._encoder_states is not before:
-            self._cross_cache = CrossCache(self._num_layers)
+            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self._num_layers)])
+        self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
-        self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
 
     def static_tensors(self) -> list[Tensor]:
         """Weights, caches, and the output of the encoder."""
         encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
-        cross = [] if self._cross_cache is None else self._cross_cache.key_values
+        layers = [] if self._cross_cache is None else self._cross_cache.layers
+        cross = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
         return [*super().static_tensors(), *encoder, *cross]
 
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -324,8 +329,6 @@ class EncoderDecoderModel(TransformersModel):
         if inputs[name].shape[0] != batch:
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
         return self.prepared.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
-
-    _cross_cache: CrossCache | None = None
 
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
