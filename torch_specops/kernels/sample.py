@@ -110,8 +110,6 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | No
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if launch.hint(num_rows) == 0:
-        return tokens, lse
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)

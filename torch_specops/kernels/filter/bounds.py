@@ -48,9 +48,7 @@ def search_passes(key_bits: int, by_entries: bool, by_mass: bool) -> list[tuple[
     return [(search, shift) for search in searches for shift in shifts] or [(NOTHING.value, 0)]
 
 
-def filter_bounds(
-    logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int | None = None
-) -> Tensor:
+def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
     """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
     as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], its rows behind the others."""
     batch, num_rows, _ = logits.shape
@@ -68,15 +66,12 @@ def filter_bounds(
 
 
 def _search(
-    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int | None
+    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int
 ) -> None:
     """Write the bounds of the rows of both tensors, in each sequence from row `first_row` on."""
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     rows = batch * (num_rows + num_drafts)
-    if launch.hint(rows) == 0:
-        return
-    tile = tile or launch.tile_size(vocab_size, rows)
     num_tiles = launch.num_tiles(logits, tile)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -58,8 +58,6 @@ def filter_logits(logits: Tensor, filters: Filters, *, tile: int | None = None) 
     benchmarks)."""
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
-    if launch.hint(num_rows) == 0:
-        return output
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)

@@ -38,7 +38,7 @@ from .. import launch
 from ..rows import exponential, inverse_temperature, load_scaled, load_temperature, row_lead, store_pair
 from .accept import MAX_PARTIALS
 from .block_end import decide_kernel, ratio_kernel, reach_kernel
-from .exact import draw_kernel, run_stats, shared_values, verify_exact
+from .exact import draw_kernel, exact_values, run_stats, verify_exact
 from .residual import load_state, residual_weights
 
 __all__ = ["verify_block"]
@@ -106,16 +106,11 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     num_drafts = num_rows - 1
     if num_drafts == 0:
         return verify_exact(given, tile=tile)
-    device = given.target_logits.device
-    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if launch.hint(batch) == 0:
-        return output_tokens, num_accepted
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(batch, *shape, dtype=dtype, device=device)
+        return given.target_logits.new_empty(batch, *shape, dtype=dtype)
 
-    values = shared_values(given, tile)
+    values = exact_values(given, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
     row_state, row_mass = scratch(4), scratch(num_tiles, 2)
     values |= {
@@ -125,8 +120,6 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
         "mass_ptr": scratch(num_drafts, num_tiles, 2),
         "row_state_ptr": row_state,
         "row_mass_ptr": row_mass,
-        "num_accepted_ptr": num_accepted,
-        "output_tokens_ptr": output_tokens,
     }
     # The small kernels hold partials, not logits.
     few_warps = launch.num_warps(MAX_PARTIALS)
@@ -136,4 +129,4 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     launch.run(residual_kernel, (batch, num_tiles, num_drafts), values, num_warps)
     launch.run(decide_kernel, (batch,), values, few_warps)
     launch.run(draw_kernel, (batch,), values | {"state_ptr": row_state, "mass_ptr": row_mass}, num_warps)
-    return output_tokens, num_accepted
+    return values["output_tokens_ptr"], values["num_accepted_ptr"]

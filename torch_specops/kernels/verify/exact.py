@@ -50,7 +50,7 @@ from ..rows import (
     tile_stats,
     tile_tokens,
 )
-from .accept import count_valid, store_output, walk_width
+from .accept import count_valid, shared_values, store_output
 from .exact_walk import residual_kernel
 from .residual import load_state, residual_weights
 
@@ -186,39 +186,20 @@ def draw_kernel(
     store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 
-def shared_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
+def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
     """What the kernels of `verify_exact` and `verify_block` have in common, by the names of their parameters."""
     target, draft = given.target_logits, given.draft_logits
     batch, num_rows, vocab_size = target.shape
     num_drafts = num_rows - 1
-    draft_rows = num_drafts if draft is not None and given.draft_lse is None else 0
-    tile = tile or launch.tile_size(vocab_size, batch * (num_rows + draft_rows))
+    rows = num_rows + num_drafts if draft is not None and given.draft_lse is None else num_rows
+    tile = tile or launch.tile_size(vocab_size, batch * rows)
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
     bounds = filter_bounds(target, given.filters, draft, tile=tile) if given.filters.removes_tokens else None
-    partial_shape = (batch, num_rows + draft_rows, num_tiles, 2)
-    block_t = launch.lanes(num_tiles)
-    return {
-        "target_ptr": target,
-        "draft_ptr": draft,
-        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
-        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
-        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
-        "temperature_ptr": launch.contiguous(given.temperature),
+    return shared_values(given, tile, num_tiles, rows) | {
         "draft_lse_ptr": launch.contiguous(given.draft_lse),
         "bounds_ptr": bounds,
-        "partial_ptr": torch.empty(partial_shape, dtype=torch.float32, device=target.device),
-        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
-        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft),
-        "num_drafts": num_drafts,
-        "vocab_size": vocab_size,
-        "num_tiles": num_tiles,
-        "rows_per_sequence": num_rows + draft_rows,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
-        "TILE": tile,
-        "BLOCK_K": launch.lanes(num_rows),
-        "BLOCK_T": block_t,
-        "WALK": walk_width(block_t),
     }
 
 
@@ -232,21 +213,13 @@ def run_stats(given: VerifyArguments, values: dict[str, Any]) -> None:
 def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_exact`; the op has checked the arguments. `tile` overrides the table (tests,
     benchmarks)."""
-    batch, num_rows, _ = given.target_logits.shape
-    device = given.target_logits.device
-    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if launch.hint(batch) == 0:
-        return output_tokens, num_accepted
-
-    values = shared_values(given, tile)
-    num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
+    values = exact_values(given, tile)
+    target, num_tiles, num_warps = given.target_logits, values["num_tiles"], launch.num_warps(values["TILE"])
+    batch = target.shape[0]
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
-        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device),
-        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=device),
-        "num_accepted_ptr": num_accepted,
-        "output_tokens_ptr": output_tokens,
+        "mass_ptr": target.new_empty(batch, num_tiles, 2, dtype=torch.float32),
+        "state_ptr": target.new_empty(batch, 4, dtype=torch.float32),
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
@@ -254,4 +227,4 @@ def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     run_stats(given, values)
     launch.run(residual_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program)), values, num_warps)
     launch.run(draw_kernel, (batch,), values, num_warps)
-    return output_tokens, num_accepted
+    return values["output_tokens_ptr"], values["num_accepted_ptr"]
