@@ -57,7 +57,7 @@ def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None 
     filters = Filters(*map(launch.contiguous, filters))
     if draft_logits is None or num_drafts == 0:
         _search(logits, None, filters, bounds, 0, tile)
-    elif draft_logits.dtype == logits.dtype and (draft_logits.stride(2) == 1) == (logits.stride(2) == 1):
+    elif draft_logits.dtype == logits.dtype and draft_logits.stride(2) == logits.stride(2):
         _search(logits, draft_logits, filters, bounds, 0, tile)
     else:
         _search(logits, None, filters, bounds, 0, tile)

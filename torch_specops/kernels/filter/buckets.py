@@ -8,7 +8,7 @@ a key `lo` at or below the cut, and how much lies above the bucket that begins a
 import triton
 import triton.language as tl
 
-from ..rows import FLOAT32_TINY, load_logits, row_lead, tile_tokens
+from ..rows import FLOAT32_TINY
 
 # What a pass counts: entries for top_k, their weights for top_p, nothing where only the maximum is needed.
 NOTHING = tl.constexpr(0)
@@ -50,34 +50,13 @@ def is_filtered(temperature, top_k, top_p, min_p):
 
 
 @triton.jit
-def load_row_tile(
-    logits_ptr,
-    draft_ptr,
-    b,
-    r,
-    tile,
-    num_rows,
-    stride_b,
-    stride_r,
-    stride_v,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    vocab_size,
-    TILE: tl.constexpr,
-):
-    """[TILE] raw logits and token ids of a tile in row r of a sequence. The draft's rows come after the others."""
+def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k):
+    """Row r of a sequence. The draft's rows come after the others."""
     row_ptr = logits_ptr + b * stride_b + r * stride_r
     if draft_ptr is not None:
         if r >= num_rows:
             row_ptr = draft_ptr + b * stride_draft_b + (r - num_rows) * stride_draft_k
-    lead = row_lead(row_ptr, stride_v)
-    if stride_v is None or draft_ptr is None:
-        x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE)
-    else:
-        stride = tl.where(r >= num_rows, stride_draft_v, stride_v)
-        x = load_logits(row_ptr, stride, lead, vocab_size, tile, TILE)
-    return x, tile_tokens(lead, tile, TILE)
+    return row_ptr
 
 
 @triton.jit

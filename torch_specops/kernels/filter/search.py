@@ -4,19 +4,29 @@ import triton
 import triton.language as tl
 
 from .. import launch
-from ..rows import INT32_MAX, exponential, inverse_temperature, load_temperature, scale, store_pair
+from ..rows import (
+    INT32_MAX,
+    exponential,
+    inverse_temperature,
+    load_logits,
+    load_temperature,
+    row_lead,
+    scale,
+    store_pair,
+    tile_tokens,
+)
 from .buckets import (
     BUCKETS,
     ENTRIES,
     MASS,
     NO_KEY,
     choose_bucket,
+    find_row,
     is_filtered,
     is_lawful,
     key_value,
     load_amounts,
     load_filters,
-    load_row_tile,
     load_tops,
     lowest_key,
     order_key,
@@ -29,7 +39,7 @@ __all__ = ["finish_kernel", "narrow_kernel"]
 @launch.jit
 def narrow_kernel(
     logits_ptr,  # [B, R, V]
-    draft_ptr,  # [B, K, V] of the same dtype, or None
+    draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
@@ -44,7 +54,6 @@ def narrow_kernel(
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    stride_draft_v,
     num_rows,
     num_drafts,
     vocab_size,
@@ -114,22 +123,10 @@ def narrow_kernel(
         j = tl.arange(0, BUCKETS)
         found = tl.zeros((BUCKETS,), tl.float32)
         if reads:
-            x, _ = load_row_tile(
-                logits_ptr,
-                draft_ptr,
-                b,
-                r,
-                tile,
-                num_rows,
-                stride_b,
-                stride_r,
-                stride_v,
-                stride_draft_b,
-                stride_draft_k,
-                stride_draft_v,
-                vocab_size,
-                TILE,
+            row_ptr = find_row(
+                logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
             )
+            x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE)
             key = tl.where(x.to(tl.float32) > float("-inf"), order_key(x), NO_KEY)
             if previous_ptr is None:
                 highest = tl.max(key, 0)
@@ -164,7 +161,7 @@ def lowest_likely(top, z_max, min_p, inverse_t, DTYPE: tl.constexpr):
 @launch.jit
 def finish_kernel(
     logits_ptr,  # [B, R, V]
-    draft_ptr,  # [B, K, V] of the same dtype, or None
+    draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
@@ -178,7 +175,6 @@ def finish_kernel(
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    stride_draft_v,
     num_rows,
     num_drafts,
     first_row,
@@ -227,27 +223,16 @@ def finish_kernel(
                     t = tl.arange(0, BLOCK_T)
                     behind = num_ties - tl.cumsum(ties, 0)
                     tile = tl.max(tl.where((ties > 0) & (behind + ties >= num_wanted), t, 0), 0)
-                    x, v = load_row_tile(
-                        logits_ptr,
-                        draft_ptr,
-                        b,
-                        r,
-                        tile,
-                        num_rows,
-                        stride_b,
-                        stride_r,
-                        stride_v,
-                        stride_draft_b,
-                        stride_draft_k,
-                        stride_draft_v,
-                        vocab_size,
-                        TILE,
+                    row_ptr = find_row(
+                        logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
                     )
+                    lead = row_lead(row_ptr, stride_v)
+                    x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE)
                     tie = ((x.to(tl.float32) > float("-inf")) & (order_key(x) == lo)).to(tl.int32)
                     # The first that is kept has this many ties up to itself.
                     rank = tl.sum(tl.where(t == tile, behind + ties, 0.0), 0) - num_wanted + 1
                     kept = (tie > 0) & (tl.cumsum(tie, 0) >= rank.to(tl.int32))
-                    first_at_cut = tl.min(tl.where(kept, v, INT32_MAX), 0)
+                    first_at_cut = tl.min(tl.where(kept, tile_tokens(lead, tile, TILE), INT32_MAX), 0)
         if min_p_ptr is not None:
             if min_p > 0:
                 likely = lowest_likely(top, z_max, min_p, inverse_t, DTYPE)

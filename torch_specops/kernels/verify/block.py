@@ -35,7 +35,16 @@ from torch import Tensor
 
 from ...arguments import VerifyArguments
 from .. import launch
-from ..rows import exponential, inverse_temperature, load_scaled, load_temperature, row_lead, store_pair
+from ..rows import (
+    exponential,
+    inverse_temperature,
+    load_scaled,
+    load_scaled_beside,
+    load_temperature,
+    row_lead,
+    store_pair,
+    tile_tokens,
+)
 from .accept import MAX_PARTIALS
 from .block_end import decide_kernel, ratio_kernel, reach_kernel
 from .exact import draw_kernel, exact_values, run_stats, verify_exact
@@ -79,23 +88,17 @@ def residual_kernel(
         row_ptr = target_ptr + b * stride_target_b + i * stride_target_k
         lead = row_lead(row_ptr, stride_target_v)
         z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
-        weight, differs = residual_weights(
-            exponential(z_p - p_shift) * p_weight,
-            z_p,
-            draft_ptr,
-            b * stride_draft_b + i * stride_draft_k,
-            stride_draft_v,
-            lead,
-            vocab_size,
-            tile,
-            inverse_t,
-            q_shift,
-            q_weight,
-            tl.load(draft_tokens_ptr + row).to(tl.int32),
-            bounds_ptr,
-            bounds_row + num_drafts + 1,
-            TILE,
-        )
+        weight = exponential(z_p - p_shift) * p_weight
+        if draft_ptr is None:
+            x = tl.load(draft_tokens_ptr + row).to(tl.int32)
+            weight, differs = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, weight), 1.0
+        else:
+            draft_row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
+            bounds_row += num_drafts + 1
+            z_q = load_scaled_beside(
+                draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
+            )
+            weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
         store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
 
 

@@ -40,6 +40,7 @@ from ..rows import (
     load_kept,
     load_row_partials,
     load_scaled,
+    load_scaled_beside,
     load_temperature,
     pick_tile,
     pick_token,
@@ -164,25 +165,18 @@ def draw_kernel(
             bounds_row = b * num_bounds + n
             z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
             weight = exponential(z_p - p_shift) * p_weight
+            v = tile_tokens(lead, tile, TILE)
             if has_residual:
-                weight, _ = residual_weights(
-                    weight,
-                    z_p,
-                    draft_ptr,
-                    b * stride_draft_b + n * stride_draft_k,
-                    stride_draft_v,
-                    lead,
-                    vocab_size,
-                    tile,
-                    inverse_t,
-                    q_shift,
-                    q_weight,
-                    tl.load(tokens_ptr + n).to(tl.int32),
-                    bounds_ptr,
-                    bounds_row + num_drafts + 1,
-                    TILE,
-                )
-            next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
+                if draft_ptr is None:
+                    weight = tl.where(v == tl.load(tokens_ptr + n).to(tl.int32), 0.0, weight)
+                else:
+                    row_ptr = draft_ptr + b * stride_draft_b + n * stride_draft_k
+                    bounds_row += num_drafts + 1
+                    z_q = load_scaled_beside(
+                        row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
+                    )
+                    weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
+            next_token = pick_token(weight, v, threshold)
     store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 

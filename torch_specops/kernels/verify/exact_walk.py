@@ -9,11 +9,13 @@ from ..rows import (
     inverse_temperature,
     load_partials,
     load_scaled,
+    load_scaled_beside,
     load_temperature,
     reciprocal,
     row_lead,
     row_stats,
     store_pair,
+    tile_tokens,
 )
 from .accept import accept_greedy, accept_sampled, count_valid, leading, load_token_logits, token_weights
 from .residual import draft_row_stats, draft_stats, residual_weights, store_state
@@ -126,23 +128,16 @@ def residual_kernel(
                 z_p = load_scaled(
                     row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, p_bounds, TILE
                 )
-                weight, differs = residual_weights(
-                    exponential(z_p - p_shift) * p_weight,
-                    z_p,
-                    draft_ptr,
-                    b * stride_draft_b + rejected * stride_draft_k,
-                    stride_draft_v,
-                    lead,
-                    vocab_size,
-                    tile,
-                    inverse_t,
-                    q_shift,
-                    q_weight,
-                    tl.load(tokens_ptr + rejected).to(tl.int32),
-                    bounds_ptr,
-                    q_bounds,
-                    TILE,
-                )
+                weight = exponential(z_p - p_shift) * p_weight
+                if draft_ptr is None:
+                    x = tl.load(tokens_ptr + rejected).to(tl.int32)
+                    weight, differs = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, weight), 1.0
+                else:
+                    draft_row_ptr = draft_ptr + b * stride_draft_b + rejected * stride_draft_k
+                    z_q = load_scaled_beside(
+                        draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                    )
+                    weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
                 store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
         if first_tile == 0:
             store_state(state_ptr + b * 4, p_shift, p_weight, q_shift, q_weight)
