@@ -194,8 +194,7 @@ class _Search:
         while any(room):
             started = time.perf_counter()
             num_draft_tokens = min(self.num_draft_tokens, max(room) - 1)
-            record = self._round(num_draft_tokens, draft_lags).tolist()
-            num_levels, left, live = ([row[column] for row in record] for column in range(3))
+            num_levels, left, live = self._round(num_draft_tokens, draft_lags).tolist()
             self._num_live = max(live)
             # The draft has not read the last level that it drafted.
             draft_lags = any(levels > num_draft_tokens for levels in num_levels)
@@ -209,7 +208,7 @@ class _Search:
         """Draft, read, and advance the beams as far as their nodes were read.
 
         Returns:
-            [B, 3] int64: levels decided, levels left (0: the row has ended), and slots in use.
+            [3, B] int64: levels decided, levels left (0: the row has ended), and slots in use.
         """
         scorer, tree = self.scorer, self.tree
         levels = self._propose(num_draft_tokens, draft_lags)
@@ -236,7 +235,7 @@ class _Search:
         num_levels = scorer.counts - before
         tree.move(last, newest, num_levels, scorer.done)
         left = torch.where(scorer.done, 0, scorer.limits - scorer.counts)
-        return torch.stack([num_levels, left, tree.num_live()], 1)
+        return torch.stack([num_levels, left, tree.num_live()])
 
     def _propose(self, num_draft_tokens: int, draft_lags: bool) -> list[Level]:
         """The draft's beam search of width u, from the target's beams and their scores."""

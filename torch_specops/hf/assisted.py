@@ -230,10 +230,6 @@ def _sample(
         raise NotImplementedError(
             f"assistant_ensemble_weight: verifying against a mixture is another law, got {assistant_ensemble_weight}"
         )
-    if candidate_logits.shape[1] != candidate_length:
-        raise ValueError(
-            f"candidate_logits: expected a row for each of {candidate_length} drafts, got {candidate_logits.shape[1]}"
-        )
     drafts = candidate_input_ids[:, -candidate_length:]
     # The numbers that `torch.rand_like` would draw for as many probabilities.
     options: dict[str, Any] = {"dtype": new_logits.dtype, "device": new_logits.device}
@@ -302,13 +298,13 @@ def _dispatch(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _route() -> _Route | None:
     own = _innermost.get()
     with _lock:
-        if own in _open or not _open:
-            return own if own in _open else None
+        if own in _open:
+            return own
         if len({route.thread for route in _open}) > 1:
             raise RuntimeError(
                 "assisted_generation: this thread has opened none, and several others have; open one here"
             )
-        return _open[-1]
+        return _open[-1] if _open else None
 
 
 def _known_function() -> Sampler:

@@ -54,11 +54,18 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     return adapter
 
 
+@torch.inference_mode()
 def _check_reading(adapter: TransformersModel) -> None:
     """Compare logits read through the cache, after a rollback, with those of a forward without one."""
     name = type(adapter.model).__name__
+    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
+    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
     try:
-        expected, found = _read_both_ways(adapter)
+        adapter.start(1, 16)
+        expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
+        adapter.forward(tokens[:, :3], positions[:, :3])
+        adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
+        found = adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
     # Rounding differs by far less, a missing or wrong token by far more.
@@ -69,17 +76,6 @@ def _check_reading(adapter: TransformersModel) -> None:
             f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
             "forward without a cache"
         )
-
-
-@torch.inference_mode()
-def _read_both_ways(adapter: TransformersModel) -> tuple[Tensor, Tensor]:
-    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
-    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
-    adapter.start(1, 16)
-    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
-    adapter.forward(tokens[:, :3], positions[:, :3])
-    adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
-    return expected, adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
 
 
 class TransformersModel:

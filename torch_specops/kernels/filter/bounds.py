@@ -32,8 +32,7 @@ from torch import Tensor
 
 from ...arguments import Filters
 from .. import launch
-from .buckets import BUCKETS, ENTRIES, MASS, NOTHING
-from .search import finish_kernel, narrow_kernel
+from .search import BUCKETS, ENTRIES, MASS, NOTHING, finish_kernel, narrow_kernel
 
 __all__ = ["filter_bounds"]
 

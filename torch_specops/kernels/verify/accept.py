@@ -5,7 +5,7 @@
     accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
 
 A walk takes WALK drafts at a time, side by side. The rule of `verify_block`, which sees a block as a whole, is in
-`block_end.py`.
+`block.py`.
 """
 
 from typing import Any
