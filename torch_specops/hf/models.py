@@ -170,7 +170,8 @@ class TransformersModel:
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.device, self.model.dtype
         if self._cache is not None and self._cache_key == key:
-            self._cache.reset()
+            for layer in self._cache.key_values:
+                layer.clear()
         else:
             self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
 

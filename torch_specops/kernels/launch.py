@@ -17,22 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = [
-    "check_grid",
-    "contiguous",
-    "hint",
-    "jit",
-    "lanes",
-    "logits_strides",
-    "num_tiles",
-    "num_warps",
-    "run",
-    "stats_warps",
-    "tile_size",
-    "tiles_per_program",
-    "wrap_triton",
-]
-
 # Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
 MIN_TILE = 1024

@@ -35,8 +35,6 @@ from .rows import (
     tile_tokens,
 )
 
-__all__ = ["sample"]
-
 
 @launch.jit
 def stats_kernel(

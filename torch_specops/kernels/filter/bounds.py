@@ -1,14 +1,9 @@
-"""The bounds of rows of logits under top_k, top_p and min_p, without sorting (docs/math.md has the law).
+"""The bounds of rows of logits under top_k, top_p and min_p, without sorting: docs/math.md has the law, docs/design.md
+why the search is made so.
 
-Every filter keeps the top of a row in the same order: by logit, and of equal logits the higher id first. So two numbers
-say what is kept, the lowest logit (`cut`) and the lowest id that is kept of the tokens with it (`first_at_cut`).
-They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is written, sorted or
-converted.
-
-The cut of top_k is the k-th largest logit, found by counting entries. The cut of top_p, among what top_k kept, is found
-by summing mass, exp(z - max). Logits are taken as integer keys of the same order. A pass divides the bucket of keys
-that holds the cut into 16, so that a search takes 4 passes for 16-bit logits and 8 for float32, whatever the values.
-min_p needs the maximum alone. Launches for bfloat16 and float16 (float32):
+Two numbers say what a row keeps: the lowest logit (`cut`), and the lowest id that is kept of the tokens with it
+(`first_at_cut`). They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is
+written, sorted or converted. Launches for bfloat16 and float16 (float32):
     top_k                   4 (8) narrow + 1 finish
     top_p                   4 (8) narrow + 1 finish
     both, with or without min_p   8 (16) narrow + 1 finish
@@ -33,8 +28,6 @@ from torch import Tensor
 from ...arguments import Filters
 from .. import launch
 from .search import BUCKETS, ENTRIES, MASS, NOTHING, finish_kernel, narrow_kernel
-
-__all__ = ["filter_bounds"]
 
 # Key bits that a pass settles.
 PASS_BITS = 4

@@ -14,8 +14,6 @@ from .. import launch
 from ..rows import load_logits_beside, row_lead, tile_tokens, within_bounds
 from .bounds import filter_bounds
 
-__all__ = ["filter_logits"]
-
 
 @triton.jit
 def store_aligned(row_ptr, x, lead, vocab_size, tile, TILE: tl.constexpr):

@@ -22,8 +22,6 @@ from ..rows import (
     tile_tokens,
 )
 
-__all__ = ["BUCKETS", "ENTRIES", "MASS", "NOTHING", "finish_kernel", "narrow_kernel"]
-
 # What a pass counts: entries for top_k, their weights for top_p, nothing where only the maximum is needed.
 NOTHING = tl.constexpr(0)
 ENTRIES = tl.constexpr(1)
@@ -324,11 +322,12 @@ def finish_kernel(
                     )
                     lead = row_lead(row_ptr, stride_v)
                     x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE)
+                    v = tile_tokens(lead, tile, TILE)
                     tie = ((x.to(tl.float32) > float("-inf")) & (order_key(x) == lo)).to(tl.int32)
                     # The first that is kept has this many ties up to itself.
                     rank = tl.sum(tl.where(t == tile, behind + ties, 0.0), 0) - num_wanted + 1
                     kept = (tie > 0) & (tl.cumsum(tie, 0) >= rank.to(tl.int32))
-                    first_at_cut = tl.min(tl.where(kept, tile_tokens(lead, tile, TILE), INT32_MAX), 0)
+                    first_at_cut = tl.min(tl.where(kept, v, INT32_MAX), 0)
         if min_p_ptr is not None:
             if min_p > 0:
                 likely = lowest_likely(top, z_max, min_p, inverse_t, DTYPE)

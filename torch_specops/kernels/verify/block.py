@@ -53,9 +53,6 @@ from .accept import MAX_PARTIALS, count_valid, load_token_logits
 from .exact import draw_kernel, exact_values, run_stats, verify_exact
 from .residual import draft_row_stats, load_state, residual_weights, store_state
 
-__all__ = ["verify_block"]
-
-
 # exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)
 LARGEST_SCALE = tl.constexpr(1e150)
@@ -210,10 +207,10 @@ def residual_kernel(
             x = tl.load(draft_tokens_ptr + row).to(tl.int32)
             weight, differs = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, weight), 1.0
         else:
-            draft_row_ptr = draft_ptr + b * stride_draft_b + i * stride_draft_k
-            bounds_row += num_drafts + 1
+            draft_row_ptr = draft_ptr + (b * stride_draft_b + i * stride_draft_k)
+            draft_bounds_row = bounds_row + num_drafts + 1
             z_q = load_scaled_beside(
-                draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
+                draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, draft_bounds_row, TILE
             )
             weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
         store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)

@@ -67,8 +67,6 @@ from .accept import (
 )
 from .residual import draft_row_stats, draft_stats, load_state, residual_weights, store_state
 
-__all__ = ["verify_exact"]
-
 
 @launch.jit
 def stats_kernel(
@@ -230,7 +228,7 @@ def residual_kernel(
                     token = tl.load(tokens_ptr + rejected).to(tl.int32)
                     weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight), 1.0
                 else:
-                    draft_row_ptr = draft_ptr + b * stride_draft_b + rejected * stride_draft_k
+                    draft_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
                     z_q = load_scaled_beside(
                         draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
                     )
@@ -299,18 +297,26 @@ def draw_kernel(
             bounds_row = b * num_bounds + n
             z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
             weight = exponential(z_p - p_shift) * p_weight
-            v = tile_tokens(lead, tile, TILE)
             if has_residual:
                 if draft_ptr is None:
-                    weight = tl.where(v == tl.load(tokens_ptr + n).to(tl.int32), 0.0, weight)
+                    token = tl.load(tokens_ptr + n).to(tl.int32)
+                    weight = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight)
                 else:
-                    row_ptr = draft_ptr + b * stride_draft_b + n * stride_draft_k
-                    bounds_row += num_drafts + 1
+                    draft_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
+                    draft_bounds_row = bounds_row + num_drafts + 1
                     z_q = load_scaled_beside(
-                        row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
+                        draft_row_ptr,
+                        stride_draft_v,
+                        lead,
+                        vocab_size,
+                        tile,
+                        inverse_t,
+                        bounds_ptr,
+                        draft_bounds_row,
+                        TILE,
                     )
                     weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
-            next_token = pick_token(weight, v, threshold)
+            next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 

@@ -9,8 +9,6 @@ import triton.language as tl
 
 from ..rows import FLOAT32_MAX, combine_stats, exponential, load_partials, row_stats, store_pair
 
-__all__ = ["draft_row_stats", "draft_stats", "load_state", "residual_weights", "store_state"]
-
 
 @triton.jit
 def stats_from_lse(lse):
@@ -45,8 +43,8 @@ def residual_weights(p, z_p, z_q, q_shift, q_weight):
     """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
     difference of two rounded distributions need not show: their sums may have been taken in another order, or come with
     `draft_lse`."""
-    differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
-    return tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0), differs
+    weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
+    return weight, tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
 
 
 @triton.jit

@@ -43,8 +43,6 @@ from ..rows import (
 )
 from .accept import accept_scored, count_valid, leading, load_token_logits, shared_values, store_output
 
-__all__ = ["verify_sigmoid"]
-
 # Drafts per turn of the walk over single logits, which holds no partials.
 SCORE_WALK = tl.constexpr(16)
 
