@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.generation import utils as generation
 
 from ..checks import check_numbers
+from ..compilation import compile_piece
 from ..ops import verify_exact, verify_sigmoid
 
 __all__ = ["AssistedStats", "assisted_generation", "code_digest"]
@@ -204,13 +205,8 @@ def _bound(verify: Callable[..., Any], constants: tuple[float, ...], compile: bo
 
 @cache
 def _compiled(verify: Callable[..., Any], constants: tuple[float, ...]) -> Callable[..., Any]:
-    def call(*tensors: Tensor) -> Any:
-        return verify(*tensors, *constants)
-
-    # torch allows a code object eight graphs; other constants need graphs of their own.
-    call.__code__ = call.__code__.replace()
     # The number of drafts changes from step to step.
-    return torch.compile(call, fullgraph=True, dynamic=True)
+    return compile_piece(lambda *tensors: verify(*tensors, *constants), dynamic=True)
 
 
 def _sample(

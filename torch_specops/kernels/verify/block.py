@@ -207,10 +207,10 @@ def residual_kernel(
             x = tl.load(draft_tokens_ptr + row).to(tl.int32)
             weight, differs = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, weight), 1.0
         else:
-            draft_row_ptr = draft_ptr + (b * stride_draft_b + i * stride_draft_k)
-            draft_bounds_row = bounds_row + num_drafts + 1
+            q_row_ptr = draft_ptr + (b * stride_draft_b + i * stride_draft_k)
+            q_bounds = bounds_row + num_drafts + 1
             z_q = load_scaled_beside(
-                draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, draft_bounds_row, TILE
+                q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
             )
             weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
         store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)

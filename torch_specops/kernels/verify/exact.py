@@ -228,9 +228,9 @@ def residual_kernel(
                     token = tl.load(tokens_ptr + rejected).to(tl.int32)
                     weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight), 1.0
                 else:
-                    draft_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
+                    q_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
                     z_q = load_scaled_beside(
-                        draft_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
                     )
                     weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
                 store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
@@ -302,18 +302,10 @@ def draw_kernel(
                     token = tl.load(tokens_ptr + n).to(tl.int32)
                     weight = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight)
                 else:
-                    draft_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
-                    draft_bounds_row = bounds_row + num_drafts + 1
+                    q_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
+                    q_bounds = bounds_row + num_drafts + 1
                     z_q = load_scaled_beside(
-                        draft_row_ptr,
-                        stride_draft_v,
-                        lead,
-                        vocab_size,
-                        tile,
-                        inverse_t,
-                        bounds_ptr,
-                        draft_bounds_row,
-                        TILE,
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
                     )
                     weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
             next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
