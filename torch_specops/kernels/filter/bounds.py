@@ -33,13 +33,6 @@ from .search import BUCKETS, ENTRIES, MASS, NOTHING, finish_kernel, narrow_kerne
 PASS_BITS = 4
 
 
-def search_passes(key_bits: int, by_entries: bool, by_mass: bool) -> list[tuple[int, int]]:
-    """(what is counted, key bits left undecided) of each pass."""
-    shifts = range(key_bits - PASS_BITS, -1, -PASS_BITS)
-    searches = [ENTRIES.value] * by_entries + [MASS.value] * by_mass
-    return [(search, shift) for search in searches for shift in shifts] or [(NOTHING.value, 0)]
-
-
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
     """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
     as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], its rows behind the others."""
@@ -93,7 +86,10 @@ def _search(
         "BLOCK_T": launch.lanes(num_tiles),
     }
     num_warps = launch.num_warps(tile)
-    passes = search_passes(8 * logits.element_size(), filters.top_k is not None, filters.top_p is not None)
+    # Of each pass: what is counted, and the key bits that it leaves undecided.
+    shifts = range(8 * logits.element_size() - PASS_BITS, -1, -PASS_BITS)
+    counted = [ENTRIES.value] * (filters.top_k is not None) + [MASS.value] * (filters.top_p is not None)
+    passes = [(search, shift) for search in counted for shift in shifts] or [(NOTHING.value, 0)]
     for index, (search, shift) in enumerate(passes):
         previous_search, previous_shift = passes[max(index - 1, 0)]
         values |= {

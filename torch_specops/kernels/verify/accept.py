@@ -36,7 +36,7 @@ def shared_values(
     partials of so many rows."""
     target, draft = given.target_logits, given.draft_logits
     batch, num_rows, vocab_size = target.shape
-    block_t = launch.lanes(num_tiles)
+    block_t, device = launch.lanes(num_tiles), target.device
     return {
         "target_ptr": target,
         "draft_ptr": draft,
@@ -44,9 +44,9 @@ def shared_values(
         "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
         "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
         "temperature_ptr": launch.contiguous(given.temperature),
-        "partial_ptr": target.new_empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32),
-        "num_accepted_ptr": target.new_empty(batch, dtype=torch.int64),
-        "output_tokens_ptr": target.new_empty(batch, num_rows, dtype=torch.int64),
+        "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
+        "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),
+        "output_tokens_ptr": torch.empty(batch, num_rows, dtype=torch.int64, device=device),
         **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
         **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft),
         "num_drafts": num_rows - 1,

@@ -277,7 +277,7 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
         return verify_exact(given, tile=tile)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return given.target_logits.new_empty(batch, *shape, dtype=dtype)
+        return torch.empty(batch, *shape, dtype=dtype, device=given.target_logits.device)
 
     values = exact_values(given, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])

@@ -340,12 +340,12 @@ def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     """Launch `specops::verify_exact`; the op has checked the arguments. `tile` overrides the table (tests,
     benchmarks)."""
     values = exact_values(given, tile)
-    target, num_tiles, num_warps = given.target_logits, values["num_tiles"], launch.num_warps(values["TILE"])
-    batch = target.shape[0]
+    batch, device = given.target_logits.shape[0], given.target_logits.device
+    num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
-        "mass_ptr": target.new_empty(batch, num_tiles, 2, dtype=torch.float32),
-        "state_ptr": target.new_empty(batch, 4, dtype=torch.float32),
+        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device),
+        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=device),
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
