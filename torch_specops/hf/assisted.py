@@ -52,7 +52,6 @@ class AssistedStats:
     num_accepted: int = 0
     num_new_tokens: int = 0
     _times: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def step_seconds(self) -> list[float]:
@@ -110,7 +109,7 @@ class AssistedStats:
         # A draft that ends the text is kept without a next token, and one match less is reported. Only then is the last
         # token the draft in its place, because a residual has no weight on the rejected draft.
         ends = n < candidate_length and bool(tokens[0, -1] == candidate_input_ids[0, n - candidate_length])
-        with self._lock:
+        with _lock:
             self._times.append((start, end) if on_gpu else seconds)
             self.calls += 1
             self.num_draft_tokens += candidate_length

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -284,12 +282,10 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder_mask: Tensor | None = None
         # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
         self._cross_cache: Cache | None = None
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "decoder_position_ids" in parameters
-        if not self._takes_positions:
-            self.max_length = None
-        self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
         self._relative_bias = relative_bias(self.prepared)
+        self._is_t5 = self._relative_bias is not None
+        if self._is_t5:
+            self.max_length = None
 
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
@@ -302,7 +298,7 @@ class EncoderDecoderModel(TransformersModel):
         self._prepare()
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
-        mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
+        mask = inputs.get("attention_mask") if self._is_t5 else None
         before = self._encoder_states
         self._encoder_states = placed(before, states.clone())
         self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
@@ -330,11 +326,10 @@ class EncoderDecoderModel(TransformersModel):
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
     ) -> Tensor:
-        arguments: dict[str, Any] = {}
-        if self._takes_positions:
-            arguments["decoder_position_ids"] = self._position_ids(positions)
-        if self._takes_encoder_mask:
-            arguments["attention_mask"] = self._encoder_mask
+        if self._is_t5:
+            arguments = {"attention_mask": self._encoder_mask}
+        else:
+            arguments = {"decoder_position_ids": self._position_ids(positions)}
         output = self.prepared(
             decoder_input_ids=tokens,
             decoder_attention_mask=mask,
