@@ -104,7 +104,7 @@ def draw_kernel(
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::sample`; the op has checked the arguments. `tile` overrides the table (tests, benchmarks)."""
+    """Launch `specops::sample`, which has checked its arguments. Tests and benchmarks choose the tile."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

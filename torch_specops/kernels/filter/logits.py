@@ -52,8 +52,7 @@ def mask_kernel(
 
 
 def filter_logits(logits: Tensor, filters: Filters, *, tile: int | None = None) -> Tensor:
-    """Launch `specops::filter_logits`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::filter_logits`, which has checked its arguments. Tests and benchmarks choose the tile."""
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
     tile = tile or launch.tile_size(vocab_size, num_rows)

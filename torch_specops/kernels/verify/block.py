@@ -269,8 +269,7 @@ def decide_kernel(
 
 
 def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_block`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::verify_block`, which has checked its arguments. Tests and benchmarks choose the tile."""
     batch, num_rows, _ = given.target_logits.shape
     num_drafts = num_rows - 1
     if num_drafts == 0:

@@ -337,8 +337,7 @@ def run_stats(given: VerifyArguments, values: dict[str, Any]) -> None:
 
 
 def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_exact`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
     values = exact_values(given, tile)
     batch, device = given.target_logits.shape[0], given.target_logits.device
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])

@@ -244,8 +244,7 @@ def draw_kernel(
 
 
 def verify_sigmoid(given: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_sigmoid`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::verify_sigmoid`, which has checked its arguments. Tests and benchmarks choose the tile."""
     target, alpha, width = given.target_logits, given.alpha, given.beta - given.alpha
     batch, num_rows, vocab_size = target.shape
     tile = tile or launch.tile_size(vocab_size, batch)
