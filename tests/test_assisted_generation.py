@@ -368,7 +368,7 @@ def test_a_mixture_of_the_laws_is_refused() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     logits = torch.zeros(1, 4, 9)
-    with assisted_generation(), pytest.raises(ValueError, match="candidate_logits: expected a row for each of 2"):
+    with assisted_generation(), pytest.raises(ValueError, match="draft_tokens: expected"):
         generation._speculative_sampling(torch.tensor([[1, 4, 8]]), logits[:, :3], 2, logits, False)
     for arguments, error in (
         ({"method": "greedy"}, r"method: expected .* got 'greedy'"),

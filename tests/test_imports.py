@@ -20,7 +20,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 ALLOWED = {
     "__init__": {"decode", "drafts", "ops", "sampling", "uniforms"},
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
-    "hf": {"beam", "checks", "decode", "drafts", "kv_cache", "ops", "sampling", "schedules"},
+    "hf": {"beam", "checks", "compilation", "decode", "drafts", "kv_cache", "ops", "sampling", "schedules"},
     "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "ops", "sampling", "schedules", "uniforms"},
     "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "uniforms"},

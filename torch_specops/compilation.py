@@ -11,8 +11,8 @@ import torch
 __all__ = ["CompiledPieces", "compile_piece"]
 
 
-def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True, dynamic=False)` with a recompilation limit of its own.
+def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
+    """`torch.compile(function, fullgraph=True)` with a recompilation limit of its own.
 
     torch counts graphs by code object, for all callers together, and refuses the ninth. Decoders of many models, batch
     sizes and K would reach that limit, so each compiles a copy of the code.
@@ -23,7 +23,7 @@ def compile_piece(function: Callable[..., Any], **options: Any) -> Callable[...,
     )
     copied.__kwdefaults__ = plain.__kwdefaults__
     alone: Any = types.MethodType(copied, function.__self__) if isinstance(function, types.MethodType) else copied
-    return torch.compile(alone, fullgraph=True, dynamic=False, **options)
+    return torch.compile(alone, fullgraph=True, dynamic=dynamic, **options)
 
 
 class CompiledPieces:

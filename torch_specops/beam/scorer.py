@@ -22,9 +22,7 @@ class BeamScorer:
         num_beams: w >= 1.
         limits: [B] int64 >= 1, the number of new tokens at which a row ends.
         eos: [B, E] int64, tokens that finish a beam; -1 is none.
-        length_penalty: a finished beam's score is divided by its number of new tokens to this power.
-        early_stopping: when a row with w finished beams ends. True: at once. False: when the best running beam, at its
-            length, scores no better than the worst finished one. "never": when it could not at any length.
+        length_penalty, early_stopping: as in `beam_search`.
 
     Attributes:
         tokens: [B, w, N] int64, the new tokens of the running beams, N the largest limit; best beam first.

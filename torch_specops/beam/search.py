@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
 from ..decode.inputs import (
@@ -193,8 +194,7 @@ class _Search:
         while any(room):
             started = time.perf_counter()
             num_draft_tokens = min(self.num_draft_tokens, max(room) - 1)
-            record = self._round(num_draft_tokens, draft_lags).tolist()
-            num_levels, left, live = ([row[column] for row in record] for column in range(3))
+            num_levels, left, live = self._round(num_draft_tokens, draft_lags).tolist()
             self._num_live = max(live)
             # The draft has not read the last level that it drafted.
             draft_lags = any(levels > num_draft_tokens for levels in num_levels)
@@ -208,7 +208,7 @@ class _Search:
         """Draft, read, and advance the beams as far as their nodes were read.
 
         Returns:
-            [B, 3] int64: levels decided, levels left (0: the row has ended), and slots in use.
+            [3, B] int64: levels decided, levels left (0: the row has ended), and slots in use.
         """
         scorer, tree = self.scorer, self.tree
         levels = self._propose(num_draft_tokens, draft_lags)
@@ -235,7 +235,7 @@ class _Search:
         num_levels = scorer.counts - before
         tree.move(last, newest, num_levels, scorer.done)
         left = torch.where(scorer.done, 0, scorer.limits - scorer.counts)
-        return torch.stack([num_levels, left, tree.num_live()], 1)
+        return torch.stack([num_levels, left, tree.num_live()])
 
     def _propose(self, num_draft_tokens: int, draft_lags: bool) -> list[Level]:
         """The draft's beam search of width u, from the target's beams and their scores."""
@@ -254,19 +254,17 @@ class _Search:
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer = search.scorer
     tokens, num_new, scores = scorer.result(num_sequences)
-    prompt_tokens, prompt_lengths = prompts.tokens.to(tokens.device), prompts.lengths.to(tokens.device)
-    longest = prompt_tokens.shape[1]
-    before = prompt_lengths[:, None, None]
-    lengths = prompt_lengths.unsqueeze(1) + num_new
-    index = torch.arange(int(lengths.max()), device=tokens.device)
-    source = torch.cat([prompt_tokens.unsqueeze(1).expand(-1, num_sequences, -1), tokens], 2)
-    place = torch.where(index < before, index, longest + index - before).clamp(max=source.shape[2] - 1)
-    sequences = source.gather(2, place.expand(-1, num_sequences, -1))
+    prompt_tokens = prompts.tokens.to(tokens.device)
+    prompt_lengths = prompts.lengths.to(tokens.device).repeat_interleave(num_sequences)
+    texts = []
+    for row, length in enumerate(prompts.lengths.tolist()):
+        for new, count in zip(tokens[row], num_new[row].tolist(), strict=True):
+            texts.append(torch.cat([prompt_tokens[row, :length], new[:count]]))
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
     return BeamOutput(
-        sequences=torch.where(index < lengths.unsqueeze(2), sequences, prompts.pad_token_id).flatten(0, 1),
-        prompt_lengths=prompt_lengths.repeat_interleave(num_sequences),
-        lengths=lengths.flatten(),
+        sequences=pad_sequence(texts, batch_first=True, padding_value=prompts.pad_token_id),
+        prompt_lengths=prompt_lengths,
+        lengths=prompt_lengths + num_new.flatten(),
         stats=search.stats,
         errors={row: f"target: no finite score after {int(counts[row])} new tokens" for row in failed},
         scores=scores.flatten(),

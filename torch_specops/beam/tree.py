@@ -1,9 +1,7 @@
 """The tree of texts that beam search keeps in one row of a cache.
 
-Beams share most of their text, so the beams of a row are a tree. Each token that was read is a node with its own slot
-in the row's cache, and each beam knows which slots hold its text. A forward reads many nodes at once, and the mask
-shows each node its own ancestors. When beams are reordered, only these sets of slots are; keys and values never move. A
-slot that no beam sees is free.
+Each token that was read is a node with its own slot in the row's cache, and each beam knows which slots hold its text.
+When beams are reordered, only these sets of slots are; keys and values never move. A slot that no beam sees is free.
 """
 
 from __future__ import annotations

@@ -108,7 +108,11 @@ class HierarchicalDraft(ModelDraft):
         unread = 2
         for _ in range(self.num_forwards):
             newest = lengths + count - 1
-            inner = self._inner(text, newest + 1, width, sampling, seeds)
+            inner = text[:, :0]
+            if width > 0:
+                inner = self.inner.propose(text, newest + 1, width, sampling, seeds).tokens
+                # What the model cannot read is padding.
+                inner = torch.where((inner >= 0) & (inner < self.model.vocab_size), inner, -1)
             behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
             positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)
             read = torch.cat([text.gather(1, behind), inner.clamp(min=0)], 1)
@@ -138,10 +142,3 @@ class HierarchicalDraft(ModelDraft):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
-
-    def _inner(self, text: Tensor, lengths: Tensor, width: int, sampling: SamplingTensors, seeds: Tensor) -> Tensor:
-        """[B, width] tokens of the model's vocabulary, -1 from the first other one on."""
-        if width == 0:
-            return text[:, :0]
-        tokens = self.inner.propose(text, lengths, width, sampling, seeds).tokens
-        return torch.where((tokens >= 0) & (tokens < self.model.vocab_size), tokens, -1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.generation import utils as generation
 
 from ..checks import check_numbers
+from ..compilation import compile_piece
 from ..ops import verify_exact, verify_sigmoid
 
 __all__ = ["AssistedStats", "assisted_generation", "code_digest"]
@@ -51,7 +52,6 @@ class AssistedStats:
     num_accepted: int = 0
     num_new_tokens: int = 0
     _times: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def step_seconds(self) -> list[float]:
@@ -109,7 +109,7 @@ class AssistedStats:
         # A draft that ends the text is kept without a next token, and one match less is reported. Only then is the last
         # token the draft in its place, because a residual has no weight on the rejected draft.
         ends = n < candidate_length and bool(tokens[0, -1] == candidate_input_ids[0, n - candidate_length])
-        with self._lock:
+        with _lock:
             self._times.append((start, end) if on_gpu else seconds)
             self.calls += 1
             self.num_draft_tokens += candidate_length
@@ -204,13 +204,8 @@ def _bound(verify: Callable[..., Any], constants: tuple[float, ...], compile: bo
 
 @cache
 def _compiled(verify: Callable[..., Any], constants: tuple[float, ...]) -> Callable[..., Any]:
-    def call(*tensors: Tensor) -> Any:
-        return verify(*tensors, *constants)
-
-    # torch allows a code object eight graphs; other constants need graphs of their own.
-    call.__code__ = call.__code__.replace()
     # The number of drafts changes from step to step.
-    return torch.compile(call, fullgraph=True, dynamic=True)
+    return compile_piece(lambda *tensors: verify(*tensors, *constants), dynamic=True)
 
 
 def _sample(
@@ -229,10 +224,6 @@ def _sample(
     if assistant_ensemble_weight is not None:
         raise NotImplementedError(
             f"assistant_ensemble_weight: verifying against a mixture is another law, got {assistant_ensemble_weight}"
-        )
-    if candidate_logits.shape[1] != candidate_length:
-        raise ValueError(
-            f"candidate_logits: expected a row for each of {candidate_length} drafts, got {candidate_logits.shape[1]}"
         )
     drafts = candidate_input_ids[:, -candidate_length:]
     # The numbers that `torch.rand_like` would draw for as many probabilities.
@@ -302,13 +293,13 @@ def _dispatch(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _route() -> _Route | None:
     own = _innermost.get()
     with _lock:
-        if own in _open or not _open:
-            return own if own in _open else None
+        if own in _open:
+            return own
         if len({route.thread for route in _open}) > 1:
             raise RuntimeError(
                 "assisted_generation: this thread has opened none, and several others have; open one here"
             )
-        return _open[-1]
+        return _open[-1] if _open else None
 
 
 def _known_function() -> Sampler:

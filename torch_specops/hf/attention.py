@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -52,15 +52,9 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Set `grouped_attention` in every config of a model whose attention is "sdpa" and whose queries are grouped."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation == SDPA and _is_grouped(config):
-            config._attn_implementation = GROUPED
-
-
-def _is_grouped(config: PreTrainedConfig) -> bool:
+def use_grouped_attention(config: PreTrainedConfig) -> None:
+    """Set `grouped_attention` in a config whose attention is "sdpa" and whose queries are grouped."""
     num_heads = getattr(config, "num_attention_heads", None)
-    num_key_value_heads = getattr(config, "num_key_value_heads", None)
-    return num_heads is not None and num_key_value_heads is not None and num_key_value_heads < num_heads
+    num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if config._attn_implementation == SDPA and num_key_value_heads != num_heads:
+        config._attn_implementation = GROUPED

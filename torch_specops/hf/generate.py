@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
@@ -27,7 +28,7 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..decode import GenerationOutput, SpeculativeDecoder
+from ..decode import SpeculativeDecoder
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
@@ -127,7 +128,8 @@ def custom_generate(
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept
-    return torch.cat([input_ids, _new_tokens(output, pad_token_id).to(input_ids.device)], 1)
+    new = [torch.tensor(output.new_tokens(row), dtype=torch.int64) for row in range(len(input_ids))]
+    return torch.cat([input_ids, pad_sequence(new, True, pad_token_id).to(input_ids.device)], 1)
 
 
 class _Suppressing(LanguageModelWrapper):
@@ -253,23 +255,17 @@ def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> Sampl
     if not config.do_sample:
         # The processors that are understood, but for suppressed tokens, do not change the argmax.
         return SamplingParams(temperature=0.0)
-    values = {
-        name: getattr(processors[kind], name)
-        for name, kind in {
-            "temperature": TemperatureLogitsWarper,
-            "top_k": TopKLogitsWarper,
-            "top_p": TopPLogitsWarper,
-            "min_p": MinPLogitsWarper,
-        }.items()
-        if kind in processors
-    }
-    for name, processor in ((type(each).__name__, each) for each in processors.values()):
+    values: dict[str, Any] = {}
+    for kind, processor in processors.items():
         kept, value = getattr(processor, "min_tokens_to_keep", 1), getattr(processor, "filter_value", -math.inf)
         if kept != 1 or value != -math.inf:
             raise NotImplementedError(
-                f"logits_processor: expected {name} to keep 1 token at least and to set the others to -inf, "
+                f"logits_processor: expected {kind.__name__} to keep 1 token at least and to set the others to -inf, "
                 f"got {kept} and {value}"
             )
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if hasattr(processor, name):
+                values[name] = getattr(processor, name)
     return SamplingParams(**values)
 
 
@@ -323,11 +319,3 @@ def _encoder_inputs(
     if model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = model_kwargs["attention_mask"]
     return model_kwargs["encoder_outputs"][0], inputs
-
-
-def _new_tokens(output: GenerationOutput, pad_token_id: int) -> Tensor:
-    """[B, n], the rows' new tokens side by side, then pad_token_id."""
-    counts = output.lengths - output.prompt_lengths
-    index = torch.arange(int(counts.max()), device=counts.device)
-    places = (output.prompt_lengths.unsqueeze(1) + index).clamp(max=output.sequences.shape[1] - 1)
-    return torch.where(index < counts.unsqueeze(1), output.sequences.gather(1, places), pad_token_id)

@@ -27,6 +27,11 @@ class ModelCopy:
         # Weak references cannot be pickled, and the next call of `of` makes the copies anew.
         return ModelCopy, ()
 
+    @property
+    def configs(self) -> list[PreTrainedConfig]:
+        """The copies of the configs that the modules have."""
+        return [value for value in self._configs.values() if isinstance(value, PreTrainedConfig)]
+
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
         """The copy of `model`: the same object in every call, brought up to date with what has changed in the model
         (its device, a module that was exchanged, an active LoRA adapter). Configs are copied once.
@@ -39,11 +44,13 @@ class ModelCopy:
         clone = self._copies.get(module)
         if clone is None:
             clone = self._copies[module] = type(module).__new__(type(module))
-        attributes = {
-            # One memory for all: configs that are one object, or one inside another, are so in the copy.
-            name: copy.deepcopy(value, self._configs) if isinstance(value, PreTrainedConfig) else value
-            for name, value in vars(module).items()
-        }
+        attributes = vars(clone)
+        attributes.clear()
+        attributes.update(vars(module))
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                # One memory for all: configs that are one object, or one inside another, are so in the copy.
+                attributes[name] = copy.deepcopy(value, self._configs)
         attributes["training"] = False
         # What `Module.compile` made calls the original.
         attributes.pop("_compiled_call_impl", None)
@@ -52,6 +59,4 @@ class ModelCopy:
         attributes["_modules"] = {
             name: child if child is None else self._copy_of(child) for name, child in module._modules.items()
         }
-        vars(clone).clear()
-        vars(clone).update(attributes)
         return clone

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 
 from ..kv_cache import RaggedKeyValues, visible_slots
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
-from .cache import CrossCache, RaggedCache
+from .cache import RaggedCache
 from .model_copy import ModelCopy
 
 __all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
@@ -53,11 +52,18 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     return adapter
 
 
+@torch.inference_mode()
 def _check_reading(adapter: TransformersModel) -> None:
     """Compare logits read through the cache, after a rollback, with those of a forward without one."""
     name = type(adapter.model).__name__
+    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
+    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
     try:
-        expected, found = _read_both_ways(adapter)
+        adapter.start(1, 16)
+        expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
+        adapter.forward(tokens[:, :3], positions[:, :3])
+        adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
+        found = adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
     # Rounding differs by far less, a missing or wrong token by far more.
@@ -68,17 +74,6 @@ def _check_reading(adapter: TransformersModel) -> None:
             f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
             "forward without a cache"
         )
-
-
-@torch.inference_mode()
-def _read_both_ways(adapter: TransformersModel) -> tuple[Tensor, Tensor]:
-    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
-    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
-    adapter.start(1, 16)
-    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
-    adapter.forward(tokens[:, :3], positions[:, :3])
-    adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
-    return expected, adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
 
 
 class TransformersModel:
@@ -139,7 +134,8 @@ class TransformersModel:
 
     def _prepare(self) -> None:
         self.prepared = self._copy.of(self.model)
-        use_grouped_attention(self.prepared)
+        for config in self._copy.configs:
+            use_grouped_attention(config)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
 
@@ -172,7 +168,8 @@ class TransformersModel:
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.device, self.model.dtype
         if self._cache is not None and self._cache_key == key:
-            self._cache.clear()
+            for layer in self._cache.key_values:
+                layer.clear()
         else:
             self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
 
@@ -283,12 +280,12 @@ class EncoderDecoderModel(TransformersModel):
         self.encoder_outputs: Tensor | None = None
         self._encoder_states: Tensor | None = None
         self._encoder_mask: Tensor | None = None
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "decoder_position_ids" in parameters
-        if not self._takes_positions:
-            self.max_length = None
-        self._takes_encoder_mask = "attention_mask" in parameters and model.main_input_name == "input_ids"
+        # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
+        self._cross_cache: Cache | None = None
         self._relative_bias = relative_bias(self.prepared)
+        self._is_t5 = self._relative_bias is not None
+        if self._is_t5:
+            self.max_length = None
 
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
@@ -301,20 +298,21 @@ class EncoderDecoderModel(TransformersModel):
         self._prepare()
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
-        mask = inputs.get("attention_mask") if self._takes_encoder_mask else None
+        mask = inputs.get("attention_mask") if self._is_t5 else None
         before = self._encoder_states
         self._encoder_states = placed(before, states.clone())
         self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
         if self._cross_cache is None or self._encoder_states is not before:
-            self._cross_cache = CrossCache(self._num_layers)
+            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self._num_layers)])
+        self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
-        self._both.is_updated = dict.fromkeys(range(self._num_layers), False)
 
     def static_tensors(self) -> list[Tensor]:
         """Weights, caches, and the output of the encoder."""
         encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
-        cross = [] if self._cross_cache is None else self._cross_cache.key_values
+        layers = [] if self._cross_cache is None else self._cross_cache.layers
+        cross = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
         return [*super().static_tensors(), *encoder, *cross]
 
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -325,16 +323,13 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
         return self.prepared.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
 
-    _cross_cache: CrossCache | None = None
-
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
     ) -> Tensor:
-        arguments: dict[str, Any] = {}
-        if self._takes_positions:
-            arguments["decoder_position_ids"] = self._position_ids(positions)
-        if self._takes_encoder_mask:
-            arguments["attention_mask"] = self._encoder_mask
+        if self._is_t5:
+            arguments = {"attention_mask": self._encoder_mask}
+        else:
+            arguments = {"decoder_position_ids": self._position_ids(positions)}
         output = self.prepared(
             decoder_input_ids=tokens,
             decoder_attention_mask=mask,

@@ -9,31 +9,13 @@ A size may be symbolic while a call is traced. Tile sizes are then chosen for th
 
 from __future__ import annotations
 
-import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-
-__all__ = [
-    "check_grid",
-    "contiguous",
-    "hint",
-    "jit",
-    "lanes",
-    "logits_strides",
-    "num_tiles",
-    "num_warps",
-    "run",
-    "stats_warps",
-    "tile_size",
-    "tiles_per_program",
-    "wrap_triton",
-]
 
 # Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
@@ -63,15 +45,11 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel, do_not_specialize=names, do_not_specialize_on_alignment=names)
 
 
-@functools.cache
-def _arguments_of(kernel: Any) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    return operator.itemgetter(*kernel.arg_names)
-
-
 def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: int) -> None:
-    """Launch `kernel` with those of `values` that it has a parameter for. None = an argument that the call lacks: the
-    kernel is built without it."""
-    wrap_triton(kernel)[grid](*_arguments_of(kernel)(values), num_warps=num_warps)
+    """Launch `kernel` with those of `values` that it has a parameter for, unless there are no sequences. None = an
+    argument that the call lacks: the kernel is built without it."""
+    if hint(grid[0]) > 0:
+        wrap_triton(kernel)[grid](*map(values.__getitem__, kernel.arg_names), num_warps=num_warps)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

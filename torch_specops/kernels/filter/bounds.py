@@ -1,14 +1,9 @@
-"""The bounds of rows of logits under top_k, top_p and min_p, without sorting (docs/math.md has the law).
+"""The bounds of rows of logits under top_k, top_p and min_p, without sorting: docs/math.md has the law, docs/design.md
+why the search is made so.
 
-Every filter keeps the top of a row in the same order: by logit, and of equal logits the higher id first. So two numbers
-say what is kept, the lowest logit (`cut`) and the lowest id that is kept of the tokens with it (`first_at_cut`).
-They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is written, sorted or
-converted.
-
-The cut of top_k is the k-th largest logit, found by counting entries. The cut of top_p, among what top_k kept, is found
-by summing mass, exp(z - max). Logits are taken as integer keys of the same order. A pass divides the bucket of keys
-that holds the cut into 16, so that a search takes 4 passes for 16-bit logits and 8 for float32, whatever the values.
-min_p needs the maximum alone. Launches for bfloat16 and float16 (float32):
+Two numbers say what a row keeps: the lowest logit (`cut`), and the lowest id that is kept of the tokens with it
+(`first_at_cut`). They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is
+written, sorted or converted. Launches for bfloat16 and float16 (float32):
     top_k                   4 (8) narrow + 1 finish
     top_p                   4 (8) narrow + 1 finish
     both, with or without min_p   8 (16) narrow + 1 finish
@@ -32,25 +27,13 @@ from torch import Tensor
 
 from ...arguments import Filters
 from .. import launch
-from .buckets import BUCKETS, ENTRIES, MASS, NOTHING
-from .search import finish_kernel, narrow_kernel
-
-__all__ = ["filter_bounds"]
+from .search import BUCKETS, ENTRIES, MASS, NOTHING, finish_kernel, narrow_kernel
 
 # Key bits that a pass settles.
 PASS_BITS = 4
 
 
-def search_passes(key_bits: int, by_entries: bool, by_mass: bool) -> list[tuple[int, int]]:
-    """(what is counted, key bits left undecided) of each pass."""
-    shifts = range(key_bits - PASS_BITS, -1, -PASS_BITS)
-    searches = [ENTRIES.value] * by_entries + [MASS.value] * by_mass
-    return [(search, shift) for search in searches for shift in shifts] or [(NOTHING.value, 0)]
-
-
-def filter_bounds(
-    logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int | None = None
-) -> Tensor:
+def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
     """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
     as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], its rows behind the others."""
     batch, num_rows, _ = logits.shape
@@ -59,7 +42,7 @@ def filter_bounds(
     filters = Filters(*map(launch.contiguous, filters))
     if draft_logits is None or num_drafts == 0:
         _search(logits, None, filters, bounds, 0, tile)
-    elif draft_logits.dtype == logits.dtype and (draft_logits.stride(2) == 1) == (logits.stride(2) == 1):
+    elif draft_logits.dtype == logits.dtype and draft_logits.stride(2) == logits.stride(2):
         _search(logits, draft_logits, filters, bounds, 0, tile)
     else:
         _search(logits, None, filters, bounds, 0, tile)
@@ -68,15 +51,12 @@ def filter_bounds(
 
 
 def _search(
-    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int | None
+    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int
 ) -> None:
     """Write the bounds of the rows of both tensors, in each sequence from row `first_row` on."""
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     rows = batch * (num_rows + num_drafts)
-    if launch.hint(rows) == 0:
-        return
-    tile = tile or launch.tile_size(vocab_size, rows)
     num_tiles = launch.num_tiles(logits, tile)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -106,7 +86,10 @@ def _search(
         "BLOCK_T": launch.lanes(num_tiles),
     }
     num_warps = launch.num_warps(tile)
-    passes = search_passes(8 * logits.element_size(), filters.top_k is not None, filters.top_p is not None)
+    # Of each pass: what is counted, and the key bits that it leaves undecided.
+    shifts = range(8 * logits.element_size() - PASS_BITS, -1, -PASS_BITS)
+    counted = [ENTRIES.value] * (filters.top_k is not None) + [MASS.value] * (filters.top_p is not None)
+    passes = [(search, shift) for search in counted for shift in shifts] or [(NOTHING.value, 0)]
     for index, (search, shift) in enumerate(passes):
         previous_search, previous_shift = passes[max(index - 1, 0)]
         values |= {

@@ -14,8 +14,6 @@ from .. import launch
 from ..rows import load_logits_beside, row_lead, tile_tokens, within_bounds
 from .bounds import filter_bounds
 
-__all__ = ["filter_logits"]
-
 
 @triton.jit
 def store_aligned(row_ptr, x, lead, vocab_size, tile, TILE: tl.constexpr):
@@ -54,12 +52,9 @@ def mask_kernel(
 
 
 def filter_logits(logits: Tensor, filters: Filters, *, tile: int | None = None) -> Tensor:
-    """Launch `specops::filter_logits`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::filter_logits`, which has checked its arguments. Tests and benchmarks choose the tile."""
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
-    if launch.hint(num_rows) == 0:
-        return output
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)

@@ -1,16 +1,21 @@
-"""The accept rules of the verify ops, and what their walks over the drafts share.
+"""The accept rules of the verify ops, what their walks over the drafts share, and what their launches share.
 
     accept_sampled    u l q(x) < p(x)                  `verify_exact`
     accept_greedy     x is the argmax, or nearly       a greedy sequence of `verify_exact`
     accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
 
 A walk takes WALK drafts at a time, side by side. The rule of `verify_block`, which sees a block as a whole, is in
-`block_end.py`.
+`block.py`.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from ...arguments import SigmoidArguments, VerifyArguments
+from .. import launch
 from ..rows import FLOAT32_MAX, combine_argmax, keep, scale
 
 # Drafts tested side by side, and the partials held for them. A longer chain takes several turns, so that registers stay
@@ -22,6 +27,37 @@ MAX_PARTIALS = 1024
 def walk_width(block_t: int) -> int:
     """Drafts per turn of a walk that holds `block_t` partials for each; a power of two, whatever K is."""
     return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
+
+
+def shared_values(
+    given: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
+) -> dict[str, Any]:
+    """What the kernels of the verify ops have in common, by the names of their parameters: inputs, outputs, sizes, and
+    partials of so many rows."""
+    target, draft = given.target_logits, given.draft_logits
+    batch, num_rows, vocab_size = target.shape
+    block_t, device = launch.lanes(num_tiles), target.device
+    return {
+        "target_ptr": target,
+        "draft_ptr": draft,
+        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
+        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
+        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
+        "temperature_ptr": launch.contiguous(given.temperature),
+        "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
+        "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),
+        "output_tokens_ptr": torch.empty(batch, num_rows, dtype=torch.int64, device=device),
+        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
+        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft),
+        "num_drafts": num_rows - 1,
+        "vocab_size": vocab_size,
+        "num_tiles": num_tiles,
+        "rows_per_sequence": rows_per_sequence,
+        "TILE": tile,
+        "BLOCK_K": launch.lanes(num_rows),
+        "BLOCK_T": block_t,
+        "WALK": walk_width(block_t),
+    }
 
 
 @triton.jit

@@ -17,7 +17,7 @@ bytes and launches), and whatever is loaded of a row is masked by the row's own 
 
 Three launches. Each program writes its own part of the output, so there are no races, atomics or counters.
 1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
-2. `residual_kernel` (`exact_walk.py`), one program per (sequence, tile): combines the partials, walks the drafts
+2. `residual_kernel`, one program per (sequence, tile): combines the partials, walks the drafts
    to n (every program of a sequence computes the same n in the same order), and sums its tile's residual weights.
 3. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
 """
@@ -35,26 +35,37 @@ from .. import launch
 from ..filter import filter_bounds
 from ..rows import (
     combine_argmax,
+    combine_stats,
     exponential,
     inverse_temperature,
     load_kept,
+    load_partials,
     load_row_partials,
     load_scaled,
+    load_scaled_beside,
     load_temperature,
     pick_tile,
     pick_token,
+    reciprocal,
     row_lead,
+    row_stats,
     scale,
     store_pair,
     tile_argmax,
     tile_stats,
     tile_tokens,
 )
-from .accept import count_valid, store_output, walk_width
-from .exact_walk import residual_kernel
-from .residual import load_state, residual_weights
-
-__all__ = ["verify_exact"]
+from .accept import (
+    accept_greedy,
+    accept_sampled,
+    count_valid,
+    leading,
+    load_token_logits,
+    shared_values,
+    store_output,
+    token_weights,
+)
+from .residual import draft_row_stats, draft_stats, load_state, residual_weights, store_state
 
 
 @launch.jit
@@ -105,6 +116,128 @@ def stats_kernel(
             x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
             tile_max, tile_sum = tile_stats(x, inverse_t)
             store_pair(partial_ptr, tile_max, tile_sum)
+
+
+@launch.jit
+def residual_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]; None: drafts are one-hot
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B] or None
+    draft_lse_ptr,  # [B, K] or None
+    bounds_ptr,  # [B, num_bounds, 2] or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
+    state_ptr,  # [B, 4]
+    num_accepted_ptr,  # [B]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    tiles_per_program,
+    rows_per_sequence,
+    num_bounds,
+    lenience,
+    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
+    first_row = b * rows_per_sequence
+    # Inductor passes a Python float as float64, a launch as float32.
+    lenience = tl.cast(lenience, tl.float32)
+    if argmax_gap is not None:
+        argmax_gap = tl.cast(argmax_gap, tl.float32)
+    target_ptr += b * stride_target_b
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+
+    # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
+    # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
+    # out of it made `ptxas` spill.
+    n = 0
+    walking = (num_valid > 0) & (temperature >= 0)
+    for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
+        i = (start + tl.arange(0, WALK)).to(tl.int64)
+        live = walking & (i < num_valid)
+        x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+        tile_max, sum_or_token = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
+        if temperature == 0:
+            z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
+            accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
+        else:
+            p_max, p_sum = combine_stats(tile_max, sum_or_token)
+            bounds_row = b * num_bounds + i
+            z_p = load_token_logits(
+                target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+            )
+            p_x = token_weights(z_p, p_max, p_sum)
+            if draft_ptr is None:
+                q_x = tl.full((WALK,), 1.0, tl.float64)
+                q_sum = tl.full((WALK,), 1.0, tl.float32)
+            else:
+                draft_row = num_drafts + 1 + i
+                bounds_row = b * num_bounds + draft_row
+                q_max, q_sum = draft_stats(
+                    partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
+                )
+                draft_sequence_ptr = draft_ptr + b * stride_draft_b
+                z_q = load_token_logits(
+                    draft_sequence_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+                )
+                q_x = token_weights(z_q, q_max, q_sum)
+            u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
+            accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
+        run = leading(accepted)
+        n += run
+        walking = walking & (run == WALK)
+
+    if temperature > 0:
+        p_shift, p_sum = row_stats(partial_ptr, first_row + n, num_tiles, BLOCK_T)
+        p_weight = reciprocal(p_sum)
+        q_shift = 0.0
+        q_weight = 0.0
+        if n < num_valid:
+            rejected = n.to(tl.int64)
+            draft_row = num_drafts + 1 + rejected
+            p_bounds, q_bounds = b * num_bounds + rejected, b * num_bounds + draft_row
+            if draft_ptr is not None:
+                q_shift, q_sum = draft_row_stats(
+                    partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + rejected, num_tiles, BLOCK_T
+                )
+                q_weight = reciprocal(q_sum)
+            row_ptr = target_ptr + rejected * stride_target_k
+            lead = row_lead(row_ptr, stride_target_v)
+            for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
+                z_p = load_scaled(
+                    row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, p_bounds, TILE
+                )
+                weight = exponential(z_p - p_shift) * p_weight
+                if draft_ptr is None:
+                    token = tl.load(tokens_ptr + rejected).to(tl.int32)
+                    weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight), 1.0
+                else:
+                    q_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
+                    z_q = load_scaled_beside(
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                    )
+                    weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
+                store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
+        if first_tile == 0:
+            store_state(state_ptr + b * 4, p_shift, p_weight, q_shift, q_weight)
+    if first_tile == 0:
+        tl.store(num_accepted_ptr + b, n.to(tl.int64))
 
 
 @launch.jit
@@ -165,60 +298,34 @@ def draw_kernel(
             z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
             weight = exponential(z_p - p_shift) * p_weight
             if has_residual:
-                weight, _ = residual_weights(
-                    weight,
-                    z_p,
-                    draft_ptr,
-                    b * stride_draft_b + n * stride_draft_k,
-                    stride_draft_v,
-                    lead,
-                    vocab_size,
-                    tile,
-                    inverse_t,
-                    q_shift,
-                    q_weight,
-                    tl.load(tokens_ptr + n).to(tl.int32),
-                    bounds_ptr,
-                    bounds_row + num_drafts + 1,
-                    TILE,
-                )
+                if draft_ptr is None:
+                    token = tl.load(tokens_ptr + n).to(tl.int32)
+                    weight = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight)
+                else:
+                    q_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
+                    q_bounds = bounds_row + num_drafts + 1
+                    z_q = load_scaled_beside(
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                    )
+                    weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
             next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 
-def shared_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
+def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
     """What the kernels of `verify_exact` and `verify_block` have in common, by the names of their parameters."""
     target, draft = given.target_logits, given.draft_logits
     batch, num_rows, vocab_size = target.shape
     num_drafts = num_rows - 1
-    draft_rows = num_drafts if draft is not None and given.draft_lse is None else 0
-    tile = tile or launch.tile_size(vocab_size, batch * (num_rows + draft_rows))
+    rows = num_rows + num_drafts if draft is not None and given.draft_lse is None else num_rows
+    tile = tile or launch.tile_size(vocab_size, batch * rows)
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
     bounds = filter_bounds(target, given.filters, draft, tile=tile) if given.filters.removes_tokens else None
-    partial_shape = (batch, num_rows + draft_rows, num_tiles, 2)
-    block_t = launch.lanes(num_tiles)
-    return {
-        "target_ptr": target,
-        "draft_ptr": draft,
-        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
-        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
-        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
-        "temperature_ptr": launch.contiguous(given.temperature),
+    return shared_values(given, tile, num_tiles, rows) | {
         "draft_lse_ptr": launch.contiguous(given.draft_lse),
         "bounds_ptr": bounds,
-        "partial_ptr": torch.empty(partial_shape, dtype=torch.float32, device=target.device),
-        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
-        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft),
-        "num_drafts": num_drafts,
-        "vocab_size": vocab_size,
-        "num_tiles": num_tiles,
-        "rows_per_sequence": num_rows + draft_rows,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
-        "TILE": tile,
-        "BLOCK_K": launch.lanes(num_rows),
-        "BLOCK_T": block_t,
-        "WALK": walk_width(block_t),
     }
 
 
@@ -230,23 +337,14 @@ def run_stats(given: VerifyArguments, values: dict[str, Any]) -> None:
 
 
 def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_exact`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
-    batch, num_rows, _ = given.target_logits.shape
-    device = given.target_logits.device
-    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    if launch.hint(batch) == 0:
-        return output_tokens, num_accepted
-
-    values = shared_values(given, tile)
+    """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    values = exact_values(given, tile)
+    batch, device = given.target_logits.shape[0], given.target_logits.device
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
         "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device),
         "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=device),
-        "num_accepted_ptr": num_accepted,
-        "output_tokens_ptr": output_tokens,
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
@@ -254,4 +352,4 @@ def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     run_stats(given, values)
     launch.run(residual_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program)), values, num_warps)
     launch.run(draw_kernel, (batch,), values, num_warps)
-    return output_tokens, num_accepted
+    return values["output_tokens_ptr"], values["num_accepted_ptr"]

@@ -7,18 +7,7 @@ p(v) = exp(z_p(v) - p_shift) * p_weight, and q likewise.
 import triton
 import triton.language as tl
 
-from ..rows import (
-    FLOAT32_MAX,
-    combine_stats,
-    exponential,
-    load_partials,
-    load_scaled_beside,
-    row_stats,
-    store_pair,
-    tile_tokens,
-)
-
-__all__ = ["draft_row_stats", "draft_stats", "load_state", "residual_weights", "store_state"]
+from ..rows import FLOAT32_MAX, combine_stats, exponential, load_partials, row_stats, store_pair
 
 
 @triton.jit
@@ -50,37 +39,12 @@ def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tile
 
 
 @triton.jit
-def residual_weights(
-    p,
-    z_p,
-    draft_ptr,
-    draft_offset,
-    stride_draft_v,
-    lead,
-    vocab_size,
-    tile,
-    inverse_t,
-    q_shift,
-    q_weight,
-    x,
-    bounds_ptr,
-    bounds_row,
-    TILE: tl.constexpr,
-):
-    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all; q is one-hot at x where there are no
-    draft logits (None). Equal logits mean p = q, which the difference of two rounded distributions need not show: their
-    sums may have been taken in another order, or come with `draft_lse`."""
-    if draft_ptr is None:
-        weight = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, p)
-        differs = 1.0
-    else:
-        row_ptr = draft_ptr + draft_offset
-        z_q = load_scaled_beside(
-            row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
-        )
-        weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
-        differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
-    return weight, differs
+def residual_weights(p, z_p, z_q, q_shift, q_weight):
+    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
+    difference of two rounded distributions need not show: their sums may have been taken in another order, or come with
+    `draft_lse`."""
+    weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
+    return weight, tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
 
 
 @triton.jit

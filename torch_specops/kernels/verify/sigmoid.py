@@ -15,7 +15,6 @@ p^ - q^ cancels (at +-1e4 it is about 1e-4 of p^). With a, b the scaled logits, 
 sigmoid(a) * sigmoid(-b) * (1 - exp(b - a)), and the last factor is a polynomial in a - b where that is small.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,9 +41,7 @@ from ..rows import (
     tile_argmax,
     tile_tokens,
 )
-from .accept import accept_scored, count_valid, leading, load_token_logits, store_output, walk_width
-
-__all__ = ["verify_sigmoid"]
+from .accept import accept_scored, count_valid, leading, load_token_logits, shared_values, store_output
 
 # Drafts per turn of the walk over single logits, which holds no partials.
 SCORE_WALK = tl.constexpr(16)
@@ -247,43 +244,18 @@ def draw_kernel(
 
 
 def verify_sigmoid(given: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_sigmoid`; the op has checked the arguments. `tile` overrides the table (tests,
-    benchmarks)."""
+    """Launch `specops::verify_sigmoid`, which has checked its arguments. Tests and benchmarks choose the tile."""
     target, alpha, width = given.target_logits, given.alpha, given.beta - given.alpha
     batch, num_rows, vocab_size = target.shape
-    output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=target.device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=target.device)
-    if launch.hint(batch) == 0:
-        return output_tokens, num_accepted
-
     tile = tile or launch.tile_size(vocab_size, batch)
     num_tiles = launch.num_tiles(target, tile)
     launch.check_grid("target_logits", target, 1, num_tiles)
-    block_t = launch.lanes(num_tiles)
-    values = {
-        "target_ptr": target,
-        "draft_ptr": given.draft_logits,
-        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
-        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
-        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
-        "temperature_ptr": launch.contiguous(given.temperature),
-        "partial_ptr": torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=target.device),
-        "num_accepted_ptr": num_accepted,
-        "output_tokens_ptr": output_tokens,
-        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
-        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), given.draft_logits),
-        "num_drafts": num_rows - 1,
-        "vocab_size": vocab_size,
-        "num_tiles": num_tiles,
+    values = shared_values(given, tile, num_tiles, num_rows) | {
         "alpha": alpha,
         "inverse_range": 1.0 / width,
         "lowest": alpha - 80.0 * width,
-        "TILE": tile,
-        "BLOCK_K": launch.lanes(num_rows),
-        "BLOCK_T": block_t,
-        "WALK": walk_width(block_t),
     }
     num_warps = launch.num_warps(tile)
     launch.run(score_kernel, (batch, num_tiles), values, num_warps)
     launch.run(draw_kernel, (batch,), values, num_warps)
-    return output_tokens, num_accepted
+    return values["output_tokens_ptr"], values["num_accepted_ptr"]
