@@ -154,7 +154,7 @@ def test_mean_absolute_deviation_by_summation() -> None:
             log_weights = log_choose + torch.special.xlogy(k, p_tensor) + torch.special.xlog1py(n - k, -p_tensor)
             expected = float((log_weights.exp() * (k - n * p).abs()).sum())
             got = mean_absolute_deviation(torch.tensor(float(n)).double(), p_tensor)
-            assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-13)
+            assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def test_rare_outcomes_are_pooled() -> None:

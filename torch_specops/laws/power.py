@@ -54,8 +54,15 @@ def mean_absolute_deviation(trials: Tensor, probabilities: Tensor) -> Tensor:
     `trials` (n) and `probabilities` (p) are float64 and broadcast.
     """
     m = torch.floor(trials * probabilities)
-    next_one = torch.distributions.Binomial(trials, probabilities, validate_args=False).log_prob(m + 1).exp()
-    return 2 * (m + 1) * (1 - probabilities) * next_one
+    logarithm = (
+        math.log(2)
+        + torch.lgamma(trials + 1)
+        - torch.lgamma(m + 1)
+        - torch.lgamma(trials - m)
+        + torch.special.xlogy(m + 1, probabilities)
+        + torch.special.xlog1py(trials - m, -probabilities)
+    )
+    return torch.exp(logarithm)
 
 
 def _solve(holds: Callable[[float], bool]) -> float:
