@@ -20,7 +20,7 @@ class Filters(NamedTuple):
     top_p: Tensor | None = None  # [N] float32
     min_p: Tensor | None = None  # [N] float32
 
-    def at(self, rows: slice) -> Filters:
+    def at(self, rows: slice | list[int]) -> Filters:
         return Filters(*(None if value is None else value[rows] for value in self))
 
     @property

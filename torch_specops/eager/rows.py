@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from ..dense.rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Logits that a thread handles at a time: few enough to stay in its cache.
 READ = 2**16
+# Below it, weights lose digits.
+SMALL = 2.0**-100
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
 
@@ -38,90 +40,113 @@ def runs(temperature: Tensor | None, batch: int) -> Iterator[tuple[bool, int, in
         start = stop
 
 
-class Row(NamedTuple):
-    """One row, with p = weights / total; a total of 0 is a row with no finite entry."""
+class Rows(NamedTuple):
+    """C rows of logits of each of B sequences as weights, with p = weights / total."""
 
-    z: Tensor  # [V] scaled logits, -inf where masked or removed by a filter
-    weights: Tensor  # [V] exp(z - maximum)
-    total: float
+    z: Tensor  # [B, C, V] scaled logits, -inf where masked or removed by a filter
+    weights: Tensor  # [B, C, V] float32
+    maximum: list[list[float]]  # [B][C] of z
+    total: list[list[float]]  # [B][C] 0 for a row with no finite entry
+
+    def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
+        """[B, <= C] -> the probability of the token of row (b, i), in float64, as a function of b and i."""
+        weights = self.weights.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+        index = tokens.tolist()
+
+        def probability(b: int, i: int) -> float:
+            weight = weights[b][i]
+            if weight > SMALL:
+                return float(weight / self.total[b][i])
+            z_x = float(self.z[b, i, index[b][i]])
+            return 0.0 if z_x == -math.inf else math.exp(z_x - float(self.z[b, i].double().logsumexp(0)))
+
+        return probability
+
+    def pick(self, where: Sequence[tuple[int, int]]) -> Rows:
+        """N rows (b, i), as one row of each of N sequences."""
+        z, weights = pick_rows(self.z, where), pick_rows(self.weights, where)
+        return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
 
     def times(self, factor: float) -> Tensor:
-        """[V] factor p, in float32."""
-        return self.weights * (factor / self.total) if self.total > 0 else torch.zeros_like(self.weights)
-
-
-class Rows(NamedTuple):
-    """C rows of each of B sequences."""
-
-    z: Tensor  # [B, C, V]
-    weights: Tensor  # [B, C, V]
-    maximum: list[list[float]]  # [B][C]
-    total: list[list[float]]  # [B][C]
-
-    def at(self, b: int, i: int) -> Row:
-        return Row(self.z[b, i], self.weights[b, i], self.total[b][i])
-
-    def probabilities(self, tokens: Tensor) -> list[list[float]]:
-        """[B, <= C] -> the probability of one token of each row, in float64."""
-        z = self.z.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
-        return [
-            [math.exp(z_x - z_max) / total if total > 0 else 0.0 for z_x, z_max, total in zip(*row, strict=False)]
-            for row in zip(z, self.maximum, self.total, strict=True)
-        ]
+        """[B, C, V] factor p, in float32."""
+        factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
+        if len(factors) == len(factors[0]) == 1:
+            return self.weights * factors[0][0]
+        return self.weights * torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
 
 
 def read_rows(logits: Tensor, filters: Filters) -> Rows:
     """[B, C, V] and filters [B] -> the rows, of sequences whose temperature is above 0."""
-    inverse = inverse_temperature(filters.temperature)
-    bounds = row_bounds(logits, filters)
-    if bounds is None:
-        z = logits.float()
-        if inverse is not None:
-            z = z * inverse.view(-1, 1, 1)
-    else:
+    z, maximum = scaled_rows(logits, filters)
+    # Softmax adds a row up entry by entry. The error of that is taken out by the total, which torch adds pairwise.
+    weights = torch.softmax(z, -1)
+    if any(-math.inf in row for row in maximum):
+        weights.nan_to_num_(0.0)
+    return Rows(z, weights, maximum, weights.sum(-1).tolist())
+
+
+def scaled_rows(logits: Tensor, filters: Filters) -> tuple[Tensor, list[list[float]]]:
+    """The scaled logits [B, C, V], -inf where masked or removed, and their maxima [B][C]."""
+    temperature, bounds = filters.temperature, row_bounds(logits, filters)
+    inverse = None if temperature is None or bool((temperature == 1).all()) else inverse_temperature(temperature)
+    if bounds is not None:
         z = scale_kept(logits, inverse, bounds)
-    z_max = z.amax(-1)
-    maximum = z_max.tolist()
-    # `scale` changes only NaN, infinite and overflown logits. They show in the maximum, which is NaN or infinite then;
-    # what has fallen below the least float32 weighs nothing beside a larger maximum.
-    if bounds is None and not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
+        return z, z.amax(-1).tolist()
+    z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
+    maximum = z.amax(-1).tolist()
+    # NaN, infinite and overflown logits show in the maximum, which is NaN or infinite then. What has fallen below the
+    # least float32 weighs nothing beside a larger maximum.
+    if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
         z = scale(logits, inverse)
-        z_max = z.amax(-1)
-        maximum = z_max.tolist()
-    weights = (z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1)).exp_()
-    return Rows(z, weights, maximum, weights.sum(-1, dtype=torch.float64).tolist())
+        maximum = z.amax(-1).tolist()
+    return z, maximum
 
 
-def draw(weights: list[Tensor], uniforms: Tensor) -> list[int]:
-    """B times [V], [B] -> B tokens by inverse CDF; -1 for weights that are all zero."""
-    if len(weights[0]) > TILE:
-        return [_draw_by_tiles(row, u) for row, u in zip(weights, uniforms.tolist(), strict=True)]
-    cdf = torch.stack(weights).cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1]
-    tokens = torch.searchsorted(cdf, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1).tolist()
-    return [
-        -1 if mass == 0 else token if token < len(row) else _last_positive(row)
-        for token, mass, row in zip(tokens, total.tolist(), weights, strict=True)
-    ]
+def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, C, V] -> [N, 1, V] the rows (b, i)."""
+    if len(where) == 1:
+        ((b, i),) = where
+        return x[b : b + 1, i : i + 1]
+    sequences, positions = zip(*where, strict=True)
+    return x[list(sequences), list(positions)].unsqueeze(1)
 
 
-def _draw_by_tiles(weights: Tensor, u: float) -> int:
-    """[V] -> the token: find the tile, then the token in it."""
+def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight."""
+    num_rows, vocab_size = weights.shape
+    if num_rows == 1 or vocab_size > TILE:
+        return [_draw_from(weights[row], u) for row, u in enumerate(uniforms)]
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    totals = cdf[:, -1].tolist()
+    thresholds = [[u * total] for u, total in zip(uniforms, totals, strict=True)]
+    thresholds = torch.tensor(thresholds, dtype=torch.float64, device=weights.device)
+    tokens = torch.searchsorted(cdf, thresholds, right=True).flatten().tolist()
+    for row, total in enumerate(totals):
+        if total == 0:
+            tokens[row] = -1
+        elif tokens[row] == vocab_size:
+            tokens[row] = int(weights[row].nonzero()[-1])
+    return tokens
+
+
+def _draw_from(weights: Tensor, u: float) -> int:
+    """[V] -> the token. In a long row the tile that holds it comes first."""
+    if len(weights) <= TILE:
+        cdf = weights.cumsum(0, dtype=torch.float64)
+        total = float(cdf[-1])
+        return _first_above(cdf, u * total, weights) if total > 0 else -1
     whole = len(weights) // TILE * TILE
-    tiles = [weights[:whole].view(-1, TILE), weights[whole:].view(1, -1)]
-    mass = [each for some in tiles for each in some.sum(-1, dtype=torch.float64).tolist()]
-    cdf = list(accumulate(mass, initial=0.0))
-    if cdf[-1] == 0:
+    mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
+    sums = list(accumulate(mass, initial=0.0))
+    if sums[-1] == 0:
         return -1
-    threshold = u * cdf[-1]
-    tile = bisect_right(cdf, threshold) - 1
-    if tile == len(mass):
-        return _last_positive(weights)
+    # What the rounding of u * sum leaves above all sums belongs to the last tile with a weight.
+    tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
     inside = weights[tile * TILE : (tile + 1) * TILE]
-    token = int(torch.searchsorted(inside.cumsum(0, dtype=torch.float64), threshold - cdf[tile], right=True))
-    return tile * TILE + (token if token < len(inside) else _last_positive(inside))
+    return tile * TILE + _first_above(inside.cumsum(0, dtype=torch.float64), u * sums[-1] - sums[tile], inside)
 
 
-def _last_positive(weights: Tensor) -> int:
-    """Where rounding leaves no sum above the threshold."""
-    return int(weights.nonzero()[-1])
+def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
+    """The first token whose sum exceeds the threshold; the last with a weight if rounding leaves none."""
+    token = int(torch.searchsorted(cdf, threshold, right=True))
+    return token if token < len(weights) else int(weights.nonzero()[-1])

@@ -28,10 +28,11 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
         for start in range(first, last, size):
             part = slice(start, min(start + size, last))
             rows = read_rows(logits[part].unsqueeze(1), filters.at(part))
-            tokens += draw(list(rows.weights[:, 0]), uniforms[part])
+            tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
+            largest = rows.weights.amax(-1).flatten().tolist()
             lse += [
-                z_max + math.log(total) if total > 0 else -math.inf
-                for (z_max,), (total,) in zip(rows.maximum, rows.total, strict=True)
+                z_max - math.log(weight / total) if total > 0 else -math.inf
+                for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
             ]
     device = logits.device
     return (

@@ -1,9 +1,8 @@
-"""What the verify ops share: sequences by kind, greedy ones, the draft's side, the next token, the output."""
+"""What the verify ops share: sequences by kind, greedy ones, the next token, the output."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import SigmoidArguments, VerifyArguments
-from ..dense.filters import row_bounds, scale_kept, scale_kept_tokens
-from ..dense.rows import argmax, inverse_temperature, scale
-from ..dense.walk import draft_indices, is_near_argmax, logits_of, probability, stats_from_lse
-from .rows import Row, Rows, draw, read_rows, rows_at_a_time, runs
+from ..dense.rows import argmax, scale
+from ..dense.walk import draft_indices, is_near_argmax, logits_of
+from .rows import Rows, draw, pick_rows, rows_at_a_time, runs
 
 # Vocabulary entries per tile of `argmax_by_tiles`.
 TILE = 128
@@ -76,46 +74,22 @@ def num_leading(accepted: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, accepted))
 
 
-def read_drafts(given: VerifyArguments, x: Tensor, first: int, stop: int) -> tuple[Rows | None, list[list[float]]]:
-    """The draft's rows of the positions first .. stop - 1, and q(x) [B][stop - first]. None for one-hot drafts, and with
-    `draft_lse`, which needs no row but that of a residual."""
-    if given.draft_logits is None:
-        return None, torch.ones(x[:, first:stop].shape, device=x.device).tolist()
-    x, logits = x[:, first:stop], given.draft_logits[:, first:stop]
-    if given.draft_lse is None:
-        q = read_rows(logits, given.filters)
-        return q, q.probabilities(x)
-    inverse, bounds = inverse_temperature(given.temperature), row_bounds(logits, given.filters)
-    z = scale_kept_tokens(logits_of(logits, x), x, inverse, bounds)
-    return None, probability(z, *stats_from_lse(given.draft_lse[:, first:stop])).tolist()
-
-
-def residual(given: VerifyArguments, p: Row, q: Row | None, b: int, n: int, reach: float = 1.0) -> Tensor:
-    """[V] max(reach p - q, 0) of draft n of sequence b; q is None where `read_drafts` read no rows."""
-    weights = p.times(reach)
-    if given.draft_logits is None:
-        weights[given.draft_tokens[b, n]] = 0.0
-        return weights
-    q = _row_of_lse(given, b, n) if q is None else q
-    # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
-    return torch.zeros_like(weights) if torch.equal(p.z, q.z) else weights.sub_(q.times(1.0)).clamp_(min=0)
-
-
-def _row_of_lse(given: VerifyArguments, b: int, n: int) -> Row:
-    assert given.draft_logits is not None and given.draft_lse is not None
-    logits, lse = given.draft_logits[b : b + 1, n], float(given.draft_lse[b, n])
-    filters = given.filters.at(slice(b, b + 1))
-    z = scale_kept(logits, inverse_temperature(filters.temperature), row_bounds(logits, filters))[0]
-    return Row(z, (z - lse).exp_(), 1.0 if math.isfinite(lse) else 0.0)
-
-
-def next_tokens(rows: list[Row], residuals: list[Tensor | None], uniforms: Tensor) -> list[int]:
-    """Of each sequence a token from its residual; from p where there is none, or an empty one."""
-    tokens = draw([row.weights if rest is None else rest for row, rest in zip(rows, residuals, strict=True)], uniforms)
-    for b, (row, rest) in enumerate(zip(rows, residuals, strict=True)):
-        if tokens[b] == -1 and rest is not None:
-            tokens[b] = draw([row.weights], uniforms[b : b + 1])[0]
-    return tokens
+def next_tokens(
+    p: Rows,
+    ends: Sequence[tuple[int, int]],  # the row (b, i) of p behind the accepted drafts of each sequence
+    rejected: Sequence[int],  # the sequences that have a residual
+    residual: Tensor | None,  # [len(rejected), V]
+    uniforms: Sequence[float],
+) -> list[int]:
+    """Of each sequence a token: from its residual; from p where it has none, or an empty one."""
+    tokens = dict.fromkeys(range(len(ends)), -1)
+    if residual is not None:
+        tokens.update(zip(rejected, draw(residual, [uniforms[b] for b in rejected]), strict=True))
+    others = [b for b, token in tokens.items() if token == -1]
+    if others:
+        weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)
+        tokens.update(zip(others, draw(weights, [uniforms[b] for b in others]), strict=True))
+    return list(tokens.values())
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
