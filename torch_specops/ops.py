@@ -1,9 +1,9 @@
 """The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
 
 A public function packs its arguments into one object (`arguments.py`), which everything behind it is handed, refuses
-what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches on the
-device: CPU and meta tensors go to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to the Triton
-launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
+what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches: eager
+calls on a CPU go to `eager/`; traced ones to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to
+the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
 """
 
 from __future__ import annotations

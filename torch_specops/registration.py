@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,7 +27,7 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
 
     def register(body: Callable[..., Any]) -> Any:
         # A compiled caller may reach the op after a graph break, and must not compile what is in it.
-        @torch._disable_dynamo
+        @_disable_dynamo
         def run(*args: Any) -> Any:
             # Outside of tracing a kernel is launched directly, which takes a tenth of the time.
             with set_wrap_triton_enabled(False):

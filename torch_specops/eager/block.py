@@ -46,8 +46,8 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     if end == 0 or u[end - 1] < reach[end]:
         return end, None
     for i in range(end - 1, 0, -1):
-        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts, also
-        # where the residual is empty.
+        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
+        # also where the residual is empty.
         if u[i - 1] < reach[i]:
             residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))

@@ -42,16 +42,13 @@ class Drafts:
         return lambda b, i: float(q_x[b][i])
 
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
-        """[N, V] max(reach p - q, 0) of N rows of the target, one for each of the drafts (b, i), which have been read."""
+        """[N, V] max(reach p - q, 0) of N rows of the target and the drafts (b, i) of those rows, which were read."""
         weights = p.times(reach)
         if self.given.draft_logits is None:
             for row, (b, i) in zip(weights[:, 0], where, strict=True):
                 row[self.tokens[b][i]] = 0.0
             return weights.squeeze(1)
-        if self.rows is None:
-            q = self._rows_from_lse(where)
-        else:
-            q = self.rows.pick([(b, i - self.first) for b, i in where])
+        q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
         weights.sub_(q.times(1.0)).clamp_(min=0)
         # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
         for row, same in enumerate(map(list.__eq__, p.maximum, q.maximum)):

@@ -118,9 +118,8 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
         return [_draw_from(weights[row], u) for row, u in enumerate(uniforms)]
     cdf = weights.cumsum(-1, dtype=torch.float64)
     totals = cdf[:, -1].tolist()
-    thresholds = [[u * total] for u, total in zip(uniforms, totals, strict=True)]
-    thresholds = torch.tensor(thresholds, dtype=torch.float64, device=weights.device)
-    tokens = torch.searchsorted(cdf, thresholds, right=True).flatten().tolist()
+    threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device) * cdf[:, -1]
+    tokens = torch.searchsorted(cdf, threshold.unsqueeze(1), right=True).flatten().tolist()
     for row, total in enumerate(totals):
         if total == 0:
             tokens[row] = -1

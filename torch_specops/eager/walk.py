@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,19 +35,21 @@ def verify(given: Given, verify_sampled: Callable[[Given], list[Outcome]]) -> tu
             continue
         for start in range(first, last, size):
             outcomes += verify_sampled(_sequences(given, start, min(start + size, last)))
-    output = [
-        [*drafts[:n], next_token, *[-1] * (num_drafts - n)]
-        for drafts, (n, next_token) in zip(given.draft_tokens.tolist(), outcomes, strict=True)
-    ]
-    device = given.draft_tokens.device
-    num_accepted = torch.tensor([n for n, _ in outcomes], dtype=torch.int64, device=device)
-    return torch.tensor(output, dtype=torch.int64, device=device).view(batch, num_drafts + 1), num_accepted
+    output: list[int] = []
+    num_accepted: list[int] = []
+    for drafts, (n, token) in zip(given.draft_tokens.tolist(), outcomes, strict=True):
+        output += drafts[:n] + [token] + [-1] * (num_drafts - n)
+        num_accepted.append(n)
+    integers = partial(torch.tensor, dtype=torch.int64, device=given.draft_tokens.device)
+    return integers(output).view(batch, num_drafts + 1), integers(num_accepted)
 
 
 def _sequences(given: Given, start: int, stop: int) -> Given:
     if stop - start == given.draft_tokens.shape[0]:
         return given
-    return type(given)(*(value[start:stop] if isinstance(value, Tensor) else value for value in given))
+    tensors = ((name, value) for name, value in given._asdict().items() if isinstance(value, Tensor))
+    part: dict[str, Any] = {name: value[start:stop] for name, value in tensors}
+    return given._replace(**part)
 
 
 def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
@@ -58,9 +61,7 @@ def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
     matches = (draft_tokens == best[:, :-1]) & (draft_tokens >= 0)
     if isinstance(given, VerifyArguments) and given.argmax_lenience < 1:
         x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
-        z, z_max = (
-            scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0))
-        )
+        z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0)))
         matches = in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)
     outcomes = []
     for t, tokens, accepted in zip(given.temperature.tolist(), best.tolist(), matches.tolist(), strict=True):
