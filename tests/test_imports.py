@@ -24,9 +24,10 @@ ALLOWED = {
     "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "ops", "sampling", "schedules", "uniforms"},
     "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "uniforms"},
-    "ops": {"arguments", "checks", "dense", "kernels", "registration"},
+    "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
     "parallel": {"arguments", "checks", "dense"},
     "checks": {"arguments"},
+    "eager": {"arguments", "dense"},
     "dense": {"arguments"},
     "kernels": {"arguments"},
     "analysis": {"checks"},
@@ -39,7 +40,8 @@ ALLOWED = {
     "reference": set(),
     "registration": set(),
     "sampling": set(),
-    "uniforms": set(),
+    "tracing": set(),
+    "uniforms": {"tracing"},
 }
 # The loop is handed transformers models, and fetches their adapter when it is.
 EXCEPTIONS = {("decode/inputs.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_specops
-from torch_specops.uniforms import STREAMS, _philox
+from torch_specops.uniforms import STREAMS, _numbers, _philox
 
 # Every statistical test below rejects at this level; the numbers are a pure function of the seeds, so none can flake.
 ALPHA = 1e-3
@@ -77,6 +77,9 @@ def test_equals_plain_integers(stream: str) -> None:
             uniforms_by_integers(seed, position, n, stream) for seed, position in zip(seeds, positions, strict=True)
         ]
         assert got.tolist() == expected
+        index = torch.arange(n)
+        traced = _numbers(int64(*seeds), int64(*positions), index, torch.full_like(index, STREAMS[stream]))
+        assert torch.equal(traced, got)
     # A strided view is read by value, not by storage.
     assert torch_specops.uniforms(int64(*seeds)[::2], int64(*positions)[::2], 7, stream).tolist() == expected[::2]
     assert torch_specops.uniforms(int64(), int64(), 7, stream).shape == (0, 7)

@@ -20,6 +20,9 @@ class Filters(NamedTuple):
     top_p: Tensor | None = None  # [N] float32
     min_p: Tensor | None = None  # [N] float32
 
+    def at(self, rows: slice | list[int]) -> Filters:
+        return Filters(*(None if value is None else value[rows] for value in self))
+
     @property
     def removes_tokens(self) -> bool:
         """Whether there is anything besides a temperature."""

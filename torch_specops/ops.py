@@ -1,9 +1,9 @@
 """The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
 
 A public function packs its arguments into one object (`arguments.py`), which everything behind it is handed, refuses
-what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches on the
-device: CPU and meta tensors go to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to the Triton
-launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
+what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches: eager
+calls on a CPU go to `eager/`; traced ones to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to
+the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from . import checks, dense
+from . import checks, dense, eager
 from .arguments import Filters, SigmoidArguments, VerifyArguments
 from .registration import register_op
+from .tracing import may_look
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
@@ -330,7 +331,8 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_exact(given)
     if given.target_logits.device.type != "cuda":
-        return dense.verify_exact(given)
+        form = eager if may_look(given.target_logits) else dense
+        return form.verify_exact(given)
     from .kernels import verify
 
     with _on_device_of(given.target_logits):
@@ -342,7 +344,8 @@ def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_block(given)
     if given.target_logits.device.type != "cuda":
-        return dense.verify_block(given)
+        form = eager if may_look(given.target_logits) else dense
+        return form.verify_block(given)
     from .kernels import verify
 
     with _on_device_of(given.target_logits):
@@ -354,7 +357,8 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
     given = SigmoidArguments(*args)
     checks.check_verify_sigmoid(given)
     if given.target_logits.device.type != "cuda":
-        return dense.verify_sigmoid(given)
+        form = eager if may_look(given.target_logits) else dense
+        return form.verify_sigmoid(given)
     from .kernels import verify
 
     with _on_device_of(given.target_logits):
@@ -366,7 +370,8 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
     filters = Filters(*args)
     checks.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
-        return dense.sample(logits, uniforms, filters)
+        form = eager if may_look(logits) else dense
+        return form.sample(logits, uniforms, filters)
     from .kernels import sample as kernel
 
     with _on_device_of(logits):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +26,8 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
     """
 
     def register(body: Callable[..., Any]) -> Any:
+        # A compiled caller may reach the op after a graph break, and must not compile what is in it.
+        @_disable_dynamo
         def run(*args: Any) -> Any:
             # Outside of tracing a kernel is launched directly, which takes a tenth of the time.
             with set_wrap_triton_enabled(False):
@@ -39,13 +42,16 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
             with mode:
                 return body(*args, **kwargs)
 
+        name = f"specops::{public.__name__}"
         schema = torch.library.infer_schema(public, mutates_args=())
-        op = torch.library.custom_op(f"specops::{public.__name__}", run, mutates_args=(), schema=schema)
-        op.register_fake(body)
-        op.register_torch_dispatch(FunctionalTensorMode, decompose)
-        op.register_vmap(_map_over_rows(op))
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", run)
+        torch.library.register_fake(name, body)
+        torch.library.register_torch_dispatch(name, FunctionalTensorMode, decompose)
+        op = getattr(torch.ops.specops, public.__name__).default
+        torch.library.register_vmap(name, _map_over_rows(op))
         # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
-        op.register_autograd(_no_gradient, setup_context=_mark_non_differentiable)
+        torch.library.register_autograd(name, _no_gradient, setup_context=_mark_non_differentiable)
         return op
 
     return register

@@ -8,8 +8,14 @@ counter = (index // 4, stream, position low, position high), word index % 4 of t
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .tracing import may_look
 
 __all__ = ["STREAMS", "uniforms"]
 
@@ -19,6 +25,9 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
+
+# By a word: the high and the low word of each product.
+Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
 def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
@@ -61,6 +70,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     if stream not in STREAMS:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
 
+    if may_look(seeds, positions):
+        return _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])[:, :n]
     index = torch.arange(n, device=seeds.device)
     return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
 
@@ -68,6 +79,10 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
     """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
     of the stream "sample" [B]."""
+    if may_look(seeds, positions):
+        accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
+        numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])
+        return numbers[:, :num_draft_tokens], numbers[:, -4]
     index = torch.arange(num_draft_tokens + 1, device=seeds.device)
     is_sample = index == num_draft_tokens
     streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])
@@ -90,13 +105,17 @@ def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -
 
 
 def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    return _rounds(torch.broadcast_tensors(*counter), key, (WEYL_0, WEYL_1), MASK, _multiply)
+
+
+def _rounds(counter: Sequence[Any], key: Sequence[Any], weyl: tuple[int, int], mask: int, multiply: Multiply) -> Any:
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        high_0, low_0 = _multiply(c0, MULTIPLIER_0)
-        high_1, low_1 = _multiply(c2, MULTIPLIER_1)
+        high_0, low_0 = multiply(c0, MULTIPLIER_0)
+        high_1, low_1 = multiply(c2, MULTIPLIER_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+        k0, k1 = (k0 + weyl[0]) & mask, (k1 + weyl[1]) & mask
     return c0, c1, c2, c3
 
 
@@ -105,3 +124,41 @@ def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     low = a * (multiplier & 0xFFFF)
     high = a * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls.
+
+    A block has 64 bits of one Python integer for each of its words, so that one operation serves all blocks: no
+    product of two words is longer. Tensors of this size would cost a hundred calls of torch.
+    """
+    batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
+    if size == 0:
+        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32)
+
+    def packed(values: Sequence[int]) -> int:
+        return int.from_bytes(array("q", values).tobytes(), "little")
+
+    ones = packed([1] * size)
+    mask = ones * MASK
+    seed, position = (packed([value for value in x.tolist() for _ in blocks]) for x in (seeds, positions))
+    index, stream = (packed(values * batch) for values in map(list, zip(*blocks, strict=True)))
+
+    def multiply(a: int, multiplier: int) -> tuple[int, int]:
+        product = a * multiplier
+        return (product >> 32) & mask, product & mask
+
+    words = _rounds(
+        (index, stream, position & mask, (position >> 32) & mask),
+        (seed & mask, (seed >> 32) & mask),
+        (ones * WEYL_0, ones * WEYL_1),
+        mask,
+        multiply,
+    )
+    top = ones * (MASK >> 8)
+    w0, w1, w2, w3 = ((word >> 8) & top for word in words)
+    pairs = [
+        torch.frombuffer(bytearray(pair.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)
+        for pair in (w0 | w1 << 32, w2 | w3 << 32)
+    ]
+    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import VerifyArguments
 from .filters import row_bounds, scale_kept, scale_kept_tokens
-from .rows import all_greedy, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .rows import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 from .walk import (
     accepts,
     apply_greedy,
@@ -20,15 +20,12 @@ from .walk import (
     residual,
     residual_or_target,
     stats_from_lse,
-    verify_greedy_rows,
 )
 
 
 def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
     temperature, filters = given.temperature, given.filters
-    if temperature is not None and all_greedy(temperature):
-        return verify_greedy_rows(target_logits, draft_tokens, temperature, given.argmax_lenience)
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]

@@ -11,8 +11,6 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
-# And per tile of `argmax_by_tiles`.
-ARGMAX_TILE = 128
 
 
 def inverse_temperature(temperature: Tensor | None) -> Tensor | None:
@@ -49,37 +47,11 @@ def argmax(logits: Tensor) -> Tensor:
     return lowest_argmax(z, z.amax(-1))
 
 
-def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax` for eager calls: torch vectorises a maximum but not argmax, which is therefore given a tile per row."""
-    vocab_size = logits.shape[-1]
-    size = min(ARGMAX_TILE, vocab_size)
-    whole = vocab_size // size * size
-    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
-    if whole < vocab_size:
-        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
-    row_max = tile_max.amax(-1)
-    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
-    if not bool((row_max.float() < FLOAT32_MAX).all()):
-        return argmax(logits)
-    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
-    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
-    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)
-
-
 def lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:
     # Inductor vectorises a minimum, but not argmax.
     index = torch.arange(z.shape[-1], device=z.device, dtype=torch.int32)
     lowest = torch.where(z == z_max.unsqueeze(-1), index, z.shape[-1]).amin(-1).long()
     return torch.where(z_max > -math.inf, lowest, -1)
-
-
-def all_greedy(temperature: Tensor) -> bool:
-    """Whether no row is sampled. False where that cannot be known: in a call that is traced, recorded or faked."""
-    is_plain = type(temperature) is Tensor and temperature.device.type == "cpu"
-    if not is_plain or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return not bool((temperature > 0).any())
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from ..arguments import Filters
 from .filters import row_bounds, scale_kept
-from .rows import all_greedy, argmax_by_tiles, draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .rows import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     """[N, V], [N] -> tokens [N] int64, lse [N] float32."""
     temperature = filters.temperature
-    if temperature is not None and all_greedy(temperature):
-        tokens = torch.where(temperature == 0, argmax_by_tiles(logits), -1)
-        return tokens, torch.where(tokens >= 0, 0.0, -math.inf)
     z = scale_kept(logits, inverse_temperature(temperature), row_bounds(logits, filters))  # [N, V]
     z_max, z_sum = softmax_stats(z)  # [N]
     tokens = draw(softmax_row(z, z_max, z_sum), uniforms)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .rows import FLOAT32_MAX, argmax_by_tiles, scale, softmax_row
+from .rows import FLOAT32_MAX, softmax_row
 
 
-def accepts(u: Tensor, p_x: Tensor, q_x: Tensor, in_vocab: Tensor) -> Tensor:
-    """[B, K] the accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
+def accepts(u: Any, p_x: Any, q_x: Any, in_vocab: Any) -> Any:
+    """The accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
 
-    u is the uniform number in float64, times the lenience of appendix A.5. Padding and drafts of q(x) = 0 fail.
+    For tensors [B, K] or single numbers. u is the uniform number in float64, times the lenience of appendix A.5.
+    Padding and drafts of q(x) = 0 fail.
     """
     return in_vocab & (q_x > 0) & (u * q_x < p_x)
 
@@ -67,25 +69,6 @@ def apply_greedy(
 def is_near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
     """[B, K] whether exp(z - max) >= l: the accept rule of greedy rows with lenience (Leviathan et al. A.5)."""
     return (z > -math.inf) & (z.double() - z_max.double() >= math.log(argmax_lenience))
-
-
-def verify_greedy_rows(
-    target_logits: Tensor,  # [B, K+1, V]
-    draft_tokens: Tensor,  # [B, K]
-    temperature: Tensor,  # [B], none above 0
-    argmax_lenience: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    greedy_tokens = argmax_by_tiles(target_logits)
-    near_argmax = None
-    if argmax_lenience < 1:
-        x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
-        best = greedy_tokens[:, :-1].clamp(min=0)
-        z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best))
-        near_argmax = in_vocab & is_near_argmax(z, z_max, argmax_lenience)
-    nothing = torch.zeros_like(draft_tokens, dtype=torch.bool)
-    n = num_leading(apply_greedy(nothing, greedy_tokens, draft_tokens, temperature, near_argmax))
-    # No row is sampled, so the drawn tokens are never used: n stands in for them.
-    return output_rows(draft_tokens, n, n, greedy_tokens, temperature), n
 
 
 def residual(

@@ -1,4 +1,4 @@
-"""The dense argmax by tiles is the plain one: lowest index of the maximum, whatever stands in a row."""
+"""The argmax by tiles is the plain one: lowest index of the maximum, whatever stands in a row."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from torch_specops.dense.rows import ARGMAX_TILE, argmax, argmax_by_tiles
+from torch_specops.dense.rows import argmax
+from torch_specops.eager.walk import TILE, argmax_by_tiles
 
-SIZES = (1, 2, ARGMAX_TILE - 1, ARGMAX_TILE, ARGMAX_TILE + 1, 2 * ARGMAX_TILE, 5 * ARGMAX_TILE + 7)
+SIZES = (1, 2, TILE - 1, TILE, TILE + 1, 2 * TILE, 5 * TILE + 7)
 
 
 @pytest.mark.parametrize("special", [None, math.nan, math.inf, "all"])

@@ -1,0 +1,13 @@
+"""The ops for eager calls on a CPU, which may look at the data: rows behind the first rejection are not read, and only
+sequences that need a residual get one. The law is that of `reference.py`; what a compiler traces is in `dense/`.
+
+Rows are read a few at a time (`rows.rows_at_a_time`), so that each stays in the cache; the walk over the drafts and
+the few numbers that decide it are Python's.
+"""
+
+from .block import verify_block
+from .exact import verify_exact
+from .sample import sample
+from .sigmoid import verify_sigmoid
+
+__all__ = ["sample", "verify_block", "verify_exact", "verify_sigmoid"]

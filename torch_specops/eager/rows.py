@@ -1,0 +1,151 @@
+"""Rows of logits as weights, and the draw from them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Filters
+from ..dense.filters import row_bounds, scale_kept
+from ..dense.rows import FLOAT32_MAX, inverse_temperature, scale
+
+# Logits that a thread handles at a time: few enough to stay in its cache.
+READ = 2**16
+# Below it, weights lose digits.
+SMALL = 2.0**-100
+# Vocabulary entries per tile of the two-level search in `draw`.
+TILE = 1024
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    return max(1, READ * torch.get_num_threads() // vocab_size)
+
+
+def runs(temperature: Tensor | None, batch: int) -> Iterator[tuple[bool, int, int]]:
+    """Neighbouring sequences of one kind, as (whether they are sampled, first, last + 1). Those that are not sampled
+    are greedy, or have a temperature that is no law."""
+    if temperature is None:
+        yield True, 0, batch
+        return
+    start = 0
+    for is_sampled, run in groupby(temperature.tolist(), lambda t: t > 0):
+        stop = start + len(list(run))
+        yield is_sampled, start, stop
+        start = stop
+
+
+class Rows(NamedTuple):
+    """C rows of logits of each of B sequences as weights, with p = weights / total."""
+
+    z: Tensor  # [B, C, V] scaled logits, -inf where masked or removed by a filter
+    weights: Tensor  # [B, C, V] float32
+    maximum: list[list[float]]  # [B][C] of z
+    total: list[list[float]]  # [B][C] 0 for a row with no finite entry
+
+    def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
+        """[B, <= C] -> the probability of the token of row (b, i), in float64, as a function of b and i."""
+        weights = self.weights.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+        index = tokens.tolist()
+
+        def probability(b: int, i: int) -> float:
+            weight = weights[b][i]
+            if weight > SMALL:
+                return float(weight / self.total[b][i])
+            z_x = float(self.z[b, i, index[b][i]])
+            return 0.0 if z_x == -math.inf else math.exp(z_x - float(self.z[b, i].double().logsumexp(0)))
+
+        return probability
+
+    def pick(self, where: Sequence[tuple[int, int]]) -> Rows:
+        """N rows (b, i), as one row of each of N sequences."""
+        z, weights = pick_rows(self.z, where), pick_rows(self.weights, where)
+        return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
+
+    def times(self, factor: float) -> Tensor:
+        """[B, C, V] factor p, in float32."""
+        factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
+        if len(factors) == len(factors[0]) == 1:
+            return self.weights * factors[0][0]
+        return self.weights * torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
+
+
+def read_rows(logits: Tensor, filters: Filters) -> Rows:
+    """[B, C, V] and filters [B] -> the rows, of sequences whose temperature is above 0."""
+    z, maximum = scaled_rows(logits, filters)
+    # Softmax adds a row up entry by entry. The error of that is taken out by the total, which torch adds pairwise.
+    weights = torch.softmax(z, -1)
+    if any(-math.inf in row for row in maximum):
+        weights.nan_to_num_(0.0)
+    return Rows(z, weights, maximum, weights.sum(-1).tolist())
+
+
+def scaled_rows(logits: Tensor, filters: Filters) -> tuple[Tensor, list[list[float]]]:
+    """The scaled logits [B, C, V], -inf where masked or removed, and their maxima [B][C]."""
+    temperature, bounds = filters.temperature, row_bounds(logits, filters)
+    inverse = None if temperature is None or bool((temperature == 1).all()) else inverse_temperature(temperature)
+    if bounds is not None:
+        z = scale_kept(logits, inverse, bounds)
+        return z, z.amax(-1).tolist()
+    z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
+    maximum = z.amax(-1).tolist()
+    # NaN, infinite and overflown logits show in the maximum, which is NaN or infinite then. What has fallen below the
+    # least float32 weighs nothing beside a larger maximum.
+    if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
+        z = scale(logits, inverse)
+        maximum = z.amax(-1).tolist()
+    return z, maximum
+
+
+def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, C, V] -> [N, 1, V] the rows (b, i)."""
+    if len(where) == 1:
+        ((b, i),) = where
+        return x[b : b + 1, i : i + 1]
+    sequences, positions = zip(*where, strict=True)
+    return x[list(sequences), list(positions)].unsqueeze(1)
+
+
+def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight."""
+    num_rows, vocab_size = weights.shape
+    if num_rows == 1 or vocab_size > TILE:
+        return [_draw_from(weights[row], u) for row, u in enumerate(uniforms)]
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    totals = cdf[:, -1].tolist()
+    threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device) * cdf[:, -1]
+    tokens = torch.searchsorted(cdf, threshold.unsqueeze(1), right=True).flatten().tolist()
+    for row, total in enumerate(totals):
+        if total == 0:
+            tokens[row] = -1
+        elif tokens[row] == vocab_size:
+            tokens[row] = int(weights[row].nonzero()[-1])
+    return tokens
+
+
+def _draw_from(weights: Tensor, u: float) -> int:
+    """[V] -> the token. In a long row the tile that holds it comes first."""
+    if len(weights) <= TILE:
+        cdf = weights.cumsum(0, dtype=torch.float64)
+        total = float(cdf[-1])
+        return _first_above(cdf, u * total, weights) if total > 0 else -1
+    whole = len(weights) // TILE * TILE
+    mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
+    sums = list(accumulate(mass, initial=0.0))
+    if sums[-1] == 0:
+        return -1
+    # What the rounding of u * sum leaves above all sums belongs to the last tile with a weight.
+    tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
+    inside = weights[tile * TILE : (tile + 1) * TILE]
+    return tile * TILE + _first_above(inside.cumsum(0, dtype=torch.float64), u * sums[-1] - sums[tile], inside)
+
+
+def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
+    """The first token whose sum exceeds the threshold; the last with a weight if rounding leaves none."""
+    token = int(torch.searchsorted(cdf, threshold, right=True))
+    return token if token < len(weights) else int(weights.nonzero()[-1])

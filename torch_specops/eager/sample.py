@@ -1,0 +1,41 @@
+"""`specops::sample` for eager calls on a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..arguments import Filters
+from .rows import draw, read_rows, rows_at_a_time, runs
+from .walk import argmax_by_tiles
+
+
+def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """[N, V], [N] -> tokens [N] int64, lse [N] float32."""
+    num_rows, vocab_size = logits.shape
+    size = rows_at_a_time(vocab_size)
+    tokens: list[int] = []
+    lse: list[float] = []
+    for is_sampled, first, last in runs(filters.temperature, num_rows):
+        if not is_sampled:
+            assert filters.temperature is not None
+            best = torch.where(filters.temperature[first:last] == 0, argmax_by_tiles(logits[first:last]), -1).tolist()
+            tokens += best
+            lse += [0.0 if token >= 0 else -math.inf for token in best]
+            continue
+        for start in range(first, last, size):
+            part = slice(start, min(start + size, last))
+            rows = read_rows(logits[part].unsqueeze(1), filters.at(part))
+            tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
+            largest = rows.weights.amax(-1).flatten().tolist()
+            lse += [
+                z_max - math.log(weight / total) if total > 0 else -math.inf
+                for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
+            ]
+    device = logits.device
+    return (
+        torch.tensor(tokens, dtype=torch.int64, device=device),
+        torch.tensor(lse, dtype=torch.float32, device=device),
+    )

@@ -1,0 +1,112 @@
+"""What the verify ops share: sequences by kind, greedy ones, the next token, the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..arguments import SigmoidArguments, VerifyArguments
+from ..dense.rows import argmax, scale
+from ..dense.walk import draft_indices, is_near_argmax, logits_of
+from .rows import Rows, draw, pick_rows, rows_at_a_time, runs
+
+# Vocabulary entries per tile of `argmax_by_tiles`.
+TILE = 128
+
+Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
+# Of one sequence: how many drafts are accepted, and the next token.
+Outcome = tuple[int, int]
+
+
+def verify(given: Given, verify_sampled: Callable[[Given], list[Outcome]]) -> tuple[Tensor, Tensor]:
+    """output_tokens [B, K+1] and num_accepted [B]; `verify_sampled` is given sequences of temperature above 0: as many
+    as stay in the cache, or one."""
+    batch, num_drafts = given.draft_tokens.shape
+    size = max(1, rows_at_a_time(given.target_logits.shape[2]) // (num_drafts + 1))
+    outcomes: list[Outcome] = []
+    for is_sampled, first, last in runs(given.temperature, batch):
+        if not is_sampled:
+            outcomes += _verify_greedy(_sequences(given, first, last))
+            continue
+        for start in range(first, last, size):
+            outcomes += verify_sampled(_sequences(given, start, min(start + size, last)))
+    output: list[int] = []
+    num_accepted: list[int] = []
+    for drafts, (n, token) in zip(given.draft_tokens.tolist(), outcomes, strict=True):
+        output += drafts[:n] + [token] + [-1] * (num_drafts - n)
+        num_accepted.append(n)
+    integers = partial(torch.tensor, dtype=torch.int64, device=given.draft_tokens.device)
+    return integers(output).view(batch, num_drafts + 1), integers(num_accepted)
+
+
+def _sequences(given: Given, start: int, stop: int) -> Given:
+    if stop - start == given.draft_tokens.shape[0]:
+        return given
+    tensors = ((name, value) for name, value in given._asdict().items() if isinstance(value, Tensor))
+    part: dict[str, Any] = {name: value[start:stop] for name, value in tensors}
+    return given._replace(**part)
+
+
+def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
+    """Sequences of temperature 0: drafts are accepted while they are the argmax, or near it with `argmax_lenience`. Of
+    a temperature that is no law: nothing."""
+    assert given.temperature is not None
+    target_logits, draft_tokens = given.target_logits, given.draft_tokens
+    best = argmax_by_tiles(target_logits)
+    matches = (draft_tokens == best[:, :-1]) & (draft_tokens >= 0)
+    if isinstance(given, VerifyArguments) and given.argmax_lenience < 1:
+        x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
+        z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0)))
+        matches = in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)
+    outcomes = []
+    for t, tokens, accepted in zip(given.temperature.tolist(), best.tolist(), matches.tolist(), strict=True):
+        n = num_leading(accepted)
+        outcomes.append((n, tokens[n]) if t == 0 else (0, -1))
+    return outcomes
+
+
+def num_leading(accepted: Iterable[bool]) -> int:
+    """How many are accepted before the first that is not."""
+    return sum(1 for _ in takewhile(bool, accepted))
+
+
+def next_tokens(
+    p: Rows,
+    ends: Sequence[tuple[int, int]],  # the row (b, i) of p behind the accepted drafts of each sequence
+    rejected: Sequence[int],  # the sequences that have a residual
+    residual: Tensor | None,  # [len(rejected), V]
+    uniforms: Sequence[float],
+) -> list[int]:
+    """Of each sequence a token: from its residual; from p where it has none, or an empty one."""
+    tokens = dict.fromkeys(range(len(ends)), -1)
+    if residual is not None:
+        tokens.update(zip(rejected, draw(residual, [uniforms[b] for b in rejected]), strict=True))
+    others = [b for b, token in tokens.items() if token == -1]
+    if others:
+        weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)
+        tokens.update(zip(others, draw(weights, [uniforms[b] for b in others]), strict=True))
+    return list(tokens.values())
+
+
+def argmax_by_tiles(logits: Tensor) -> Tensor:
+    """`argmax` in a third of the time: torch vectorises a maximum but not argmax, which is therefore given a tile per
+    row."""
+    vocab_size = logits.shape[-1]
+    size = min(TILE, vocab_size)
+    whole = vocab_size // size * size
+    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
+    if whole < vocab_size:
+        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    row_max = tile_max.amax(-1)
+    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
+    if not bool((row_max.float() < torch.finfo(torch.float32).max).all()):
+        return argmax(logits)
+    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
+    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
+    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
+    return torch.where(row_max > -torch.inf, index[..., 0] + inside, -1)
