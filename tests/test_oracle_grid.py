@@ -20,7 +20,18 @@ from torch_specops import reference
 
 DRAWING_OPS = (*VERIFY_OPS, "sample")
 # Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
-LARGE_CASES = ("k3", "bf16", "vocab_sliced", "greedy_mixed", "masked", "opposite", "one_hot", "lse", "hot", "tie_s_zero")
+LARGE_CASES = (
+    "k3",
+    "bf16",
+    "vocab_sliced",
+    "greedy_mixed",
+    "masked",
+    "opposite",
+    "one_hot",
+    "lse",
+    "hot",
+    "tie_s_zero",
+)
 
 
 # Smaller than a tile of any backend, odd, and of several tiles with a rest.
@@ -102,6 +113,13 @@ def unwritten_tail(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
     return torch.where(output == -1, 0, output), n
 
 
+def padding_in_the_output(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    output, n = getattr(reference, op)(**args)
+    tokens = args["draft_tokens"].long()
+    output[:, :-1] = torch.where(tokens < -1, tokens, output[:, :-1])
+    return output, n
+
+
 def moved_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """A search whose sums are off by 1e-3."""
     name = "uniforms" if op == "sample" else "sample_uniforms"
@@ -130,6 +148,7 @@ WRONG = [
     (nan_as_zero, DRAWING_OPS),
     (half_precision, DRAWING_OPS),
     (unwritten_tail, VERIFY_OPS),
+    (padding_in_the_output, VERIFY_OPS),
     (counts_the_next_token, VERIFY_OPS),
     (ignores_temperature, DRAWING_OPS),
     (neighbours_uniforms, DRAWING_OPS),

@@ -45,8 +45,8 @@ def sequence_sliced(x: Tensor) -> Tensor:
 
 
 def pad_head(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, :1] = -1
-    tokens[1::2, :1] = vocab_size
+    tokens[::2, :1] = -(2**63)
+    tokens[1::2, :1] = 2**63 - 1
 
 
 def pad_middle(tokens: Tensor, vocab_size: int) -> None:
