@@ -218,13 +218,15 @@ def test_arithmetic_is_float64() -> None:
     assert expected_tokens_per_step(torch.tensor(0.5, dtype=torch.bfloat16), 2).item() == 1.75
 
 
-def test_alpha_from_counts_is_what_was_simulated() -> None:
+def test_simulated_steps() -> None:
     alpha, count = 0.7, 5
     drafts = torch.rand(100_000, count, generator=torch.Generator().manual_seed(0)) < alpha
     accepted = drafts.long().cumprod(1).sum(1)
     proposed = torch.full_like(accepted, count)
     assert alpha_from_counts(accepted, proposed).item() == pytest.approx(alpha, abs=0.005)
     assert alpha_from_counts(torch.tensor([0]), torch.tensor([0])).isnan()
+    tokens = (accepted + 1).double().mean().item()
+    assert tokens == pytest.approx(expected_tokens_per_step(alpha, count).item(), rel=0.01)
 
 
 LOGITS, TOKENS = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)

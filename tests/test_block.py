@@ -1,5 +1,5 @@
-"""What is special about `verify_block`: how it relates to `verify_exact`, where a block ends, and its thresholds. Most is
-asked of the oracle, with which `test_oracle_grid.py` compares the op."""
+"""What is special about `verify_block`: how it relates to `verify_exact`, where a block ends, and its thresholds. Most
+of it is asked of the oracle, with which `test_oracle_grid.py` compares the op."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import Case, compare, sample_inputs
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.dense.block import _reach
 
 INF, NAN = math.inf, math.nan
 BELOW_ONE = 1 - 2.0**-24
@@ -143,27 +140,3 @@ def test_long_products_neither_cancel_nor_vanish() -> None:
     for verify in VERIFIERS:
         assert verify(**case.args)[1].tolist() == [12, 6]
         assert compare(case, verify(**case.args)).wrong == []
-
-
-ratios = st.one_of(
-    st.sampled_from((0.0, 1.0, 1e-300, 1e300, 5e-324, INF)), st.floats(0, 4), st.floats(-300, 300).map(lambda x: 10**x)
-)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(st.lists(ratios, min_size=1, max_size=12))
-def test_p_without_a_loop_is_p(values: list[float]) -> None:
-    """The smallest product of the last ratios, against the recurrence. The two may differ where a product leaves
-    float64's range."""
-    expected, in_range = [1.0], True
-    for value in values:
-        in_range &= value == 0 or expected[-1] == 0 or expected[-1] * value > 1e-290
-        expected.append(min(expected[-1] * value, 1.0) if expected[-1] > 0 else 0.0)
-    ratio = torch.tensor([values], dtype=torch.float64)
-    got = _reach(ratio, torch.ones_like(ratio))[0]
-    assert ((got >= 0) & (got <= 1)).all()
-    if in_range:
-        torch.testing.assert_close(got, torch.tensor(expected[1:], dtype=torch.float64), rtol=1e-12, atol=0)
-    # After a ratio of zero P stays exactly zero.
-    sticky = (ratio[0] == 0).cumsum(0) > 0
-    assert (got[sticky] == 0).all()

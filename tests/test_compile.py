@@ -83,47 +83,6 @@ def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
         assert equal(compiled(**arguments), call("verify_sigmoid", arguments))
 
 
-def decode_step(
-    target: Tensor, draft: Tensor, last_tokens: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A user's own step: K = 2 drafts sampled one after the other, one read of the target, one verification. The models
-    are tables [V, V] of logits, by the last token."""
-    num_drafts = 2
-    propose = torch_specops.uniforms(seeds, positions, num_drafts, "propose")
-    tokens, draft_lse = [last_tokens], []
-    for i in range(num_drafts):
-        drawn, lse = torch.ops.specops.sample(draft[tokens[-1]], propose[:, i], temperature)
-        tokens.append(drawn)
-        draft_lse.append(lse)
-    return torch.ops.specops.verify_exact(
-        target[torch.stack(tokens, 1)],
-        torch.stack(tokens[1:], 1),
-        draft[torch.stack(tokens[:-1], 1)],
-        torch_specops.uniforms(seeds, positions, num_drafts, "accept"),
-        torch_specops.uniforms(seeds, positions, 1, "sample")[:, 0],
-        temperature,
-        torch.stack(draft_lse, 1),
-    )
-
-
-def test_a_whole_step_is_one_graph() -> None:
-    g = torch.Generator().manual_seed(0)
-    target = torch.randn(19, 19, generator=g)
-    models = target, target + 0.5 * torch.randn(19, 19, generator=g)
-    # Inductor would take 20 s, and has the same operators in `test_inductor` and in test_uniforms.py.
-    compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
-    seen: set[int] = set()
-    for step in range(20):
-        rows = torch.randint(19, (4,), generator=g), torch.arange(4) - 2**40, torch.arange(4) + 100 * step
-        arguments = (*models, *rows, torch.tensor([0.0, 0.5, 1.0, 2.0]))
-        with torch.compiler.set_stance("fail_on_recompile" if step > 0 else "default"):
-            got = compiled(*arguments)
-        assert equal(got, decode_step(*arguments))
-        seen.update(got[1].tolist())
-    assert seen == {0, 1, 2}
-    assert_one_graph()
-
-
 def test_without_data() -> None:
     """Fake and meta tensors hold no data: an op that read any would raise."""
     fake = FakeTensorMode()

@@ -86,21 +86,12 @@ def test_oracle_equals_transformers(row: Tensor, t: float, top_k: int, top_p: fl
 @pytest.mark.parametrize(
     ("row", "filters", "kept"),
     [
-        # Ties with the k-th are kept.
-        ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 2}, [1, 2, 3, 4]),
-        ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 1}, [1]),
         # Four equal tokens of 1/4: those of the highest index come first, and a mass of 1/2 needs two.
         ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [2, 3]),
         ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.51}, [1, 2, 3]),
-        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.0}, [3]),
         ([0.0, 0.0, 0.0, 0.0], {"top_p": -1.0}, [3]),
-        # top_p sees what top_k left: of two tokens of 1/2 each one is enough for 0.5.
-        ([0.0, 0.0, -1.0, -1.0], {"top_k": 2, "top_p": 0.5}, [1]),
-        ([0.0, 0.0, -1.0, -1.0], {"top_p": 0.5}, [0, 1]),
         # min_p compares with the largest probability, ties with it included.
-        ([0.0, 0.0, -1.0, -2.0], {"min_p": 1.0}, [0, 1]),
         ([0.0, 0.0, -1.0, -2.0], {"min_p": 2.0}, [0, 1]),
-        ([0.0, 0.0, -1.0, -2.0], {"min_p": 0.3}, [0, 1, 2]),
         # Off.
         ([0.0, 1.0, -1.0], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2]),
         ([0.0, 1.0, -1.0], {"top_k": 3, "top_p": 1.5, "min_p": -1.0}, [0, 1, 2]),
@@ -119,15 +110,10 @@ def test_oracle_equals_transformers(row: Tensor, t: float, top_k: int, top_p: fl
         ([0.0, 1.0], {"temperature": NAN, "top_k": 1}, []),
         # A greedy row keeps all, whatever the filters.
         ([0.0, 1.0], {"temperature": 0.0, "top_k": 1, "top_p": NAN}, [0, 1]),
-        # The temperature: probabilities 0.73, 0.27 become 0.88, 0.12.
-        ([1.0, 0.0], {"top_p": 0.8}, [0, 1]),
-        ([1.0, 0.0], {"top_p": 0.8, "temperature": 0.5}, [0]),
-        ([1.0, 0.0], {"min_p": 0.3}, [0, 1]),
-        ([1.0, 0.0], {"min_p": 0.3, "temperature": 0.5}, [0]),
     ],
 )
 def test_by_hand(row: list[float], filters: dict[str, float], kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle and both ways in which the dense form finds the bounds."""
+    """What transformers does not say: the oracle, and both ways in which the dense form finds the bounds."""
     args = {name: torch.tensor([value]) for name, value in filters.items()}
     logits = torch.tensor([row])
     expected = torch.full_like(logits, -INF)
@@ -246,13 +232,3 @@ def test_absent_filters_compile_away() -> None:
     assert graphs == []
     compiled(**op_arguments("sample"))
     assert graphs == ["specops.filter_bounds.default"]
-
-
-def test_bounds_opcheck() -> None:
-    """The op of its own that finds the bounds."""
-    utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for top_k, dtype in ((None, torch.float32), (torch.tensor([3, 0]), torch.bfloat16)):
-        logits = torch.randn(2, 3, 37, generator=torch.Generator().manual_seed(0)).to(dtype)
-        args = (logits, torch.tensor([0.5, 0.0]), top_k, torch.tensor([0.9, 0.5]), None)
-        outcome = torch.library.opcheck(torch.ops.specops.filter_bounds.default, args, test_utils=utilities)
-        assert outcome == dict.fromkeys(utilities, "SUCCESS")

