@@ -81,26 +81,6 @@ def test_equals_plain_integers(stream: str) -> None:
     assert torch_specops.uniforms(int64(), int64(), 7, stream).shape == (0, 7)
 
 
-def windows(u: Tensor, width: int) -> set[tuple[float, ...]]:
-    return {tuple(row) for row in u.unfold(1, width, 1).reshape(-1, width).tolist()}
-
-
-def test_streams_never_overlap() -> None:
-    """No three consecutive numbers (72 bits) of one stream occur anywhere in another, whatever the position.
-
-    By chance alone: (3 * 64 * 62)^2 / 2^73 < 1e-13.
-    """
-    positions = torch.arange(64)
-    drawn = {stream: windows(torch_specops.uniforms(torch.full_like(positions, 11), positions, 64, stream), 3)
-             for stream in STREAMS}  # fmt: skip
-    for a, b in itertools.combinations(STREAMS, 2):
-        assert len(drawn[a]) == len(drawn[b]) == 64 * 62
-        assert not drawn[a] & drawn[b]
-    # The test sees an overlap: a stream shifted by one position shares 63 of its 64 rows.
-    shifted = windows(torch_specops.uniforms(torch.full_like(positions, 11), positions + 1, 64, "accept"), 3)
-    assert len(shifted & drawn["accept"]) == 63 * 62
-
-
 def independence(a: Tensor, b: Tensor) -> float:
     """p-value of the chi-square test of a 16 x 16 grid of equal cells."""
     cells = ((a * 16).long() * 16 + (b * 16).long()).flatten()
