@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import Report
 from op_cases import op_arguments
-from oracle import Case, compare, poison_memory
+from oracle import Case, poison_memory
 from torch import Tensor
 
 from torch_specops import parallel
@@ -135,17 +134,6 @@ def agreed(results: list[Any]) -> list[tuple[Tensor, ...]]:
         for a, b in zip(first, other, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     return first
-
-
-def check(cases: list[Case], results: list[Any], report: Report) -> None:
-    """What every rank returned is what the oracle does."""
-    rounding = rows = 0
-    for case, got in zip(cases, agreed(results), strict=True):
-        comparison = compare(case, got)
-        report.add(case, comparison)
-        assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle"
-        rounding, rows = rounding + comparison.rounding, rows + comparison.rows
-    assert rounding <= 0.01 * rows
 
 
 def base_case(vocab_size: int, **edits: Any) -> dict[str, Any]:

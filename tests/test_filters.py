@@ -13,7 +13,7 @@ import torch
 from conftest import Report
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
-from op_cases import FILTERS, assert_equal, call, check, op_arguments
+from op_cases import FILTERS, assert_equal, call, check, op_arguments, results
 from oracle import case_names, compare, sample_inputs
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -129,7 +129,7 @@ FILTERED = [name for name in case_names("filter_logits") if name in FILTERS or n
 
 def test_long_rows_equal_the_oracle(report: Report) -> None:
     """On the far side of the length from which rows are searched one by one; `test_oracle_grid.py` has short rows."""
-    check(sample_inputs("filter_logits", vocab_sizes=[2049, 5000], names=FILTERED), report)
+    check(results(sample_inputs("filter_logits", vocab_sizes=[2049, 5000], names=FILTERED)), report)
 
 
 @pytest.mark.parametrize("head", [1, 3, 256])
@@ -138,7 +138,7 @@ def test_the_search_in_long_rows(op: str, head: int, report: Report, monkeypatch
     """Short rows searched as long ones are, from fewer of their largest logits than the mass needs."""
     monkeypatch.setattr(dense_filters, "SHORT_ROW", 0)
     monkeypatch.setattr(dense_filters, "HEAD", head)
-    check(sample_inputs(op, vocab_sizes=[17, 130], names=FILTERED, seed=head), report)
+    check(results(sample_inputs(op, vocab_sizes=[17, 130], names=FILTERED, seed=head)), report)
 
 
 def ties_from_below(**args: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Report
-from op_cases import OPS, VERIFY_OPS, check
+from op_cases import OPS, VERIFY_OPS, check, results
 from oracle import compare, poison_memory, sample_inputs
 from torch import Tensor
 
@@ -38,14 +38,14 @@ LARGE_CASES = (
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 1025])
 @pytest.mark.parametrize("op", OPS)
 def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
-    check(sample_inputs(op, vocab_sizes=[vocab_size]), report)
+    check(results(sample_inputs(op, vocab_sizes=[vocab_size])), report)
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None:
     """Around the tile of the search, and of a language model."""
     sizes = [1023, 1024, 50257]
-    check(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES, max_rows=3, max_drafts=2), report)
+    check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES, max_rows=3, max_drafts=2)), report)
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)

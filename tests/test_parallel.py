@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
 from conftest import Report
+from op_cases import check
 from oracle import Case, sample_inputs
-from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks, run_cases
+from sharded import NUM_RANKS, Result, Split, agreed, base_case, in_ranks, run_cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +43,7 @@ def test_sharded_equals_whole(split: Split, report: Report) -> None:
     """Every case of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
     cases = shared_cases(sum(split.sizes))
     assert len(cases) > 60
-    check(cases, in_ranks(run_shared_cases, split), report)
+    check(zip(cases, agreed(in_ranks(run_shared_cases, split)), strict=True), report)
 
 
 def special_cases() -> list[Case]:
@@ -90,9 +91,9 @@ def run_special_cases(split: Split) -> list[tuple[Tensor, ...]] | None:
 
 def test_shards_without_mass(report: Report) -> None:
     cases, args = special_cases(), base_case(16)
-    results = in_ranks(run_special_cases, Split((4, 4, 4, 4)))
-    check(cases, results, report)
-    got = dict(zip([case.name for case in cases], agreed(results), strict=True))
+    results = agreed(in_ranks(run_special_cases, Split((4, 4, 4, 4))))
+    check(zip(cases, results, strict=True), report)
+    got = dict(zip([case.name for case in cases], results, strict=True))
     for shard in range(4):
         output, n = got[f"residual in shard {shard}"]
         next_token = output[torch.arange(64), n]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Report
-from op_cases import VERIFY_OPS, call, check
+from op_cases import VERIFY_OPS, call, check, results
 from oracle import mixed_inputs
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def map_tensors(args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dic
 
 @pytest.mark.parametrize("op", OPS)
 def test_ops_equal_the_oracle(op: str, report: Report) -> None:
-    check(mixed_inputs(op, NUM_CASES), report)
+    check(results(mixed_inputs(op, NUM_CASES)), report)
 
 
 def test_inputs_are_untouched_and_outputs_own_their_memory() -> None:
