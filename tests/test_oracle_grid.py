@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Report
 from op_cases import OPS, VERIFY_OPS, check, results
-from oracle import compare, poison_memory, sample_inputs
+from oracle import Case, compare, poison_memory, rounding_rows, sample_inputs
 from torch import Tensor
 
 import torch_specops
@@ -241,6 +241,16 @@ def test_a_boundary_belongs_to_the_token_above_it() -> None:
         s = torch.arange(vocab_size) / vocab_size
         tokens, _ = torch_specops.sample(torch.zeros(vocab_size, vocab_size), s)
         assert torch.equal(tokens, torch.arange(vocab_size))
+
+
+def test_rounding_is_told_from_a_mistake() -> None:
+    """Uniforms on the boundaries of equal weights: to be off by 1e-6 is rounding, by 1e-4 it is not."""
+    logits, s = torch.zeros(63, 64), torch.arange(1, 64) / 64
+    case = Case("boundaries", "sample", {"logits": logits, "uniforms": s})
+    for error, rounding in ((0.0, 0), (1e-6, 63), (1e-4, 0)):
+        comparison = compare(case, reference.sample(logits, s.double() - error))
+        assert (comparison.rounding, len(comparison.wrong)) == (rounding, 63 if error == 1e-4 else 0)
+    assert rounding_rows(case).all()
 
 
 def test_wrong_lse_is_caught() -> None:
