@@ -244,13 +244,14 @@ def test_a_boundary_belongs_to_the_token_above_it() -> None:
 
 
 def test_rounding_is_told_from_a_mistake() -> None:
-    """Uniforms on the boundaries of equal weights: to be off by 1e-6 is rounding, by 1e-4 it is not."""
-    logits, s = torch.zeros(63, 64), torch.arange(1, 64) / 64
-    case = Case("boundaries", "sample", {"logits": logits, "uniforms": s})
-    for error, rounding in ((0.0, 0), (1e-6, 63), (1e-4, 0)):
-        comparison = compare(case, reference.sample(logits, s.double() - error))
-        assert (comparison.rounding, len(comparison.wrong)) == (rounding, 63 if error == 1e-4 else 0)
-    assert rounding_rows(case).all()
+    """The token below, where the uniform lies so far above the boundary of equal weights."""
+    logits, boundaries = torch.zeros(63, 64), torch.arange(1, 64, dtype=torch.float64) / 64
+    below = reference.sample(logits, boundaries - 0.01)
+    for distance, is_rounding in ((1e-5, True), (1e-4, False)):
+        case = Case("boundaries", "sample", {"logits": logits, "uniforms": boundaries + distance})
+        comparison = compare(case, below)
+        assert (comparison.rounding, len(comparison.wrong)) == ((63, 0) if is_rounding else (0, 63))
+        assert rounding_rows(case).sum() == comparison.rounding
 
 
 def test_wrong_lse_is_caught() -> None:
