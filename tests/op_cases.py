@@ -1,13 +1,19 @@
-"""One call of each op, for the tests that ask the same of all five."""
+"""One call of each op, for the tests that ask the same of all five; and calls that are compared with the oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from conftest import Report
+from oracle import Case, compare, poison_memory
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
+from torch_specops import dense
+from torch_specops.arguments import Filters, SigmoidArguments, VerifyArguments
 
 VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid")
 OPS = (*VERIFY_OPS, "sample", "filter_logits")
@@ -65,6 +71,47 @@ def call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The public function, its result always a tuple."""
     outputs = getattr(torch_specops, op)(**arguments)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+class _WithoutValues(TorchDispatchMode):
+    """What a compiler records: no operator may read a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, f"a traced op calls {func}"
+        return func(*args, **(kwargs or {}))
+
+
+def call_traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The same by the dense form that is traced, which has to do without looking at values."""
+    with _WithoutValues():
+        if op in VERIFY_OPS:
+            kind = SigmoidArguments if op == "verify_sigmoid" else VerifyArguments
+            return getattr(dense, op)(kind(**arguments))
+        rest = dict(arguments)
+        filters = Filters(**{name: rest.pop(name) for name in Filters._fields if name in rest})
+        outputs = getattr(dense, op)(*rest.values(), filters)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def check(results: Iterable[tuple[Case, tuple[Tensor, ...]]], report: Report) -> None:
+    """Every result is the oracle's, and few rows differ from it by rounding."""
+    rounding = rows = 0
+    for case, got in results:
+        comparison = compare(case, got)
+        report.add(case, comparison)
+        assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle"
+        rounding, rows = rounding + comparison.rounding, rows + comparison.rows
+    assert rounding <= 0.01 * rows
+
+
+def results(cases: Iterable[Case]) -> Iterator[tuple[Case, tuple[Tensor, ...]]]:
+    """Of the eager and of the traced form, which are mostly the same; on memory that shows when it is read."""
+    for case in cases:
+        with poison_memory():
+            eager, traced = call(case.op, case.args), call_traced(case.op, case.args)
+        yield case, eager
+        if not equal(eager, traced):
+            yield case, traced
 
 
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

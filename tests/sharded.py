@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import Report
-from oracle import Case, compare, poison_memory
+from op_cases import op_arguments
+from oracle import Case, poison_memory
 from torch import Tensor
 
-import torch_specops
 from torch_specops import parallel
 
 NUM_RANKS = 4
@@ -137,32 +136,7 @@ def agreed(results: list[Any]) -> list[tuple[Tensor, ...]]:
     return first
 
 
-def check(cases: list[Case], results: list[Any], report: Report) -> int:
-    """Off the margin as the oracle, within it lawful. How many rows were open."""
-    open_rows = 0
-    for case, got in zip(cases, agreed(results), strict=True):
-        comparison = compare(case, got)
-        report.add(case, comparison)
-        assert comparison.wrong == [], f"{case.name}: rows {comparison.wrong} differ from the oracle off the margin"
-        open_rows += 0 if case.name.startswith("tie_") else comparison.rounding
-    return open_rows
-
-
 def base_case(vocab_size: int, **edits: Any) -> dict[str, Any]:
-    """64 rows of three drafts drawn from the draft, a third of them greedy."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    target = 2 * torch.randn(64, 4, vocab_size, generator=generator)
-    draft = target[:, :3] + torch.randn(64, 3, vocab_size, generator=generator)
-    temperature = torch.tensor([0.0, 1.0, 0.7]).repeat(22)[:64]
-    drafts, lse = torch_specops.sample(
-        draft.flatten(0, 1), torch.rand(192, generator=generator), temperature.repeat_interleave(3)
-    )
-    return {
-        "target_logits": target,
-        "draft_tokens": drafts.view(64, 3),
-        "draft_logits": draft,
-        "accept_uniforms": torch.rand(64, 3, generator=generator),
-        "sample_uniforms": torch.rand(64, generator=generator),
-        "temperature": temperature,
-        "draft_lse": lse.view(64, 3),
-    } | edits
+    """64 rows of three drafts, of which every other one is sampled."""
+    arguments = op_arguments("verify_exact", 64, 3, vocab_size, filtered=False) | edits
+    return {name: value for name, value in arguments.items() if "lenience" not in name}

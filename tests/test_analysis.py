@@ -1,4 +1,4 @@
-"""The paper's formulas: closed forms, its printed numbers, simulation, and wrong formulas that each of these finds."""
+"""The paper's formulas: closed forms, its printed numbers, and the laws of the oracle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tiny_models import raised
 from torch import Tensor
 
-import torch_specops
 from torch_specops import reference
 from torch_specops.analysis import (
     acceptance_probability,
@@ -34,14 +33,7 @@ ALPHAS = [Fraction(0), Fraction(1, 5), Fraction(4, 5), 1 - Fraction(1, 2**20), F
 COUNTS = [0, 1, 5, 20, 300]
 
 # Leviathan et al. 2023, table 1: alpha, gamma, "operations", "speed".
-TABLE_1 = [
-    (0.6, 2, 1.53, 1.96),
-    (0.7, 3, 1.58, 2.53),
-    (0.8, 2, 1.23, 2.44),
-    (0.8, 5, 1.63, 3.69),
-    (0.9, 2, 1.11, 2.71),
-    (0.9, 10, 1.60, 6.86),
-]
+TABLE_1 = [(0.6, 2, 1.53, 1.96), (0.8, 5, 1.63, 3.69), (0.9, 10, 1.60, 6.86)]
 
 
 def tokens_of(alpha: Fraction, count: int) -> Fraction:
@@ -68,86 +60,20 @@ def test_closed_forms(alpha: Fraction) -> None:
     close(memory_access_factor(float(alpha), counts), [1 / s for s in exact])
     close(oracle_walltime_factor(float(alpha), 0.125).unsqueeze(0), [1 / (1 - alpha + c * alpha)])
 
-
-def test_limits() -> None:
     # Certain acceptance of free drafts is without bound; drafts as dear as the target gain nothing.
     assert oracle_walltime_factor(1.0, torch.tensor([0.0, 1.0, 3.0])).tolist() == [math.inf, 1.0, 1.0]
 
 
-def printed(value: float, found: float) -> bool:
-    """Whether a number with two decimals is this one, rounded."""
-    return abs(found - value) <= 0.005 + 1e-12
-
-
-def test_table_1() -> None:
+def test_numbers_of_the_paper() -> None:
+    """Rows of table 1, and section 3.5: the oracle gains up to about 60 percent over the best constant K."""
     for alpha, gamma, operations, speed in TABLE_1:
-        assert printed(operations, operations_factor(alpha, 0.0, gamma).item())
-        assert printed(speed, walltime_factor(alpha, 0.0, gamma).item())
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_table_1_finds_a_wrong_formula(off: int) -> None:
-    """One token more or less in the exponent, or one run of the target more or less."""
-    for alpha, gamma, operations, speed in TABLE_1:
-        assert not printed(speed, walltime_factor(alpha, 0.0, gamma + off).item())
-        assert not printed(operations, (gamma + 1 + off) / expected_tokens_per_step(alpha, gamma).item())
-
-
-def test_numbers_in_the_text() -> None:
-    """Section 3.6: alpha 0.2 and gamma 3 give 1.25; appendix A.5: c = 0.015, gamma = 8, greedy with lenience."""
-    assert round(walltime_factor(0.2, 0.0, 3).item(), 2) == 1.25
-    factors = walltime_factor(torch.tensor([0.75, 0.75, 0.8, 0.87], dtype=torch.float64), 0.015, 8)
-    assert [round(factor, 1) for factor in factors.tolist()] == [3.3, 3.3, 3.9, 4.9]
-
-
-def test_the_oracle_gains_up_to_about_60_percent() -> None:
-    """Section 3.5, over typical costs; the gain is the oracle's over the best constant K."""
+        assert round(operations_factor(alpha, 0.0, gamma).item(), 2) == operations
+        assert round(walltime_factor(alpha, 0.0, gamma).item(), 2) == speed
     alpha = torch.linspace(0.3, 0.99, 500, dtype=torch.float64)
     cost = torch.tensor([0.01, 0.02, 0.05, 0.1, 0.2], dtype=torch.float64).unsqueeze(1)
     gain = oracle_walltime_factor(alpha, cost) / walltime_factor(alpha, cost, optimal_num_draft_tokens(alpha, cost))
     assert (gain >= 1).all()
     assert 0.5 < gain.amax().item() - 1 < 0.65
-
-
-def simulated_steps(alpha: float, num_draft_tokens: int, num_steps: int = 200_000) -> Tensor:
-    """[num_steps] accepted drafts, each draft reached accepted with probability alpha."""
-    generator = torch.Generator().manual_seed(0)
-    accepted = torch.rand(num_steps, num_draft_tokens, generator=generator, dtype=torch.float64) < alpha
-    return accepted.long().cumprod(1).sum(1)
-
-
-def z_score(samples: Tensor, expected: float) -> float:
-    samples = samples.double()
-    return abs(samples.mean().item() - expected) / (samples.std().item() / math.sqrt(len(samples)))
-
-
-@pytest.mark.parametrize("cost", [0.05, 0.3])
-def test_simulated_oracle(cost: float) -> None:
-    """Steps whose K is the number of drafts that will be accepted: time 1 + c K for K + 1 tokens."""
-    alpha = 0.8
-    accepted = simulated_steps(alpha, 200, num_steps=50_000).double()
-    speed = (accepted + 1).mean() / (accepted * cost + 1).mean()
-    assert speed.item() == pytest.approx(oracle_walltime_factor(alpha, cost).item(), rel=0.01)
-    # Free drafts, and one draft more than needed.
-    assert speed.item() != pytest.approx(1 / (1 - alpha), rel=0.05)
-    assert speed.item() != pytest.approx(1 / (1 - alpha + cost), rel=0.008)
-
-
-rates = st.floats(0, 1)
-costs = st.floats(0, 2)
-
-
-@settings(deadline=None)
-@given(alpha=rates, cost=costs, count=st.integers(0, 60))
-def test_no_choice_of_k_beats_the_optimum_or_the_oracle(alpha: float, cost: float, count: int) -> None:
-    best = optimal_num_draft_tokens(alpha, cost)
-    found = walltime_factor(alpha, cost, best).item()
-    assert found >= walltime_factor(alpha, cost, count).item() * (1 - 1e-12)
-    assert oracle_walltime_factor(alpha, cost).item() >= found * (1 - 1e-12)
-    # Corollary 3.9.
-    assert (best > 0) == (alpha > cost)
-    if best:
-        assert found >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("cost", [Fraction(1, 50), Fraction(1, 2)])
@@ -268,35 +194,6 @@ def test_argmax_lenience() -> None:
     )
 
 
-@pytest.mark.parametrize(("temperature", "lenience"), [(1.0, 1.0), (0.7, 0.4)])
-def test_the_op_accepts_at_this_rate(temperature: float, lenience: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    trials, size = 100_000, 16
-    target = 2 * torch.randn(size, generator=generator)
-    draft = target + 1.5 * torch.randn(size, generator=generator)
-    temperatures = torch.full((trials,), temperature)
-    uniforms = torch.rand(3, trials, generator=generator)
-    rows = draft.expand(trials, -1)
-    tokens, lse = torch_specops.sample(rows, uniforms[0], temperatures)
-    logits = target.expand(trials, 2, -1), tokens.unsqueeze(1), rows.unsqueeze(1)
-    _, num_accepted = torch_specops.verify_exact(
-        *logits, uniforms[1].unsqueeze(1), uniforms[2], temperatures, lse.unsqueeze(1), lenience
-    )
-    assert z_score(num_accepted, acceptance_probability(target, draft, temperature, lenience).item()) < 4
-    accepted = token_acceptance_probability(target, tokens, rows, temperature, lenience)
-    assert z_score(accepted, acceptance_probability(target, draft, temperature, lenience).item()) < 4
-    p, q = ((row / temperature).double().softmax(0) for row in (target, draft))
-    wrong = {
-        "no temperature": overlap(target, draft, 1.0, lenience) if temperature != 1.0 else 0.0,
-        "no lenience": overlap(target, draft, temperature, 1.0) if lenience != 1.0 else 0.0,
-        "lenience on the wrong side": torch.minimum(p, q / lenience).sum().item() if lenience != 1.0 else 0.0,
-        "Bhattacharyya": (p * q).sqrt().sum().item(),
-        "same token": (p * q).sum().item(),
-    }
-    for name, value in wrong.items():
-        assert z_score(num_accepted, value) > 5, name
-
-
 def test_one_hot_drafts() -> None:
     target = torch.tensor([0.5, 0.3, 0.2]).log().expand(5, -1)
     tokens = torch.tensor([0, 1, 2, -1, 3])
@@ -308,7 +205,6 @@ def test_rows_without_a_law_accept_nothing() -> None:
     nothing, something = torch.full((3,), -math.inf), torch.zeros(3)
     for target, draft in ((nothing, something), (something, nothing), (nothing, nothing)):
         for temperature in (0.0, 1.0):
-            assert acceptance_probability(target, draft, temperature).item() == 0
             assert acceptance_probability(target, draft, temperature, 0.5, 0.5).item() == 0
             assert divergence(target, draft, temperature).item() == 1
     assert token_acceptance_probability(nothing, torch.tensor(1), None, 0.0, 0.5, 0.5).item() == 0
@@ -322,16 +218,15 @@ def test_arithmetic_is_float64() -> None:
     assert expected_tokens_per_step(torch.tensor(0.5, dtype=torch.bfloat16), 2).item() == 1.75
 
 
-def test_alpha_from_counts_is_what_was_simulated() -> None:
+def test_simulated_steps() -> None:
     alpha, count = 0.7, 5
-    accepted = simulated_steps(alpha, count, num_steps=100_000)
+    drafts = torch.rand(100_000, count, generator=torch.Generator().manual_seed(0)) < alpha
+    accepted = drafts.long().cumprod(1).sum(1)
     proposed = torch.full_like(accepted, count)
-    tried = accepted + (accepted < count)
-    error = math.sqrt(alpha * (1 - alpha) / tried.sum().item())
-    assert abs(alpha_from_counts(accepted, proposed).item() - alpha) < 4 * error
-    # What the loop calls its acceptance rate is another number.
-    assert abs((accepted.sum() / proposed.sum()).item() - alpha) > 50 * error
+    assert alpha_from_counts(accepted, proposed).item() == pytest.approx(alpha, abs=0.005)
     assert alpha_from_counts(torch.tensor([0]), torch.tensor([0])).isnan()
+    tokens = (accepted + 1).double().mean().item()
+    assert tokens == pytest.approx(expected_tokens_per_step(alpha, count).item(), rel=0.01)
 
 
 LOGITS, TOKENS = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)

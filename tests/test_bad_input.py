@@ -199,32 +199,14 @@ def test_traced(op: str, name: str, value: object, said: str) -> None:
     assert f"{name}: {said}" in causes(caught.value)
 
 
-@pytest.mark.parametrize("op", VERIFY_OPS)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_a_token_out_of_range_is_padding(op: str, temperature: float) -> None:
-    arguments = good(op) | {"temperature": torch.full((B,), temperature), "accept_uniforms": torch.zeros(B, K)}
-    arguments |= {name: None for name in (*FILTERS, "draft_lse") if name in arguments}
-    arguments["draft_tokens"] = arguments["target_logits"][:, :K].argmax(-1)
-    for padding in (-1, -(2**63), V, 2**40, 2**63 - 1):
-        for position in range(K):
-            drafts = arguments["draft_tokens"].clone()
-            drafts[0, position] = padding
-            tokens, num_accepted = function(op, "op")(**arguments | {"draft_tokens": drafts})
-            assert num_accepted.tolist() == [position, K]
-            assert torch.equal(tokens[0, :position], drafts[0, :position])
-            assert 0 <= int(tokens[0, position]) < V
-            assert bool((tokens[0, position + 1 :] == -1).all())
-
-
 @pytest.mark.parametrize("op", OPS[:-1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_uniform_out_of_range(op: str, dtype: torch.dtype) -> None:
+def test_a_uniform_out_of_range(op: str) -> None:
     """No law, but no crash, and no token that is out of range or masked."""
     for value in (-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN):
         arguments = good(op)
         for name in arguments:
             if name.endswith("uniforms"):
-                arguments[name] = torch.full_like(arguments[name], value, dtype=dtype)
+                arguments[name] = torch.full_like(arguments[name], value)
             if name.endswith("logits"):
                 arguments[name][..., [0, V - 1]] = -INF
         tokens, second = function(op, "op")(**arguments)

@@ -96,9 +96,12 @@ def test_lenience_bounds_every_token(draft_kind: str, report: Report) -> None:
     p, q = torch.softmax(target.double(), -1), torch.softmax(draft.double(), -1)
     kept, residual = torch.minimum(q, p / lenience), (p - q).clamp(min=0)
     law = kept + (1 - kept.sum()) * residual / residual.sum()
-    tokens, _ = first_tokens(torch_specops.verify_exact, target, draft, 14, lenience=lenience)
+    tokens, n = first_tokens(torch_specops.verify_exact, target, draft, 14, lenience=lenience)
     counts = torch.bincount(tokens, minlength=V)
-    expect_laws(report, f"lenience 0.3, {draft_kind} draft", {"token 1": chi_square(counts, law)})
+    # Leviathan et al. appendix A.5: alpha = sum min(p / l, q).
+    alpha = torch.stack([1 - kept.sum(), kept.sum()])
+    p_values = {"token 1": chi_square(counts, law), "num_accepted": chi_square(torch.bincount(n, minlength=2), alpha)}
+    expect_laws(report, f"lenience 0.3, {draft_kind} draft", p_values)
     bound = (p / lenience).clamp(max=1)
     # Five standard deviations above the bound itself.
     assert (counts / TRIALS <= bound + 5 * (bound * (1 - bound) / TRIALS).sqrt()).all()

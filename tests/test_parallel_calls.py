@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from conftest import Report
 from functorch.compile import make_boxed_func
+from op_cases import check
 from oracle import Case
-from sharded import NUM_RANKS, Result, Split, agreed, base_case, check, in_ranks
+from sharded import NUM_RANKS, Result, Split, agreed, base_case, in_ranks
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -62,7 +63,7 @@ def test_dtensors(report: Report) -> None:
     cases = [Case(f"DTensor {i}", "verify_exact", args) for i in range(8)]
     sampled = {"logits": args["target_logits"][:, 0], "uniforms": args["sample_uniforms"]}
     cases.append(Case("DTensor", "sample", sampled | {"temperature": args["temperature"]}))
-    check(cases, in_ranks(run_dtensors, vocab_size), report)
+    check(zip(cases, agreed(in_ranks(run_dtensors, vocab_size)), strict=True), report)
 
 
 def compiled_step(options: dict[str, Any]) -> Callable[..., Result]:

@@ -90,15 +90,11 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_emitted_token_has_the_targets_law(name: str) -> None:
+    """And P(accept) = sum_v min(p(v), q(v)), Leviathan et al. theorem 3.5."""
     p, q = PAIRS[name]
-    assert marginal(first_token_law(p, q), len(p)) == fractions_of(p)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_acceptance_is_the_overlap(name: str) -> None:
-    """P(accept) = sum_v min(p(v), q(v)), Leviathan et al. theorem 3.5."""
-    p, q = PAIRS[name]
-    accepted = sum((weight for (_, n), weight in first_token_law(p, q).items() if n == 1), Fraction(0))
+    law = first_token_law(p, q)
+    assert marginal(law, len(p)) == fractions_of(p)
+    accepted = sum((weight for (_, n), weight in law.items() if n == 1), Fraction(0))
     assert accepted == sum(map(min, fractions_of(p), fractions_of(q)))
 
 
@@ -120,7 +116,7 @@ def test_one_hot_draft_keeps_the_law_whatever_the_draft(name: str, drafts: tuple
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("lenience", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("lenience", [0.5, 0.25])
 def test_lenience_bounds_every_token_by_p_over_l(name: str, lenience: float) -> None:
     p, q = PAIRS[name]
     law = marginal(first_token_law(p, q, lenience=lenience), len(p))

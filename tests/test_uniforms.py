@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_specops
 from torch_specops.uniforms import STREAMS, _numbers, _philox
@@ -76,7 +75,7 @@ def test_equals_plain_integers(stream: str) -> None:
         expected = [
             uniforms_by_integers(seed, position, n, stream) for seed, position in zip(seeds, positions, strict=True)
         ]
-        assert got.tolist() == expected
+        assert got.dtype == torch.float32 and got.tolist() == expected
         index = torch.arange(n)
         traced = _numbers(int64(*seeds), int64(*positions), index, torch.full_like(index, STREAMS[stream]))
         assert torch.equal(traced, got)
@@ -85,59 +84,15 @@ def test_equals_plain_integers(stream: str) -> None:
     assert torch_specops.uniforms(int64(), int64(), 7, stream).shape == (0, 7)
 
 
-def test_range_dtype_and_grid() -> None:
-    u = torch_specops.uniforms(torch.arange(512), torch.arange(512), 257, "sample")
-    assert u.dtype == torch.float32 and u.shape == (512, 257)
-    assert float(u.min()) >= 0 and float(u.max()) < 1
-    assert torch.equal(u * 2**24, (u * 2**24).round())
-    # All 24 bits are used: the lowest one is set about half the time.
-    assert 0.49 < float(((u * 2**24).long() & 1).double().mean()) < 0.51
-
-
-def windows(u: Tensor, width: int) -> set[tuple[float, ...]]:
-    return {tuple(row) for row in u.unfold(1, width, 1).reshape(-1, width).tolist()}
-
-
-def test_streams_never_overlap() -> None:
-    """No three consecutive numbers (72 bits) of one stream occur anywhere in another, whatever the position.
-
-    By chance alone: (3 * 64 * 62)^2 / 2^73 < 1e-13.
-    """
-    positions = torch.arange(64)
-    drawn = {stream: windows(torch_specops.uniforms(torch.full_like(positions, 11), positions, 64, stream), 3)
-             for stream in STREAMS}  # fmt: skip
-    for a, b in itertools.combinations(STREAMS, 2):
-        assert len(drawn[a]) == len(drawn[b]) == 64 * 62
-        assert not drawn[a] & drawn[b]
-    # The test sees an overlap: a stream shifted by one position shares 63 of its 64 rows.
-    shifted = windows(torch_specops.uniforms(torch.full_like(positions, 11), positions + 1, 64, "accept"), 3)
-    assert len(shifted & drawn["accept"]) == 63 * 62
-
-
-def uniformity(u: Tensor) -> float:
-    """p-value of the chi-square test of 256 equal bins."""
-    return float(chisquare(torch.bincount((u * 256).long().flatten(), minlength=256).numpy()).pvalue)
-
-
 def independence(a: Tensor, b: Tensor) -> float:
     """p-value of the chi-square test of a 16 x 16 grid of equal cells."""
     cells = ((a * 16).long() * 16 + (b * 16).long()).flatten()
     return float(chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue)
 
 
-def test_uniform() -> None:
-    """n = 2^19 numbers (seeds 0..4095, position 17, 128 each), 256 bins, alpha = 1e-3."""
-    for stream in STREAMS:
-        u = torch_specops.uniforms(torch.arange(4096), torch.full((4096,), 17), 128, stream)
-        assert uniformity(u) > ALPHA, stream
-    # Wrong laws that must fail: a slightly bent one and a coarse lattice.
-    assert uniformity(u**1.02) < ALPHA
-    assert uniformity((u * 1000).floor() / 1000) < ALPHA
-
-
-def test_pairwise_independent() -> None:
-    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 cells, alpha = 1e-3, for each pair of streams,
-    for consecutive numbers, consecutive positions and consecutive seeds: the ways a decoding step uses them."""
+def test_uniform_and_pairwise_independent() -> None:
+    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 equal cells, alpha = 1e-3, for each pair of
+    streams, for consecutive numbers, positions and seeds: the ways a decoding step uses them."""
     seeds, positions = torch.arange(2048), torch.full((2048,), 5)
     u = {stream: torch_specops.uniforms(seeds, positions, 64, stream) for stream in STREAMS}
     for a, b in itertools.combinations(STREAMS, 2):
@@ -146,29 +101,29 @@ def test_pairwise_independent() -> None:
     assert independence(accept[:, :-1], accept[:, 1:]) > ALPHA
     assert independence(accept, torch_specops.uniforms(seeds, positions + 1, 64, "accept")) > ALPHA
     assert independence(accept[:-1], accept[1:]) > ALPHA
-    # Dependence that must be seen: the same numbers used twice, and one in ten of them shared.
+    # What must be seen: the same numbers used twice, one in ten of them shared, and a law that is slightly bent.
     shared = torch.where(torch.arange(64) % 10 == 0, u["accept"], u["sample"])
     assert independence(accept, accept) < ALPHA
     assert independence(accept, shared) < ALPHA
+    assert independence(accept**1.05, u["sample"]) < ALPHA
 
 
 def test_compiled_is_bit_identical() -> None:
-    """With free shapes; tests/test_compile.py has all three streams with fixed ones."""
+    """All three streams and free shapes in one graph."""
     torch._dynamo.reset()
 
     def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
-        return torch_specops.uniforms(seeds, positions, like.shape[1], "accept")
+        return torch.stack([torch_specops.uniforms(seeds, positions, like.shape[1], stream) for stream in STREAMS])
 
     compiled = torch.compile(drawn, fullgraph=True, dynamic=True)
     for batch, n in [(5, 6), (3, 9)]:
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=torch.Generator().manual_seed(batch))
         arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)
-        assert torch.equal(compiled(*arguments), drawn(*arguments))
+        with torch.compiler.set_stance("fail_on_recompile" if batch == 3 else "default"):
+            assert torch.equal(compiled(*arguments), drawn(*arguments))
 
 
-def test_fake_and_meta() -> None:
-    with FakeTensorMode():
-        torch_specops.uniforms(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), 5, "accept")
+def test_meta() -> None:
     meta = torch.zeros(3, dtype=torch.int64, device="meta")
     u = torch_specops.uniforms(meta, meta, 5, "accept")
     assert u.device.type == "meta" and u.shape == (3, 5) and u.dtype == torch.float32

@@ -35,40 +35,24 @@ def test_over_a_leading_axis(op: str) -> None:
     assert equal(mapped(op, stacked(op)), one_by_one(op, stacked(op)))
 
 
-def test_an_axis_anywhere_and_tensors_that_are_shared() -> None:
+def test_an_axis_anywhere_tensors_that_are_shared_and_two_axes() -> None:
     given = stacked("verify_exact")
     shared = {"draft_logits", "draft_lse", "temperature", "top_k"}
     want = one_by_one("verify_exact", given | {name: given[name][:1].expand_as(given[name]) for name in shared})
     given |= {name: given[name][0] for name in shared}
     given |= {"target_logits": given["target_logits"].movedim(0, 2), "sample_uniforms": given["sample_uniforms"].T}
     dims = {name: None if name in shared else 0 for name in given} | {"target_logits": 2, "sample_uniforms": 1}
-    assert equal(mapped("verify_exact", given, in_dims=tuple(dims.values())), want)
+    inner = tuple(dims.values())
+    assert equal(mapped("verify_exact", given, in_dims=inner), want)
+
+    twice = {name: torch.stack([value, value]) for name, value in given.items()}
+    both = vmap(lambda *values: mapped("verify_exact", dict(zip(given, values, strict=True)), in_dims=inner))
+    assert all(equal(tuple(each[i] for each in both(*twice.values())), want) for i in range(2))
 
 
-def test_two_axes() -> None:
+def test_no_rows_and_errors_that_name_the_argument() -> None:
     given = stacked("verify_exact")
-    twice = {name: torch.stack([value, value.roll(1, 0)]) for name, value in given.items()}
-    got = vmap(lambda *values: mapped("verify_exact", dict(zip(given, values, strict=True))))(*twice.values())
-    for i in range(2):
-        want = one_by_one("verify_exact", {name: value[i] for name, value in twice.items()})
-        assert equal(tuple(each[i] for each in got), want)
-
-
-def test_no_rows_at_all() -> None:
-    output, num_accepted = mapped(
-        "verify_exact", {name: value[:, :0] for name, value in stacked("verify_exact").items()}
-    )
+    output, num_accepted = mapped("verify_exact", {name: value[:, :0] for name, value in given.items()})
     assert output.shape == (N, 0, K + 1) and num_accepted.shape == (N, 0)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_it_traces_as_one_graph() -> None:
-    given = stacked("verify_exact")
-    compiled = torch.compile(lambda given: mapped("verify_exact", given), fullgraph=True, backend="aot_eager")
-    assert equal(compiled(given), one_by_one("verify_exact", given))
-
-
-def test_errors_name_the_argument_still() -> None:
-    given = stacked("verify_exact") | {"temperature": torch.ones(N, B, dtype=torch.float64)}
     with pytest.raises(TypeError, match=r"^temperature: expected float32, got float64$"):
-        mapped("verify_exact", given)
+        mapped("verify_exact", given | {"temperature": torch.ones(N, B, dtype=torch.float64)})

@@ -45,8 +45,8 @@ def sequence_sliced(x: Tensor) -> Tensor:
 
 
 def pad_head(tokens: Tensor, vocab_size: int) -> None:
-    tokens[::2, :1] = -1
-    tokens[1::2, :1] = vocab_size
+    tokens[::2, :1] = -(2**63)
+    tokens[1::2, :1] = 2**63 - 1
 
 
 def pad_middle(tokens: Tensor, vocab_size: int) -> None:
@@ -100,6 +100,11 @@ def mask(target: Tensor, draft: Tensor) -> None:
     draft[..., 1::3] = -INF
     target[:2, :, 1:-1] = -INF
     draft[2:3, :, 1:] = -INF
+
+
+def mask_last(target: Tensor, draft: Tensor) -> None:
+    """The last token excluded by the target, where another is left."""
+    target[..., 1:][..., -1:] = -INF
 
 
 def overflow(target: Tensor, draft: Tensor) -> None:
