@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PROMPTS, VOCAB, PairModel, perturbed, random_table, shared_tiny
-from torch import Tensor, nn
+from tiny_models import PROMPTS, VOCAB, PairModel, perturbed, raised, random_table, shared_tiny
+from torch import Tensor
 
 import torch_specops
 from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
@@ -55,10 +55,11 @@ def test_prompt_lookup_is_the_plain_loop(
 
 
 def test_prompt_lookup_bad_ngrams() -> None:
-    with pytest.raises(ValueError, match="min_ngram: expected a number >= 1, got 0"):
-        PromptLookup(3, 0)
-    with pytest.raises(ValueError, match="max_ngram: expected a number >= min_ngram = 2"):
-        PromptLookup(1, 2)
+    cases = [
+        ((3, 0), ValueError, "min_ngram: expected a number >= 1, got 0"),
+        ((1, 2), ValueError, "max_ngram: expected a number >= min_ngram = 2"),
+    ]
+    assert raised(lambda ngrams: PromptLookup(*ngrams), cases) == []
 
 
 V = 9
@@ -121,19 +122,6 @@ def test_model_draft_reads_two_tokens_first_and_then_one() -> None:
 ACCEPTANCES = [[3, 3, 1], [3, 0, 2], [0, 3, 3], [3, 1, 3], [2, 3, 0]]
 
 
-def grow(tokens: Tensor, lengths: Tensor, drafts: Tensor, num_accepted: list[int], vocab: int) -> None:
-    """Accept drafts as a loop would, with a next token that is not the draft's; leave the rejected ones behind it."""
-    for row, n in enumerate(num_accepted):
-        length, proposed = int(lengths[row]), drafts[row].tolist()
-        next_token = (proposed[n] + 1) % vocab if n < len(proposed) else 0
-        tokens[row, length : length + n + 1] = torch.tensor([*proposed[:n], next_token])
-    lengths += torch.tensor(num_accepted) + 1
-
-
-def full_logits(model: nn.Module, text: list[int]) -> Tensor:
-    return model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 @torch.inference_mode()
 def test_a_transformer_draft_never_lags(family: str) -> None:
@@ -144,9 +132,13 @@ def test_a_transformer_draft_never_lags(family: str) -> None:
     for num_accepted in ACCEPTANCES:
         draft = source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
         assert draft.logits is not None
-        for row in range(3):
-            text = tokens[row, : lengths[row]].tolist()
+        for row, n in enumerate(num_accepted):
+            length, drafts = int(lengths[row]), draft.tokens[row].tolist()
             for index in range(3):
-                expected = full_logits(model, text + draft.tokens[row, :index].tolist())
+                text = torch.tensor([[*tokens[row, :length].tolist(), *drafts[:index]]])
+                expected = model(text, use_cache=False).logits[0, -1].float()
                 torch.testing.assert_close(draft.logits[row, index], expected, rtol=1e-5, atol=1e-6)
-        grow(tokens, lengths, draft.tokens, num_accepted, VOCAB)
+            # As a loop would, with a next token that is not the draft's; the rejected ones stay behind it.
+            next_token = (drafts[n] + 1) % VOCAB if n < 3 else 0
+            tokens[row, length : length + n + 1] = torch.tensor([*drafts[:n], next_token])
+        lengths += torch.tensor(num_accepted) + 1

@@ -84,7 +84,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
         },
     ),
 }
-DECODER_ONLY = [family for family in FAMILIES if family not in ("whisper", "t5")]
 
 
 def tiny(family: str, seed: int = 0, attention: str = "sdpa", vocab: int = VOCAB, **fields: object) -> PreTrainedModel:
