@@ -88,8 +88,8 @@ def pair_logits(text: list[int]) -> Tensor:
 def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
     source = ModelDraft(PairModel(TABLE))
     tokens, lengths = start(source, ROWS)
-    temperatures = torch.full((3,), temperature)
-    draft = source.propose(tokens, lengths, 4, SamplingTensors(temperatures), SEEDS)
+    sampling = SamplingTensors(torch.full((3,), temperature), top_k=torch.full((3,), 2))
+    draft = source.propose(tokens, lengths, 4, sampling, SEEDS)
     assert draft.logits is not None and draft.lse is not None
     assert draft.tokens.shape == draft.lse.shape == (3, 4) and draft.logits.shape == (3, 4, V)
     uniforms = torch_specops.uniforms(SEEDS, lengths, 4, "propose")
@@ -97,7 +97,9 @@ def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
         drafts = draft.tokens[row].tolist()
         expected = torch.stack([pair_logits(text + drafts[:index]) for index in range(4)])
         assert torch.equal(draft.logits[row], expected)
-        drawn, lse = torch_specops.sample(expected, uniforms[row], temperatures[:1].expand(4))
+        drawn, lse = torch_specops.sample(
+            expected, uniforms[row], torch.full((4,), temperature), top_k=torch.full((4,), 2)
+        )
         assert torch.equal(draft.tokens[row], drawn)
         assert torch.equal(draft.lse[row], lse)
 

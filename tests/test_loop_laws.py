@@ -57,7 +57,7 @@ from torch_specops.sampling import SamplingTensors
         ("n-gram with counts", 2, 0.7, "exact", {}),
         ("n-gram with two continuations", 3, 0.8, "exact", {}),
         ("over prompt lookup", 3, 0.7, "exact", {}),
-        ("over n-gram", 2, 1.0, "exact", {}),
+        ("over n-gram", 2, 1.2, "exact", {"top_k": 3}),
         ("over n-gram", 4, 1.3, "exact", {}),
         ("other vocabulary", 2, 1.0, "exact", {}),
         ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),

@@ -50,8 +50,8 @@ def batch_of(rows: list[list[int]], spare: int = 0) -> tuple[Tensor, Tensor]:
 
 def propose(source: NGram, rows: list[list[int]], num_draft_tokens: int, **options: Any) -> Draft:
     tokens, lengths = batch_of(rows, options.get("spare", 0))
-    temperature = options.get("temperature", torch.ones(len(rows)))
-    return source.propose(tokens, lengths, num_draft_tokens, SamplingTensors(temperature), torch.arange(len(rows)) + 11)
+    sampling = options.get("sampling", SamplingTensors(torch.ones(len(rows))))
+    return source.propose(tokens, lengths, num_draft_tokens, sampling, torch.arange(len(rows)) + 11)
 
 
 @st.composite
@@ -75,7 +75,7 @@ def proposals(case: dict[str, Any], **options: Any) -> tuple[Draft, Table]:
     """What a case's tables propose, and the counts by loops."""
     limits = {name: case[name] for name in ("vocab_size", "order", "max_candidates")}
     texts = [torch.tensor(text, dtype=torch.int64) for text in case["texts"]]
-    source = NGram.from_tokens(texts, **limits, probabilities="temperature" in options)
+    source = NGram.from_tokens(texts, **limits, probabilities="sampling" in options)
     draft = propose(source, case["rows"], case["num_draft_tokens"], spare=case["spare"], **options)
     return draft, count_by_loops(case["texts"], case["order"], case["max_candidates"])
 
@@ -108,7 +108,8 @@ def test_drawn_from_the_counts_of_the_plain_loop(case: dict[str, Any], temperatu
     rows, num_draft_tokens = case["rows"], case["num_draft_tokens"]
     # Greedy and sampled rows share a batch.
     temperatures = torch.tensor([temperature, 1.0, 0.0, 0.3])[: len(rows)]
-    draft, table = proposals(case, temperature=temperatures)
+    sampling = SamplingTensors(temperatures, top_k=torch.tensor([0, 2, 0, 1])[: len(rows)])
+    draft, table = proposals(case, sampling=sampling)
     assert draft.logits is not None and draft.lse is not None
     assert draft.logits.dtype == draft.lse.dtype == torch.float32
     # The logits are those behind the drafts before them.
@@ -121,7 +122,7 @@ def test_drawn_from_the_counts_of_the_plain_loop(case: dict[str, Any], temperatu
     _, lengths = batch_of(rows)
     draws = torch_specops.uniforms(torch.arange(len(rows)) + 11, lengths, num_draft_tokens, "propose")
     for i in range(num_draft_tokens):
-        tokens, lse = torch_specops.sample(draft.logits[:, i], draws[:, i], temperatures)
+        tokens, lse = torch_specops.sample(draft.logits[:, i], draws[:, i], temperatures, **sampling.filters)
         assert torch.equal(tokens, draft.tokens[:, i])
         assert torch.equal(lse, draft.lse[:, i])
 
