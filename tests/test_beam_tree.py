@@ -109,15 +109,6 @@ def test_a_draft_that_lags_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.stats.acceptance_rate is not None and output.stats.acceptance_rate < 1.0
 
 
-def test_rows_that_have_ended_free_their_slots() -> None:
-    tree = BeamTree(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 2]), num_beams=2, num_slots=32)
-    assert tree.num_live().tolist() == [2, 1]
-    tree.begin(num_nodes=2, num_live=2)
-    first = torch.zeros(2, 2, dtype=torch.int64)
-    tree.move(first, first, num_levels=torch.ones(2, dtype=torch.int64), done=torch.tensor([True, False]))
-    assert tree.num_live().tolist() == [0, 2]
-
-
 def test_logits_that_are_not_finite() -> None:
     """A beam has no continuation where a logit is NaN; a row without any ends there, and the others go on."""
     table, prompts = random_table(8, seed=0, scale=2.0), [[1, 2, 3], [6], [5, 4]]

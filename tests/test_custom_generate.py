@@ -153,6 +153,11 @@ def test_several_sequences_of_one_prompt() -> None:
     assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
     assert len({tuple(row) for row in output[:4].tolist()}) > 1
     assert torch.equal(output, again) and not torch.equal(output, other)
+    # The draft's encoder reads the input of each sequence.
+    target, steps = shared_tiny("t5"), list[Step]()
+    options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
+    ours(target, **options, draft_model=target, seed=3, token_streamer=steps.append)
+    assert all(step.num_accepted == step.num_proposed for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +207,7 @@ def test_a_streamer_hears_every_step() -> None:
     assert streamed(steps) == output[:, 7:].tolist()
 
 
-@pytest.fixture
-def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-
-
-@pytest.mark.usefixtures("compiles_nothing")
+@pytest.mark.usefixtures("uncompiled")
 def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     target, draft = copy.deepcopy(shared_tiny("llama")), shared_tiny("llama")
     options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft, "compile": True}
@@ -219,6 +219,11 @@ def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     ours(target, **(options | {"compile": False}))
     assert torch.equal(ours(target, **options), expected)
     assert _kept[target].decoder is kept
+    # Nothing stays suppressed.
+    tokens = expected[:, 7].tolist()
+    for suppressed in ({"suppress_tokens": tokens}, {"begin_suppress_tokens": tokens[:1]}, {}):
+        wanted = plain(target, **arguments("llama"), max_new_tokens=6, **suppressed)
+        assert torch.equal(ours(target, **options, **suppressed), wanted)
     # What changes in the model is followed.
     target.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
     changed = plain(target, **arguments("llama"), max_new_tokens=6)
@@ -229,7 +234,7 @@ def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     assert duplicate not in _kept and torch.equal(ours(duplicate, **options), changed)
 
 
-@pytest.mark.usefixtures("compiles_nothing")
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
 def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
     target = tiny("llama")
@@ -242,7 +247,7 @@ def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
     assert model() is None and weight() is None
 
 
-@pytest.mark.usefixtures("compiles_nothing")
+@pytest.mark.usefixtures("uncompiled")
 def test_two_threads_do_not_share_a_decoder() -> None:
     target = tiny("llama")
     options = {**ONE_PROMPT, "compile": True}
@@ -307,9 +312,11 @@ def test_criteria_of_the_user_and_what_moves_no_maximum() -> None:
     options = {
         **arguments("llama"),
         "max_new_tokens": 9,
-        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(11)]),
         "renormalize_logits": True,
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
     }
-    output = ours(target, **options, draft_model=target)
-    assert torch.equal(output, plain(target, **options)) and output.shape == (3, 11)
+    # The prompts have seven tokens, and one comes at least.
+    for limits, length in (((13, 11), 11), ((7,), 8)):
+        options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(limit) for limit in limits])
+        output = ours(target, **options, draft_model=target)
+        assert torch.equal(output, plain(target, **options)) and output.shape == (3, length)

@@ -76,6 +76,8 @@ IN_SHORT = ("llama", "gemma3", "t5")
             for family in FAMILIES
         ),
         ("llama", "prompt lookup", {}),
+        ("llama", "n-gram", {}),
+        ("llama", "hierarchical", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
         ("llama", "n-gram with counts", {"verify": "sigmoid"}),
         ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
@@ -135,8 +137,8 @@ def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
     prompt = PROMPTS[:1]
 

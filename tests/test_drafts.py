@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PROMPTS, VOCAB, PairModel, perturbed, raised, random_table, shared_tiny
+from tiny_models import PairModel, raised, random_table
 from torch import Tensor
 
 import torch_specops
 from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
-from torch_specops.hf import language_model
 from torch_specops.sampling import SamplingTensors
 
 
@@ -102,45 +101,3 @@ def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
         )
         assert torch.equal(draft.tokens[row], drawn)
         assert torch.equal(draft.lse[row], lse)
-
-
-def test_model_draft_reads_two_tokens_first_and_then_one() -> None:
-    model = PairModel(TABLE)
-    source = ModelDraft(model)
-    tokens, lengths = start(source, ROWS)
-    # The prompts are read but for the two newest tokens of the longest.
-    assert [reading.shape[1] for reading in model.readings] == [3]
-    model.readings.clear()
-    source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
-    # A text of one token has no second newest.
-    assert [reading.tolist() for reading in model.readings] == [
-        [[3, 4], [0, 0], [0, 1]],
-        [[5], [1], [2]],
-        [[6], [2], [3]],
-    ]
-
-
-# For each row the drafts accepted in each step: all, some, none; at least one row lags whenever one can.
-ACCEPTANCES = [[3, 3, 1], [3, 0, 2], [0, 3, 3], [3, 1, 3], [2, 3, 0]]
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-@torch.inference_mode()
-def test_a_transformer_draft_never_lags(family: str) -> None:
-    """Its logits are those of full forwards without a cache, after steps of any number of acceptances."""
-    model = perturbed(shared_tiny(family))
-    source = ModelDraft(language_model(model))
-    tokens, lengths = start(source, [list(prompt[-5:]) for prompt in PROMPTS])
-    for num_accepted in ACCEPTANCES:
-        draft = source.propose(tokens, lengths, 3, SamplingTensors(torch.ones(3)), SEEDS)
-        assert draft.logits is not None
-        for row, n in enumerate(num_accepted):
-            length, drafts = int(lengths[row]), draft.tokens[row].tolist()
-            for index in range(3):
-                text = torch.tensor([[*tokens[row, :length].tolist(), *drafts[:index]]])
-                expected = model(text, use_cache=False).logits[0, -1].float()
-                torch.testing.assert_close(draft.logits[row, index], expected, rtol=1e-5, atol=1e-6)
-            # As a loop would, with a next token that is not the draft's; the rejected ones stay behind it.
-            next_token = (drafts[n] + 1) % VOCAB if n < 3 else 0
-            tokens[row, length : length + n + 1] = torch.tensor([*drafts[:n], next_token])
-        lengths += torch.tensor(num_accepted) + 1

@@ -5,7 +5,6 @@ That the loop keeps the target's law with it is tested in test_loop_laws.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from conftest import Report
 from tiny_laws import PROMPTS as LAW_PROMPTS
 from tiny_laws import TARGET, TRIALS, V, drafts_of, first_tokens, make_draft, p_values, pair_laws
 from tiny_loops import decode, expected_rows, steps_of, streamed
-from tiny_models import PairModel, perturbed, raised, random_table, shared_tiny, tiny
+from tiny_models import PairModel, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
 
-from torch_specops import SamplingParams
 from torch_specops.decode import Step
 from torch_specops.drafts import Draft, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
@@ -151,25 +149,6 @@ def test_a_single_draft_needs_no_inner_one() -> None:
 
     found = drafts_of(HierarchicalDraft(PairModel(SMALL), Silent()), 1, trials=4)
     assert found.tokens.shape == (4, 1) and (found.tokens >= 0).all()
-
-
-def test_it_traces_as_one_graph() -> None:
-    model = tiny("llama", vocab=V).float()
-    sampling = SamplingParams(temperature=0.8).tensors(2)
-    ids, lengths = torch.tensor([LAW_PROMPTS[0], [3, 1, 3, 0, 0, 0]]), torch.tensor([6, 3])
-
-    def run(wrap: Callable[[Any], Any]) -> Draft:
-        draft = HierarchicalDraft(language_model(model), num_inner_tokens=2, num_forwards=2)
-        draft.start(ids, lengths, 16)
-        return wrap(draft.propose)(ids, lengths, 4, sampling, torch.tensor([1, 2]))
-
-    with torch.inference_mode():
-        eager = run(lambda propose: propose)
-        traced = run(lambda propose: torch.compile(propose, fullgraph=True, backend="eager"))
-    assert torch.equal(eager.tokens, traced.tokens)
-    present = (eager.tokens >= 0).unsqueeze(2)
-    assert eager.logits is not None and traced.logits is not None
-    torch.testing.assert_close(eager.logits * present, traced.logits * present)
 
 
 def test_bad_arguments() -> None:

@@ -1,4 +1,4 @@
-"""N-gram tables: against counts by plain loops, and as one graph. Their laws are tested in test_loop_laws.py."""
+"""N-gram tables against counts by plain loops. Their laws are tested in test_loop_laws.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,30 +133,6 @@ def test_the_largest_keys() -> None:
     source = NGram.from_tokens(text, vocab_size=vocab_size, order=4)
     v = vocab_size - 1
     assert propose(source, [[v, v, v], [7, v, v], [v, v, 8]], 2).tokens.tolist() == [[7, v], [8, 9], [9, v]]
-
-
-@pytest.mark.parametrize(
-    ("probabilities", "backend"),
-    [(False, "eager"), (True, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
-)
-def test_compiled_gives_the_same(probabilities: bool, backend: str, fresh_dynamo: None) -> None:
-    """One graph, so no host synchronisation, and none anew as the rows grow."""
-    # Skewed tokens, so that contexts repeat and counts differ.
-    text = (30 * torch.rand(448, generator=torch.Generator().manual_seed(3)) ** 2).long()
-    source = NGram.from_tokens(text[:400], vocab_size=30, probabilities=probabilities)
-    compiled = torch.compile(source.propose, fullgraph=True, dynamic=False, backend=backend)
-    tokens = text[400:].reshape(4, 12)
-    sampling = SamplingTensors(torch.tensor([0.0, 0.6, 1.0, 1.5]))
-    for step in range(6):
-        arguments = (tokens, torch.tensor([1, 2, 5, 7]) + step % 5, 2, sampling, torch.arange(4) + 100 * step)
-        expected = source.propose(*arguments)
-        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
-            found = compiled(*arguments)
-        assert torch.equal(found.tokens, expected.tokens)
-        assert (found.logits is None) == (found.lse is None) == (not probabilities)
-        if probabilities:
-            assert torch.equal(found.logits, expected.logits)
-            torch.testing.assert_close(found.lse, expected.lse, rtol=1e-6, atol=0)
 
 
 TEXT = torch.tensor([0, 1, 2])
