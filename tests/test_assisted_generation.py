@@ -58,7 +58,8 @@ def sampled(models: list[PreTrainedModel], seed: int, max_new_tokens: int = 24, 
     return output[0, start:].tolist()
 
 
-EARLY_EOS = {"eos_token_id": [3, 5, 8, 13, 21, 34]}
+# Tokens at which some drafts that are accepted end a text.
+EARLY_EOS = {"eos_token_id": [33, 50, 59, 44]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "temperature and top-k": ("llama", {"temperature": 0.7, "top_k": 7}),
@@ -106,24 +107,24 @@ def recorded_calls(models: list[PreTrainedModel], seeds: range, **options: Any) 
 
 def test_the_numbers_are_those_of_the_calls() -> None:
     models = pair()
-    calls = recorded_calls(models, range(8), **EARLY_EOS)
-    kept = 0
-    for (ids, _, num_drafts, _, _), (tokens, num_matches) in calls:
+    calls = recorded_calls(models, range(4), **EARLY_EOS)
+    kept = num_ended = 0
+    for (ids, _, num_drafts, _, done), (tokens, num_matches) in calls:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
         # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
         kept += sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(own, drafts, strict=False)))
         assert int(num_matches) == len(own) - 1
+        num_ended += bool(done) and own == drafts
+    assert num_ended > 0
     with assisted_generation() as stats:
         assert stats.calls == 0 and math.isnan(stats.acceptance_rate) and math.isnan(stats.mean_acceptance_length)
-        length = sum(len(sampled(models, seed, **EARLY_EOS)) for seed in range(8))
+        length = sum(len(sampled(models, seed, **EARLY_EOS)) for seed in range(4))
     assert stats.calls == len(calls) == len(stats.step_seconds)
     assert stats.num_draft_tokens == sum(call[2] for call, _ in calls)
     assert stats.num_accepted == kept and 0 < kept < stats.num_draft_tokens
     # Where one token is left there are no drafts, and the last token is drawn elsewhere.
-    assert length - 8 <= stats.num_new_tokens <= length
-    # Some text ends at a draft.
-    assert any(bool(call[4]) and len(found[0][0]) == call[2] for call, found in calls)
+    assert length - 4 <= stats.num_new_tokens <= length
     assert stats.acceptance_rate == kept / stats.num_draft_tokens
     assert stats.mean_acceptance_length == stats.num_new_tokens / stats.calls
     assert stats.seconds == sum(stats.step_seconds) > 0
