@@ -81,13 +81,17 @@ def test_sampled_text_has_the_law_of_the_target(
     expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature, **filters)))
 
 
-def test_mixed_filters_have_their_own_laws(report: Report) -> None:
-    """Rows with a filter and rows without one share the batch."""
-    top_k = torch.tensor([0, 2, 4])[torch.arange(TRIALS) // 2 % 3]
-    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, top_k=top_k)
-    for value in (0, 2, 4):
-        laws = pair_laws(TARGET, **({"top_k": value} if value else {}))
-        expect_laws(report, f"loop, mixed batch, top_k = {value}", p_values(tokens[top_k == value], laws))
+@pytest.mark.parametrize(("name", "values"), [("temperature", (0.0, 0.5, 1.5)), ("top_k", (0, 2, 4))])
+def test_rows_of_a_mixed_batch_have_their_own_laws(name: str, values: tuple[float, ...], report: Report) -> None:
+    mixed = torch.tensor(values)[torch.arange(TRIALS) // 2 % 3]
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, **{name: mixed})
+    for value in values:
+        chosen = tokens[mixed == value]
+        if name == "temperature" and value == 0:
+            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
+        else:
+            laws = pair_laws(TARGET, **({name: value} if value else {}))
+            expect_laws(report, f"loop, mixed batch, {name} = {value}", p_values(chosen, laws))
 
 
 @torch.inference_mode()
@@ -115,18 +119,6 @@ def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -
     source = {"itself": model, "perturbed": perturbed(model, 0.2)}.get(draft, PromptLookup(min_ngram=1))
     tokens = first_tokens(model, source, 2, 0.8, FEWER_TRIALS)
     expect_laws(report, f"loop, transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
-
-
-def test_mixed_temperatures_have_their_own_laws(report: Report) -> None:
-    """Rows of three temperatures share the batch; the greedy ones are all alike."""
-    temperature = torch.tensor([0.0, 0.5, 1.5])[torch.arange(TRIALS) // 2 % 3]
-    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, temperature)
-    for value in (0.0, 0.5, 1.5):
-        chosen = tokens[temperature == value]
-        if value == 0:
-            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
-        else:
-            expect_laws(report, f"loop, mixed batch, T = {value}", p_values(chosen, pair_laws(TARGET, value)))
 
 
 # Wrong loops.
