@@ -1,4 +1,4 @@
-"""Grouped queries: the same attention as transformers', and no copy of the keys for every query head."""
+"""Grouped queries: no copy of the keys for every query head. That it is the right attention is tested in test_hf.py."""
 
 from __future__ import annotations
 
@@ -8,67 +8,11 @@ import pytest
 import torch
 from tiny_models import tiny
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torch_specops.hf import language_model
-from torch_specops.hf.attention import grouped_attention
 from torch_specops.hf.models import TransformersModel
 
 GROUPED_FAMILIES = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
-
-
-class Module(torch.nn.Module):
-    def __init__(self, group: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = group
-        self.is_causal = True
-
-
-def inputs(group: int, count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(group + 10 * count)
-    query, key, value = (
-        torch.randn(3, heads, length, 8, generator=generator).to(dtype)
-        for heads, length in ((2 * group, count), (2, 13), (2, 13))
-    )
-    mask = torch.rand(3, 1, count, 13, generator=generator) < 0.5
-    mask[..., 0] = True
-    return query, key, value, mask
-
-
-@pytest.mark.parametrize(
-    ("group", "count", "dtype", "additive"),
-    [
-        (1, 4, torch.float32, False),
-        (2, 1, torch.bfloat16, False),
-        (2, 4, torch.float64, True),
-        (5, 1, torch.float32, True),
-        (5, 4, torch.float32, False),
-        # More queries than a head has dimensions are not folded.
-        (5, 9, torch.float32, False),
-    ],
-)
-def test_it_is_the_attention_of_transformers(group: int, count: int, dtype: torch.dtype, additive: bool) -> None:
-    query, key, value, mask = inputs(group, count, dtype)
-    if additive:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    arguments: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0, "sliding_window": 4}
-    # The arguments of a model may be views in any order.
-    query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    found = grouped_attention(Module(group), query, key, value, mask, **arguments)[0]
-    expected = sdpa_attention_forward(Module(group), query, key, value, mask, **arguments)[0]
-    assert found.is_contiguous() and found.shape == expected.shape
-    torch.testing.assert_close(found, expected)
-
-
-def test_what_it_does_not_fold_is_left_to_transformers() -> None:
-    query, key, value, mask = inputs(3, 4)
-    bias = torch.randn(1, 6, 4, 13, generator=torch.Generator().manual_seed(0))
-    for chosen, position_bias in ((None, None), (mask.expand(-1, 6, -1, -1), None), (mask, bias)):
-        found, expected = (
-            attention(Module(3), query, key, value, chosen, position_bias=position_bias)[0]
-            for attention in (grouped_attention, sdpa_attention_forward)
-        )
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", GROUPED_FAMILIES)

@@ -1,4 +1,4 @@
-"""The ragged key-value cache: what a token may see, and where keys and values are written."""
+"""The ragged key-value cache: where keys and values are written. What a token sees is tested in test_hf.py."""
 
 from __future__ import annotations
 
@@ -9,31 +9,10 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from torch_specops.kv_cache import RaggedKeyValues, visible_slots
+from torch_specops.kv_cache import RaggedKeyValues
 
 BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4
 SLOTS = torch.tensor([[0, 1], [5, 6], [3, 4]])
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_a_token_sees_the_slots_up_to_its_own(window: int | None) -> None:
-    positions = torch.tensor([[0, 1], [4, 5], [6, 2]])
-    visible = visible_slots(positions, torch.arange(CAPACITY).unsqueeze(0), window)
-    # The token itself and window - 1 tokens before it.
-    expected = [
-        [[slot <= position < slot + (window or CAPACITY) for slot in range(CAPACITY)] for position in row]
-        for row in positions.tolist()
-    ]
-    assert visible.squeeze(1).tolist() == expected and visible.shape == (3, 1, 2, CAPACITY)
-
-
-def test_a_token_of_a_tree_sees_its_own_text_within_the_window() -> None:
-    """Slots hold any positions there, and which ones are a token's own text is given."""
-    own_text = torch.tensor([[[True, True, False, True]]])
-    slot_positions = torch.tensor([[0, 2, 1, 1]])
-    for window, expected in ((None, [0, 1, 3]), (2, [1, 3]), (1, [1])):
-        visible = visible_slots(torch.tensor([[2]]), slot_positions, window, own_text)
-        assert visible.shape == (1, 1, 1, 4) and visible[0, 0, 0].nonzero().flatten().tolist() == expected
 
 
 @pytest.fixture

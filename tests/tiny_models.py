@@ -44,11 +44,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
     "phi": ("Phi", "ForCausalLM", _SIZES),
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),
-    "opt": (
-        "OPT",
-        "ForCausalLM",
-        {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32},
-    ),
+    "opt": ("OPT", "ForCausalLM", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", _SIZES),
     "whisper": (
         "Whisper",
