@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import (
+    DRAFTS,
     GREEDY,
     LENGTH,
-    MAKE_DRAFT,
     Holes,
     cut,
     decode,
@@ -49,7 +49,7 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
     assert max(len(set(row)) for row in expected) >= 7 and len({tuple(row) for row in expected}) == 3
 
 
-@pytest.mark.parametrize("draft", MAKE_DRAFT)
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
 def test_greedy_with_every_draft(draft: str, num_draft_tokens: int) -> None:
     output = decode(draft, num_draft_tokens, side=["left", "right"][num_draft_tokens % 2])

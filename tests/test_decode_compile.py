@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import MAKE_DRAFT
+from tiny_loops import DRAFTS
 from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -32,7 +32,7 @@ def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[Speculati
     return [
         SpeculativeDecoder(
             tiny("llama", num_hidden_layers=1),
-            MAKE_DRAFT[kind]("llama"),
+            DRAFTS[kind]("llama"),
             num_draft_tokens=num_draft_tokens,
             compile=compile,
             **options,
@@ -91,7 +91,7 @@ def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, A
     for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
         decoder = SpeculativeDecoder(
             shared_tiny(family),
-            MAKE_DRAFT[kind](family),
+            DRAFTS[kind](family),
             num_draft_tokens=2,
             sampling=SAMPLING,
             compile=False,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import MAKE_DRAFT, decode, expected_rows, new_tokens
+from tiny_loops import DRAFTS, decode, expected_rows, new_tokens
 from tiny_models import VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ def test_a_permuted_vocabulary_gives_the_same_drafts(temperature: float) -> None
 
 
 def test_tokens_without_a_twin() -> None:
-    mapped, plain = MAKE_DRAFT["token map"]("llama"), language_model(shared_tiny("llama"))
+    mapped, plain = DRAFTS["token map"]("llama"), language_model(shared_tiny("llama"))
     assert isinstance(mapped, TokenMap) and mapped.vocab_size == VOCAB
     positions = torch.arange(4).unsqueeze(0)
     logits = []

@@ -101,17 +101,16 @@ def opposite(model: PreTrainedModel) -> PreTrainedModel:
     return clone
 
 
+# Functions of the model.
+DRAFTS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "nothing": lambda model: None,
+    "itself": lambda model: model,
+    "perturbed": perturbed,
+    "opposite": opposite,
+    "early exit": lambda model: EarlyExit(1),
+    "draft source": lambda model: ModelDraft(language_model(perturbed(model))),
+}
+
+
 def make_draft(name: str, family: str = "llama") -> Any:
-    model = shared_tiny(family)
-    drafts: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: None,
-        "itself": lambda: model,
-        "perturbed": lambda: perturbed(model),
-        "opposite": lambda: opposite(model),
-        "early exit": lambda: EarlyExit(1),
-        "draft source": lambda: ModelDraft(language_model(perturbed(model))),
-    }
-    return drafts[name]()
-
-
-DRAFTS = ("nothing", "itself", "perturbed", "opposite", "early exit", "draft source")
+    return DRAFTS[name](shared_tiny(family))

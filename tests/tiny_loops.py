@@ -46,7 +46,7 @@ def without_some_tokens(family: str) -> TokenMap:
 
 
 # Functions of the family.
-MAKE_DRAFT: dict[str, Callable[[str], AnyDraft]] = {
+DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "nothing": lambda family: None,
     "prompt lookup": lambda family: PromptLookup(min_ngram=1),
     "n-gram": lambda family: bigrams(family, probabilities=False),
@@ -75,7 +75,7 @@ def decode(
     """The output of the loop; without another `target`, that of the family's model."""
     decoder = SpeculativeDecoder(
         shared_tiny(family) if target is None else target,
-        MAKE_DRAFT[draft](family) if isinstance(draft, str) else draft,
+        DRAFTS[draft](family) if isinstance(draft, str) else draft,
         num_draft_tokens=max(num_draft_tokens, 1),
         schedule=Constant(0) if num_draft_tokens == 0 else schedule,
         sampling=sampling,
