@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_beams import ENDS, Beam, assert_same, beams_of, expected_beams, make_draft, search
-from tiny_models import (
-    POSITIONS,
-    VOCAB,
-    PairModel,
-    perturbed,
-    raised,
-    random_table,
-    shared_tiny,
-    tiny,
-)
+from tiny_models import POSITIONS, VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

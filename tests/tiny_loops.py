@@ -110,11 +110,8 @@ def cut(rows: Sequence[Sequence[int]], eos: Sequence[Sequence[int]]) -> list[lis
 
 
 class Holes(DraftSource):
-    """Proposes the right tokens but for some, whose places hold numbers outside the vocabulary.
-
-    Args:
-        is_hole: [B, K] bool, for the number of calls before, B and K.
-    """
+    """Proposes the right tokens; but where `is_hole(calls before, B, K)` [B, K] is true, numbers outside the
+    vocabulary."""
 
     def __init__(self, family: str, is_hole: Callable[[int, int, int], Tensor]) -> None:
         self.texts, _ = padded([text.tolist() for text in expected_texts(family)], "right")
