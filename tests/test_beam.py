@@ -9,7 +9,6 @@ from tiny_beams import (
     ENDS,
     LENGTH,
     PAD,
-    Beam,
     assert_same,
     beams_of,
     expected_beams,
@@ -18,7 +17,6 @@ from tiny_beams import (
     transformers_beams,
 )
 from tiny_models import FAMILIES, PROMPTS, encoder_inputs, greedy_alone, perturbed, shared_tiny
-from transformers import PreTrainedModel
 
 
 @pytest.mark.parametrize(
@@ -79,14 +77,10 @@ def test_ends_are_those_of_transformers(num_ends: int) -> None:
     assert len({len(tokens) for beams in results for tokens in beams}) > 3
 
 
-def all_beams(model: PreTrainedModel, num_beams: int) -> list[Beam]:
-    return [beam for prompt in PROMPTS for beam in transformers_beams(model, num_beams, prompt, eos=ENDS)]
-
-
 def test_float32_models() -> None:
     model, draft = (perturbed(shared_tiny("llama"), scale=scale).float() for scale in (0.0, 0.02))
     output = search(model, 4, draft, num_draft_tokens=3, eos_token_id=ENDS)
-    assert_same(beams_of(output), all_beams(model, 4), tolerance=1e-4)
+    assert_same(beams_of(output), transformers_beams(model, 4, eos=ENDS), tolerance=1e-4)
 
 
 def test_ties_fall_as_they_do_in_transformers() -> None:
@@ -96,7 +90,7 @@ def test_ties_fall_as_they_do_in_transformers() -> None:
     with torch.no_grad():
         head[1::2] = head[::2]
     for num_beams in (2, 3):
-        expected = all_beams(model, num_beams)
+        expected = transformers_beams(model, num_beams, eos=ENDS)
         for draft, num_draft_tokens in ((None, 0), (model, 3), (make_draft("perturbed"), 2)):
             output = search(model, num_beams, draft, num_draft_tokens=num_draft_tokens, eos_token_id=ENDS)
             assert_same(beams_of(output), expected)
@@ -108,7 +102,7 @@ def test_rows_do_not_meet() -> None:
     model, limits, ends = shared_tiny("llama"), [5, LENGTH, 9], [list(ENDS), [], [41, 7]]
     output = search(model, 3, make_draft("perturbed"), max_new_tokens=limits, eos_token_id=ends, num_draft_tokens=4)
     for row, prompt in enumerate(PROMPTS):
-        alone = transformers_beams(model, 3, prompt, max_new_tokens=limits[row], eos=ends[row])
+        alone = transformers_beams(model, 3, [prompt], max_new_tokens=limits[row], eos=ends[row])
         assert_same(beams_of(output)[3 * row : 3 * row + 3], alone)
 
 

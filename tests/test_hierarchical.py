@@ -136,10 +136,11 @@ def test_right_inner_drafts_save_forwards() -> None:
 
 
 def test_padding_behind_the_last_forward() -> None:
-    present = drafts_of(over_lookup(HierarchicalDraft, num_forwards=2), 6, trials=3000).tokens >= 0
-    # From the first padding on there is nothing else, and two forwards make two drafts at least, six at most.
+    source = over_lookup(HierarchicalDraft, num_inner_tokens=1, num_forwards=2)
+    present = drafts_of(source, 6, trials=500).tokens >= 0
+    # From the first padding on there is nothing else, and two forwards make two drafts at least, four at most.
     assert torch.equal(present.long().cumprod(1).bool(), present)
-    assert set(present.sum(1).tolist()) == {2, 3, 4, 5, 6}
+    assert set(present.sum(1).tolist()) == {2, 3, 4}
 
 
 def test_a_single_draft_needs_no_inner_one() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, shared_tiny
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -29,17 +28,17 @@ Beam = tuple[tuple[int, ...], float]
 def transformers_beams(
     model: PreTrainedModel,
     num_beams: int,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
     *,
     eos: Sequence[int] = (),
     max_new_tokens: int = LENGTH,
     inputs: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> list[Beam]:
-    """The beams of transformers' own search for one prompt."""
-    input_ids = torch.tensor([prompt])
+    """The beams of transformers' own search, prompt after prompt; `inputs` of one prompt."""
+    input_ids, attention_mask = padded(prompts, "left")
     if inputs is None:
-        options |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        options |= {"input_ids": input_ids, "attention_mask": attention_mask}
     else:
         # As in `greedy_alone`: T5's own cache has the wrong number of layers, Whisper's own `generate` forces tokens.
         options |= {**inputs, "decoder_input_ids": input_ids, "use_cache": False}
@@ -56,7 +55,7 @@ def transformers_beams(
         **options,
     )
     beams = []
-    for row, score in zip(output.sequences[:, len(prompt) :].tolist(), output.sequences_scores, strict=True):
+    for row, score in zip(output.sequences[:, input_ids.shape[1] :].tolist(), output.sequences_scores, strict=True):
         ends = [index for index, token in enumerate(row) if token in eos]
         beams.append((tuple(row[: ends[0] + 1] if ends else row), float(score)))
     return beams
@@ -65,10 +64,13 @@ def transformers_beams(
 @functools.cache
 def expected_beams(family: str, num_beams: int, eos: tuple[int, ...] = (), **options: Any) -> list[Beam]:
     """Of every one of PROMPTS."""
+    model = shared_tiny(family)
+    if not model.config.is_encoder_decoder:
+        return transformers_beams(model, num_beams, eos=eos, **options)
     beams = []
     for index, prompt in enumerate(PROMPTS):
         own = encoder_inputs(family, slice(index, index + 1))
-        beams += transformers_beams(shared_tiny(family), num_beams, prompt, eos=eos, inputs=own, **options)
+        beams += transformers_beams(model, num_beams, [prompt], eos=eos, inputs=own, **options)
     return beams
 
 
