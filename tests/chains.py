@@ -3,8 +3,8 @@
 TRIALS texts over V = 16 tokens come from fixed seeds, one per batch row. The tokens form a Markov chain, so that the
 second row of logits depends on the first token: the marginals at three positions and the joint laws of consecutive
 tokens are known. A law fails below ALPHA, and a wrong sampler must fall below the same ALPHA. A right build fails one
-of some 200 laws with a probability of 2e-4. On a wide vocabulary the same wrong samplers would pass, with too few
-trials per token.
+of some 300 laws, with those of tiny_laws.py, with a probability of 3e-4. On a wide vocabulary the same wrong samplers
+would pass, with too few trials per token.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import encoder_inputs, perturbed, tiny
+from tiny_models import encoder_inputs, perturbed, raised, tiny
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation
@@ -31,45 +31,40 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert assisted._open == []
 
 
-def pair(family: str = "llama", num_assistant_tokens: int = 4, schedule: str = "heuristic") -> list[PreTrainedModel]:
+def pair(family: str = "llama") -> list[PreTrainedModel]:
     """A target and a draft that agree in part."""
     # The cache that transformers makes for T5 has as many layers as the encoder.
     target = tiny(family, **({"num_layers": 2} if family == "t5" else {}))
     draft = perturbed(target, 0.1)
-    draft.generation_config.num_assistant_tokens = num_assistant_tokens
-    draft.generation_config.num_assistant_tokens_schedule = schedule
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic"
     draft.generation_config.assistant_confidence_threshold = 0.0
     return [target, draft]
 
 
 def sampled(models: list[PreTrainedModel], seed: int, max_new_tokens: int = 24, **options: Any) -> list[int]:
-    """The new tokens of `generate` for a seed; without a second model the draft is what `options` says."""
-    target, *rest = models
+    """The new tokens of `generate` for a seed."""
+    target, draft = models
     inputs: dict[str, Any] = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     start = PROMPT.shape[1]
-    family = target.config.model_type
     if target.config.is_encoder_decoder:
-        own = encoder_inputs(family)
-        assert own is not None
-        inputs, start = {name: value[:1] for name, value in own.items()}, 1
-    if rest:
-        options["assistant_model"] = rest[0]
-        # The heuristic's number outlives a call.
-        number = rest[0].generation_config.num_assistant_tokens
+        inputs, start = encoder_inputs(target.config.model_type, slice(1)) or {}, 1
+    # The heuristic's number outlives a call.
+    number = draft.generation_config.num_assistant_tokens
     torch.manual_seed(seed)
-    output = GenerationMixin.generate(
-        target, **inputs, do_sample=True, max_new_tokens=max_new_tokens, pad_token_id=0, **options
-    )
-    if rest:
-        rest[0].generation_config.num_assistant_tokens = number
+    options |= {"do_sample": True, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+    output = GenerationMixin.generate(target, **inputs, assistant_model=draft, **options)
+    draft.generation_config.num_assistant_tokens = number
     return output[0, start:].tolist()
 
 
+# Tokens at which some drafts that are accepted end a text.
+EARLY_EOS = {"eos_token_id": [33, 50, 59, 44]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "temperature and top-k": ("llama", {"temperature": 0.7, "top_k": 7}),
     "top-p": ("gpt2", {"top_p": 0.8, "top_k": 0}),
-    "an eos that comes early": ("llama", {"eos_token_id": [3, 5, 8, 13, 21, 34]}),
+    "an eos that comes early": ("llama", EARLY_EOS),
     "t5": ("t5", {}),
 }
 
@@ -88,13 +83,6 @@ def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> N
     calls, num_draft_tokens, num_accepted, _ = counted[0]
     assert calls > 8 and 0 < num_accepted < num_draft_tokens
     assert counted[0] == counted[1]
-
-
-def test_without_a_step_the_rates_are_nan() -> None:
-    with assisted_generation() as stats:
-        pass
-    assert stats.calls == 0 and stats.seconds == 0.0
-    assert math.isnan(stats.acceptance_rate) and math.isnan(stats.mean_acceptance_length)
 
 
 Call = tuple[Tensor, Tensor, int, Tensor, bool]
@@ -118,25 +106,25 @@ def recorded_calls(models: list[PreTrainedModel], seeds: range, **options: Any) 
 
 
 def test_the_numbers_are_those_of_the_calls() -> None:
-    eos = {"eos_token_id": [3, 5, 8, 13, 21, 34]}
     models = pair()
-    calls = recorded_calls(models, range(8), **eos)
-    kept = 0
-    for (ids, _, num_drafts, _, _), (tokens, num_matches) in calls:
+    calls = recorded_calls(models, range(4), **EARLY_EOS)
+    kept = num_ended = 0
+    for (ids, _, num_drafts, _, done), (tokens, num_matches) in calls:
         drafts = ids[0, -num_drafts:].tolist()
         own = tokens[0].tolist()
         # How many of the first tokens are drafts. No recovered token equals the draft that it replaces.
         kept += sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(own, drafts, strict=False)))
         assert int(num_matches) == len(own) - 1
+        num_ended += bool(done) and own == drafts
+    assert num_ended > 0
     with assisted_generation() as stats:
-        length = sum(len(sampled(models, seed, **eos)) for seed in range(8))
+        assert stats.calls == 0 and math.isnan(stats.acceptance_rate) and math.isnan(stats.mean_acceptance_length)
+        length = sum(len(sampled(models, seed, **EARLY_EOS)) for seed in range(4))
     assert stats.calls == len(calls) == len(stats.step_seconds)
     assert stats.num_draft_tokens == sum(call[2] for call, _ in calls)
     assert stats.num_accepted == kept and 0 < kept < stats.num_draft_tokens
     # Where one token is left there are no drafts, and the last token is drawn elsewhere.
-    assert length - 8 <= stats.num_new_tokens <= length
-    # Some text ends at a draft.
-    assert any(bool(call[4]) and len(found[0][0]) == call[2] for call, found in calls)
+    assert length - 4 <= stats.num_new_tokens <= length
     assert stats.acceptance_rate == kept / stats.num_draft_tokens
     assert stats.mean_acceptance_length == stats.num_new_tokens / stats.calls
     assert stats.seconds == sum(stats.step_seconds) > 0
@@ -247,12 +235,8 @@ def test_a_residual_of_zero_gives_a_token_of_the_target(monkeypatch: pytest.Monk
 
 
 def test_the_function_comes_back_after_an_exception() -> None:
-    def leave() -> None:
-        with assisted_generation():
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        leave()
+    with pytest.raises(KeyError), assisted_generation():
+        raise KeyError
     assert generation._speculative_sampling is ORIGINAL
     # A context that was made and not entered changes nothing.
     assisted_generation("sigmoid")
@@ -269,11 +253,10 @@ def test_the_innermost_context_counts() -> None:
 
 def test_contexts_may_close_in_any_order() -> None:
     first, second = assisted_generation("exact"), assisted_generation("transformers")
-    models = pair()
     first.__enter__()
     stats = second.__enter__()
     first.__exit__(None, None, None)
-    sampled(models, 0)
+    sampled(pair(), 0)
     assert stats.calls > 0
     second.__exit__(None, None, None)
 
@@ -333,27 +316,20 @@ def unknown(candidate_input_ids: Tensor, candidate_logits: Tensor, *rest: Any) -
 
 
 def test_a_function_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_speculative_sampling", unknown)
-    digest = assisted.code_digest(unknown)
-    with pytest.raises(RuntimeError, match=f"is not the _speculative_sampling of transformers 5.17.*{digest}"):
-        assisted_generation().__enter__()
-    assert generation._speculative_sampling is unknown
     names: dict[str, Any] = {}
     exec("def _speculative_sampling(*arguments): pass", names)
-    monkeypatch.setattr(generation, "_speculative_sampling", names["_speculative_sampling"])
-    with pytest.raises(RuntimeError, match="cannot read the source of _speculative_sampling"):
-        assisted_generation().__enter__()
-
-
-@pytest.mark.parametrize("what", ["gone", "not called"])
-def test_a_version_that_samples_elsewhere_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if what == "gone":
-        monkeypatch.delattr(generation, "_speculative_sampling")
-    else:
-        monkeypatch.setattr(GenerationMixin, "_assisted_decoding", lambda self, *arguments: None)
-    message = r"does not sample in transformers\.generation\.utils\._speculative_sampling"
-    with pytest.raises(RuntimeError, match=message):
-        assisted_generation().__enter__()
+    is_not_known = f"is not the _speculative_sampling of transformers 5.17.*{assisted.code_digest(unknown)}"
+    does_not_sample = r"does not sample in transformers\.generation\.utils\._speculative_sampling"
+    for place, name, other, message in (
+        (generation, "_speculative_sampling", unknown, is_not_known),
+        (generation, "_speculative_sampling", names["_speculative_sampling"], "cannot read the source of"),
+        (generation, "_speculative_sampling", None, does_not_sample),
+        (GenerationMixin, "_assisted_decoding", lambda self, *arguments: None, does_not_sample),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, other)
+            with pytest.raises(RuntimeError, match=message):
+                assisted_generation().__enter__()
 
 
 def test_a_mixture_of_the_laws_is_refused() -> None:
@@ -370,20 +346,17 @@ def test_bad_arguments_are_refused() -> None:
     logits = torch.zeros(1, 4, 9)
     with assisted_generation(), pytest.raises(ValueError, match="draft_tokens: expected"):
         generation._speculative_sampling(torch.tensor([[1, 4, 8]]), logits[:, :3], 2, logits, False)
-    for arguments, error in (
-        ({"method": "greedy"}, r"method: expected .* got 'greedy'"),
-        ({"next_token": "gumbel"}, r"next_token: expected .* got 'gumbel'"),
-        ({"method": "sigmoid", "next_token": "multinomial"}, r"next_token: .*got 'multinomial'"),
-        ({"method": "transformers", "next_token": "uniform"}, r"next_token: .*got 'uniform'"),
-        ({"method": "transformers", "compile": True}, r"compile: .*got True"),
-        ({"method": "sigmoid", "alpha": 0.0}, "alpha, beta: expected .* got 0.0 and 1000.0"),
-        ({"method": "sigmoid", "beta": float("inf")}, "alpha, beta: expected"),
-        ({"method": "sigmoid", "alpha": float("nan")}, "alpha, beta: expected"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            assisted_generation(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="alpha: expected a number"):
-        assisted_generation(alpha="-1")  # type: ignore[arg-type]
+    cases = [
+        ({"method": "greedy"}, ValueError, r"method: expected .* got 'greedy'"),
+        ({"next_token": "gumbel"}, ValueError, r"next_token: expected .* got 'gumbel'"),
+        ({"method": "sigmoid", "next_token": "multinomial"}, ValueError, r"next_token: .*got 'multinomial'"),
+        ({"method": "transformers", "next_token": "uniform"}, ValueError, r"next_token: .*got 'uniform'"),
+        ({"method": "transformers", "compile": True}, ValueError, r"compile: .*got True"),
+        ({"method": "sigmoid", "alpha": 0.0}, ValueError, "alpha, beta: expected .* got 0.0 and 1000.0"),
+        *(({"alpha": -1.0, "beta": beta}, ValueError, "alpha, beta: expected") for beta in (math.inf, math.nan)),
+        ({"alpha": "-1"}, TypeError, "alpha: expected a number"),
+    ]
+    assert raised(lambda arguments: assisted_generation(**arguments), cases) == []
 
 
 @pytest.mark.slow

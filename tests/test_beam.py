@@ -45,14 +45,8 @@ def test_beams_are_those_of_transformers(family: str, attention: str) -> None:
 @pytest.mark.parametrize("num_beams", [2, 4])
 @pytest.mark.parametrize(("num_draft_tokens", "times_as_wide"), [(0, 1), (1, 2), (5, 1), (3, 2)])
 def test_any_width_and_depth(num_beams: int, num_draft_tokens: int, times_as_wide: int) -> None:
-    output = search(
-        shared_tiny("gpt2"),
-        num_beams,
-        make_draft("perturbed", "gpt2"),
-        num_draft_tokens=num_draft_tokens,
-        draft_beams=num_beams * times_as_wide,
-        eos_token_id=ENDS[:2],
-    )
+    options = {"num_draft_tokens": num_draft_tokens, "draft_beams": num_beams * times_as_wide}
+    output = search(shared_tiny("gpt2"), num_beams, make_draft("perturbed", "gpt2"), eos_token_id=ENDS[:2], **options)
     assert_same(beams_of(output), expected_beams("gpt2", num_beams, ENDS[:2]))
     if num_draft_tokens:
         assert 0 < output.stats.num_accepted < output.stats.num_proposed
@@ -84,23 +78,23 @@ def test_ends_are_those_of_transformers(num_ends: int) -> None:
 
 
 def test_float32_models() -> None:
-    model = perturbed(shared_tiny("llama"), scale=0.0).float()
-    output = search(model, 4, perturbed(shared_tiny("llama")).float(), num_draft_tokens=3, eos_token_id=ENDS)
+    model, draft = (perturbed(shared_tiny("llama"), scale=scale).float() for scale in (0.0, 0.02))
+    output = search(model, 4, draft, num_draft_tokens=3, eos_token_id=ENDS)
     assert_same(beams_of(output), transformers_beams(model, 4, eos=ENDS), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("num_beams", [2, 3])
-def test_ties_fall_as_they_do_in_transformers(num_beams: int) -> None:
+def test_ties_fall_as_they_do_in_transformers() -> None:
     """Every token has a twin of the same logit, so that every step has a tie."""
     model = perturbed(shared_tiny("llama"), scale=0.0)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
         head[1::2] = head[::2]
-    expected = transformers_beams(model, num_beams, eos=ENDS)
-    for draft, num_draft_tokens in ((None, 0), (model, 3), (make_draft("perturbed"), 2)):
-        output = search(model, num_beams, draft, num_draft_tokens=num_draft_tokens, eos_token_id=ENDS)
-        assert_same(beams_of(output), expected)
-    assert len({score for _, score in expected}) < len(expected)
+    for num_beams in (2, 3):
+        expected = transformers_beams(model, num_beams, eos=ENDS)
+        for draft, num_draft_tokens in ((None, 0), (model, 3), (make_draft("perturbed"), 2)):
+            output = search(model, num_beams, draft, num_draft_tokens=num_draft_tokens, eos_token_id=ENDS)
+            assert_same(beams_of(output), expected)
+        assert len({score for _, score in expected}) < len(expected)
 
 
 def test_rows_do_not_meet() -> None:
@@ -108,7 +102,7 @@ def test_rows_do_not_meet() -> None:
     model, limits, ends = shared_tiny("llama"), [5, LENGTH, 9], [list(ENDS), [], [41, 7]]
     output = search(model, 3, make_draft("perturbed"), max_new_tokens=limits, eos_token_id=ends, num_draft_tokens=4)
     for row, prompt in enumerate(PROMPTS):
-        alone = transformers_beams(model, 3, prompts=[prompt], max_new_tokens=limits[row], eos=ends[row])
+        alone = transformers_beams(model, 3, [prompt], max_new_tokens=limits[row], eos=ends[row])
         assert_same(beams_of(output)[3 * row : 3 * row + 3], alone)
 
 
@@ -117,12 +111,8 @@ def test_the_draft_has_no_part_in_the_result(draft: str) -> None:
     output = search(shared_tiny("llama"), 3, make_draft(draft), num_draft_tokens=3, eos_token_id=ENDS)
     assert_same(beams_of(output), expected_beams("llama", 3, ENDS))
     rate = output.stats.acceptance_rate
-    if draft == "nothing":
-        assert rate is None
-    elif draft == "itself":
-        assert rate == 1.0
-    elif draft in ("opposite", "stranger"):
-        assert rate is not None and rate < 0.2
+    assert (rate is None) == (draft == "nothing")
+    assert (rate == 1.0) == (draft == "itself") and (draft != "opposite" or rate < 0.2)
 
 
 @pytest.mark.parametrize(("num_beams", "num_draft_tokens"), [(1, 2), (4, 1), (4, 5)])
@@ -156,18 +146,14 @@ def test_one_beam_is_greedy() -> None:
 
 
 def test_the_best_beams_are_returned() -> None:
-    expected = expected_beams("llama", 4, ENDS)
-    for returned in (1, 2):
-        output = search(shared_tiny("llama"), 4, None, eos_token_id=ENDS, num_return_sequences=returned)
-        best = [beam for row in range(len(PROMPTS)) for beam in expected[4 * row : 4 * row + returned]]
-        assert_same(beams_of(output), best)
-
-
-def test_the_ends_of_the_target_are_the_default() -> None:
+    """With the ends and the padding of the target."""
     model = perturbed(shared_tiny("llama"), scale=0.0)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = list(ENDS), 9
-    output = search(model, 3, eos_token_id=None, pad_token_id=None, early_stopping=True)
-    assert_same(beams_of(output), expected_beams("llama", 3, ENDS, early_stopping=True))
-    assert int(output.lengths.min()) < output.sequences.shape[1]
-    for row in range(len(output.lengths)):
-        assert bool((output.sequences[row, output.lengths[row] :] == 9).all())
+    expected = expected_beams("llama", 4, ENDS)
+    for returned in (1, 2):
+        output = search(model, 4, eos_token_id=None, pad_token_id=None, num_return_sequences=returned)
+        best = [beam for row in range(len(PROMPTS)) for beam in expected[4 * row : 4 * row + returned]]
+        assert_same(beams_of(output), best)
+        assert int(output.lengths.min()) < output.sequences.shape[1]
+        for row in range(len(output.lengths)):
+            assert bool((output.sequences[row, output.lengths[row] :] == 9).all())

@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_beams import ENDS, Beam, assert_same, beams_of, expected_beams, make_draft, search
-from tiny_models import (
-    POSITIONS,
-    VOCAB,
-    PairModel,
-    perturbed,
-    raised,
-    random_table,
-    shared_tiny,
-    tiny,
-)
+from tiny_models import POSITIONS, VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -107,15 +98,6 @@ def test_a_draft_that_lags_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     output = search(model, 3, model, num_draft_tokens=2, eos_token_id=ENDS)
     assert_same(beams_of(output), expected_beams("llama", 3, ENDS))
     assert output.stats.acceptance_rate is not None and output.stats.acceptance_rate < 1.0
-
-
-def test_rows_that_have_ended_free_their_slots() -> None:
-    tree = BeamTree(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 2]), num_beams=2, num_slots=32)
-    assert tree.num_live().tolist() == [2, 1]
-    tree.begin(num_nodes=2, num_live=2)
-    first = torch.zeros(2, 2, dtype=torch.int64)
-    tree.move(first, first, num_levels=torch.ones(2, dtype=torch.int64), done=torch.tensor([True, False]))
-    assert tree.num_live().tolist() == [0, 2]
 
 
 def test_logits_that_are_not_finite() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Report
+from tiny_loops import streamed
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny, tiny
 from torch import Tensor
 from transformers import (
@@ -63,24 +64,13 @@ def ours(model: PreTrainedModel, **options: Any) -> Tensor:
     return GenerationMixin.generate(model, **(defaults | options))
 
 
-@pytest.mark.parametrize(
-    ("family", "draft"),
-    [
-        *(("llama", draft) for draft in ("none", "perturbed copy", "prompt lookup", "early exit")),
-        *((family, "perturbed copy") for family in ("gemma3", "gpt2", "whisper", "t5")),
-    ],
-)
-def test_greedy_is_what_transformers_returns(family: str, draft: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "whisper", "t5"])
+def test_greedy_is_what_transformers_returns(family: str) -> None:
     target = shared_tiny(family)
-    drafts: dict[str, Any] = {
-        "none": None,
-        "perturbed copy": perturbed(target),
-        "prompt lookup": PromptLookup(min_ngram=1),
-        "early exit": EarlyExit(1),
-    }
     expected = plain(target, **arguments(family), max_new_tokens=14)
-    output = ours(target, **arguments(family), max_new_tokens=14, draft_model=drafts[draft], num_draft_tokens=3)
-    assert output.dtype == expected.dtype and torch.equal(output, expected)
+    for draft in (None, perturbed(target), EarlyExit(1)):
+        output = ours(target, **arguments(family), max_new_tokens=14, draft_model=draft, num_draft_tokens=3)
+        assert output.dtype == expected.dtype and torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -108,24 +98,20 @@ def test_right_padded_prompts_stay_as_given() -> None:
 
 
 @pytest.mark.parametrize("family", ["whisper", "t5"])
-def test_the_encoder_runs_once(family: str) -> None:
+def test_the_encoder_runs_once_or_not_at_all(family: str) -> None:
     target = copy.deepcopy(shared_tiny(family))
     calls = []
     target.get_encoder().register_forward_hook(lambda *call: calls.append(1))
-    ours(target, **arguments(family), max_new_tokens=4)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("family", ["whisper", "t5"])
-def test_the_output_of_the_encoder_in_its_place(family: str) -> None:
-    target = shared_tiny(family)
     options = arguments(family)
+    ours(target, **options, max_new_tokens=4)
+    assert len(calls) == 1
+    # Its output in place of its input.
     with torch.no_grad():
         name = target.main_input_name
         mask = {"attention_mask": options["attention_mask"]} if "attention_mask" in options else {}
         options["encoder_outputs"] = target.get_encoder()(options.pop(name), **mask)
-    expected = plain(target, **arguments(family), max_new_tokens=8)
-    assert torch.equal(ours(target, **options, max_new_tokens=8), expected)
+    expected = plain(shared_tiny(family), **arguments(family), max_new_tokens=8)
+    assert torch.equal(ours(target, **options, max_new_tokens=8), expected) and len(calls) == 2
     with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
         ours(target, **options, max_new_tokens=8, draft_model=perturbed(target))
 
@@ -161,14 +147,17 @@ def test_whispers_own_generate() -> None:
 
 def test_several_sequences_of_one_prompt() -> None:
     target = shared_tiny("llama")
-    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 4}
-    output = ours(target, **arguments("llama"), **options, draft_model=perturbed(target), seed=3)
+    options = {**arguments("llama"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 4}
+    output, again, other = (ours(target, **options, draft_model=perturbed(target), seed=seed) for seed in (3, 3, 4))
     assert output.shape == (12, 15)
     assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
     assert len({tuple(row) for row in output[:4].tolist()}) > 1
-    again = ours(target, **arguments("llama"), **options, draft_model=perturbed(target), seed=3)
-    assert torch.equal(output, again)
-    assert not torch.equal(ours(target, **arguments("llama"), **options, seed=4), output)
+    assert torch.equal(output, again) and not torch.equal(output, other)
+    # The draft's encoder reads the input of each sequence.
+    target, steps = shared_tiny("t5"), list[Step]()
+    options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
+    ours(target, **options, draft_model=target, seed=3, token_streamer=steps.append)
+    assert all(step.num_accepted == step.num_proposed for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -212,32 +201,14 @@ def test_the_temperature_is_the_targets_law(report: Report) -> None:
     assert p_values[0] > 1e-5 > p_values[1]
 
 
-class Streamer:
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_streamers() -> None:
-    """One of transformers' kind gets the prompt and the tokens, a function the steps."""
-    streamer = Streamer()
-    target = shared_tiny("llama")
-    output = ours(target, **ONE_PROMPT, draft_model=perturbed(target), token_streamer=streamer)
-    assert streamer.tokens == output[0].tolist() and streamer.ended
+def test_a_streamer_hears_every_step() -> None:
     steps: list[Step] = []
-    output = ours(target, **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
-    streamed = [[token for step in steps for token in step.tokens[row]] for row in range(3)]
-    assert streamed == output[:, 7:].tolist()
+    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
+    assert streamed(steps) == output[:, 7:].tolist()
 
 
-def test_a_compiled_decoder_is_kept_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+@pytest.mark.usefixtures("uncompiled")
+def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     target, draft = copy.deepcopy(shared_tiny("llama")), shared_tiny("llama")
     options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft, "compile": True}
     expected = plain(target, **arguments("llama"), max_new_tokens=6)
@@ -248,6 +219,11 @@ def test_a_compiled_decoder_is_kept_for_its_model(monkeypatch: pytest.MonkeyPatc
     ours(target, **(options | {"compile": False}))
     assert torch.equal(ours(target, **options), expected)
     assert _kept[target].decoder is kept
+    # Nothing stays suppressed.
+    tokens = expected[:, 7].tolist()
+    for suppressed in ({"suppress_tokens": tokens}, {"begin_suppress_tokens": tokens[:1]}, {}):
+        wanted = plain(target, **arguments("llama"), max_new_tokens=6, **suppressed)
+        assert torch.equal(ours(target, **options, **suppressed), wanted)
     # What changes in the model is followed.
     target.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
     changed = plain(target, **arguments("llama"), max_new_tokens=6)
@@ -258,9 +234,9 @@ def test_a_compiled_decoder_is_kept_for_its_model(monkeypatch: pytest.MonkeyPatc
     assert duplicate not in _kept and torch.equal(ours(duplicate, **options), changed)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
-def test_a_kept_decoder_does_not_keep_its_model(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
     target = tiny("llama")
     drafts = {"none": None, "itself": target, "early exit": EarlyExit(1)}
     ours(target, **ONE_PROMPT, draft_model=drafts.pop(draft), compile=True)
@@ -271,8 +247,8 @@ def test_a_kept_decoder_does_not_keep_its_model(draft: str, monkeypatch: pytest.
     assert model() is None and weight() is None
 
 
-def test_two_threads_do_not_share_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+@pytest.mark.usefixtures("uncompiled")
+def test_two_threads_do_not_share_a_decoder() -> None:
     target = tiny("llama")
     options = {**ONE_PROMPT, "compile": True}
     expected = ours(target, **options)
@@ -295,36 +271,35 @@ class Warmer(TemperatureLogitsWarper):
 
 def test_what_is_not_done_is_an_error() -> None:
     sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
+
+    def processed(*processors: LogitsProcessor) -> dict[str, Any]:
+        return {"logits_processor": LogitsProcessorList(processors)}
+
     not_done: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 1.2}, "logits_processor: RepetitionPenaltyLogitsProcessor may depend on the text"),
-        ({"logits_processor": LogitsProcessorList([History()])}, "logits_processor: History may depend on the text"),
-        ({"logits_processor": LogitsProcessorList([Warmer(2.0)])}, "logits_processor: Warmer may depend"),
+        (processed(History()), "logits_processor: History may depend on the text"),
+        (processed(Warmer(2.0)), "logits_processor: Warmer may depend"),
         (
-            sampled | {"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5, -math.inf, 2)])},
-            "logits_processor: expected TopPLogitsWarper to keep 1 token at least .*, got 2 and -inf",
+            sampled | processed(TopPLogitsWarper(0.5, -math.inf, 2)),
+            "logits_processor: expected TopPLogitsWarper to keep",
+        ),
+        (sampled | processed(MinPLogitsWarper(0.5, -9.0)), "logits_processor: .* the others to -inf, got 1 and -9.0"),
+        (
+            sampled | processed(TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)),
+            "logits_processor: expected each kind once and in transformers' order, got TemperatureLogitsWarper after",
         ),
         (
-            sampled | {"logits_processor": LogitsProcessorList([MinPLogitsWarper(0.5, -9.0)])},
-            "logits_processor: expected MinPLogitsWarper .* the others to -inf, got 1 and -9.0",
+            sampled | processed(MinPLogitsWarper(0.5), TopPLogitsWarper(0.5)),
+            "logits_processor: expected each kind once and in transformers' order, got TopPLogitsWarper after",
         ),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: the sequences are the only output, got True"),
         ({"max_time": 1.0}, "stopping_criteria: expected a length and eos tokens, got MaxTimeCriteria"),
-        (
-            {
-                "do_sample": True,
-                "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)]),
-            },
-            "logits_processor: expected each kind once and in transformers' order, got TemperatureLogitsWarper after",
-        ),
     ]
     wrong_values: list[tuple[dict[str, Any], str]] = [
         ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
-        ({"draft_model": tiny("llama", vocab=50)}, "draft: expected the vocabulary of the target"),
-        ({"schedule": "sometimes", "draft_model": PromptLookup()}, "schedule: expected 'constant', 'heuristic'"),
-        ({"max_new_tokens": 500}, "max_new_tokens: expected prompt and new tokens within the 96"),
         ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
     ]
     cases = [(options, NotImplementedError, message) for options, message in not_done]
@@ -337,9 +312,11 @@ def test_criteria_of_the_user_and_what_moves_no_maximum() -> None:
     options = {
         **arguments("llama"),
         "max_new_tokens": 9,
-        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(11)]),
         "renormalize_logits": True,
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
     }
-    output = ours(target, **options, draft_model=target)
-    assert torch.equal(output, plain(target, **options)) and output.shape == (3, 11)
+    # The prompts have seven tokens, and one comes at least.
+    for limits, length in (((13, 11), 11), ((7,), 8)):
+        options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(limit) for limit in limits])
+        output = ours(target, **options, draft_model=target)
+        assert torch.equal(output, plain(target, **options)) and output.shape == (3, length)

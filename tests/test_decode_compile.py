@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB, perturbed, tiny
+from tiny_loops import DRAFTS
+from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -16,8 +17,7 @@ from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import runner
 from torch_specops.decode.step import speculative_step
-from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup
-from torch_specops.hf import language_model
+from torch_specops.drafts import PromptLookup
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
@@ -27,13 +27,18 @@ SAMPLING = SamplingParams(temperature=[0.0, 0.8])
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def source(kind: str, target: torch.nn.Module) -> DraftSource:
-    if kind == "model":
-        return ModelDraft(language_model(perturbed(target, 0.05)))
-    if kind == "n-gram":
-        text = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
-        return NGram.from_tokens(text, vocab_size=VOCAB, probabilities=True)
-    return PromptLookup(min_ngram=1)
+def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[SpeculativeDecoder]:
+    """An eager and a compiled one."""
+    return [
+        SpeculativeDecoder(
+            tiny("llama", num_hidden_layers=1),
+            DRAFTS[kind]("llama"),
+            num_draft_tokens=num_draft_tokens,
+            compile=compile,
+            **options,
+        )
+        for compile in (False, True)
+    ]
 
 
 def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
@@ -42,11 +47,9 @@ def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "graphs"), [("model", 4), ("prompt lookup", 2)])
+@pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2)])
 def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
-    target = tiny("llama", num_hidden_layers=1)
-    eager = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=False)
-    compiled = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=3, sampling=SAMPLING, compile=True)
+    eager, compiled = decoders(kind, 3, sampling=SAMPLING)
     assert torch.equal(decode(compiled), decode(eager))
     # For a model: its forward over two tokens and over one, the uniforms, the verification.
     assert counters["stats"]["unique_graphs"] == graphs
@@ -62,78 +65,64 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def check_one_graph(family: str, kind: str, num_draft_tokens: int, **options: Any) -> None:
-    """A step traces as one graph, and some steps give the records of eager ones."""
+IN_SHORT = ("llama", "gemma3", "t5")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options"),
+    [
+        *(
+            pytest.param(family, "perturbed", {}, marks=[pytest.mark.slow] * (family not in IN_SHORT))
+            for family in FAMILIES
+        ),
+        ("llama", "prompt lookup", {}),
+        ("llama", "n-gram", {}),
+        ("llama", "hierarchical", {}),
+        ("llama", "n-gram with counts", {"verify": "block"}),
+        ("llama", "n-gram with counts", {"verify": "sigmoid"}),
+        ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
+    ],
+)
+def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
+    """And some steps give the records of eager ones."""
     backend = CompileCounterWithBackend("eager")
-    target = tiny(family)
-    inputs = None
-    if family == "whisper":
-        inputs = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(2)).double()}
-    elif family == "t5":
-        inputs = {"input_ids": PROMPTS, "attention_mask": MASK}
+    inputs = encoder_inputs(family, slice(2))
     records = []
     for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
         decoder = SpeculativeDecoder(
-            target, source(kind, target), num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=False, **options
+            shared_tiny(family),
+            DRAFTS[kind](family),
+            num_draft_tokens=2,
+            sampling=SAMPLING,
+            compile=False,
+            **options,
         )
         decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
         step = wrap(speculative_step)
         with torch.inference_mode():
-            arguments = (decoder.target, decoder.draft, decoder._runner.state, num_draft_tokens, decoder._runner.verify)
+            arguments = (decoder.target, decoder.draft, decoder._runner.state, 2, decoder._runner.verify)
             records.append([step(*arguments) for _ in range(4)])
     assert backend.frame_count == 1
     for expected, found in zip(*records, strict=True):
         assert torch.equal(expected, found)
 
 
-IN_SHORT = ("llama", "gemma3", "t5")
-
-
-@pytest.mark.parametrize(
-    "family", [family if family in IN_SHORT else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
-)
-def test_a_step_of_every_family_traces_as_one_graph(family: str) -> None:
-    check_one_graph(family, "model", 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("prompt lookup", {}),
-        ("n-gram", {"verify": "block"}),
-        ("n-gram", {"verify": "sigmoid"}),
-        ("n-gram", {"lenience": 0.5, "argmax_lenience": 0.3}),
-    ],
-)
-def test_a_step_of_every_draft_and_verifier_traces_as_one_graph(kind: str, options: dict[str, Any]) -> None:
-    check_one_graph("llama", kind, 3, **options)
-
-
 def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny("llama", num_hidden_layers=1)
-    graphs = {}
     for num_draft_tokens in (5, 10):
         torch._dynamo.reset()
         backend = CompileCounterWithBackend("eager")
         monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
-        draft = source("model", target)
-        decode(SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens, sampling=SAMPLING, compile=True))
-        graphs[num_draft_tokens] = backend.frame_count
-    # The draft's forward over two tokens and over one, the uniforms, the verification.
-    assert graphs == {5: 4, 10: 4}
+        decode(decoders("perturbed", num_draft_tokens, sampling=SAMPLING)[1])
+        # The draft's forward over two tokens and over one, the uniforms, the verification.
+        assert backend.frame_count == 4
 
 
-GREEDY, FILTERED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("model", marks=pytest.mark.slow), "n-gram"])
-def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    target = tiny("llama", num_hidden_layers=1)
-    eager = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=1, compile=False)
-    compiled = SpeculativeDecoder(target, source(kind, target), num_draft_tokens=1, compile=True)
-    calls = [(1, 9, GREEDY), (2, 9, GREEDY), (2, 70, GREEDY), (2, 9, FILTERED)]
+    eager, compiled = decoders("n-gram with counts", 1)
+    greedy, filtered = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
+    calls = [(1, 9, greedy), (2, 9, greedy), (2, 70, greedy), (2, 9, filtered)]
 
     def same_as_eager(batch: int, new_tokens: int, sampling: SamplingParams) -> bool:
         prompts, mask = PROMPTS[:batch], MASK[:batch]
@@ -148,23 +137,8 @@ def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, kind
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_pieces_do_not_share_the_limit_of_recompilations() -> None:
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    shapes = [torch.zeros(width) for width in range(2, 2 + torch._dynamo.config.recompile_limit + 1)]
-    for shape in shapes:
-        assert torch.equal(compile_piece(double, backend="eager")(shape), shape)
-    # What would happen without copies.
-    shared = torch.compile(double, backend="eager", fullgraph=True, dynamic=False)
-    for shape in shapes[:-1]:
-        shared(shape)
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        shared(shapes[-1])
-
-
+@pytest.mark.usefixtures("uncompiled")
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
     prompt = PROMPTS[:1]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import GREEDY, LENGTH, decode, expected_rows, make_draft, new_tokens, steps_of, streamed
-from tiny_models import PROMPTS, PairModel, padded, random_table, shared_tiny
+from tiny_loops import GREEDY, LENGTH, decode, expected_rows, limited, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny
 from torch import Tensor
 
 import torch_specops
@@ -41,18 +41,6 @@ class Cycle(Schedule):
 
     def reset(self) -> None:
         self.resets += 1
-
-
-@pytest.mark.parametrize(
-    ("draft", "schedule"),
-    [
-        ("perturbed", "heuristic"),
-        ("perturbed", "optimal"),
-        ("prompt lookup", "optimal"),
-    ],
-)
-def test_greedy_under_a_schedule(draft: str, schedule: str | Schedule) -> None:
-    assert new_tokens(steps_of(draft, 2, schedule)[1]) == expected_rows()
 
 
 class Timed(PairModel):
@@ -87,8 +75,8 @@ def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.M
 def test_a_custom_schedule_is_followed_and_told() -> None:
     schedule = Cycle()
     limits = [20, 3, 12]
-    steps, output = steps_of("perturbed", 2, schedule, max_new_tokens=limits)
-    assert new_tokens(output) == [row[:limit] for row, limit in zip(expected_rows(), limits, strict=True)]
+    steps, output = steps_of("perturbed", 2, schedule=schedule, max_new_tokens=limits)
+    assert new_tokens(output) == limited(expected_rows(), limits)
     assert [max(step.num_proposed) for step in steps] == list(islice(cycle([1, 3, 0]), len(steps)))
     assert schedule.resets == 1
     # It is not told of rows that had ended before a step.
@@ -105,41 +93,27 @@ def test_a_custom_schedule_is_followed_and_told() -> None:
 )
 def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int]) -> None:
     """2, 4, 6, 8 drafts or the bucket below; 1 fewer after a rejection; none without a draft."""
-    steps, _ = steps_of(draft, 2, "heuristic", max_new_tokens=40)
+    steps, output = steps_of(draft, 2, schedule="heuristic", max_new_tokens=40)
     assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
-
-
-def test_one_graph_changes_nothing_in_eager_steps() -> None:
-    """Prompts of one length are read together with the first drafts."""
-    prompt = torch.tensor([PROMPTS[0], PROMPTS[0]])
-    for one_graph in (False, True):
-        decoder = SpeculativeDecoder(
-            shared_tiny("llama"), shared_tiny("llama", seed=3), sampling=GREEDY, one_graph=one_graph
-        )
-        assert new_tokens(decoder.generate(prompt, max_new_tokens=LENGTH)) == [expected_rows()[0]] * 2
+    assert new_tokens(output) == expected_rows(40)
 
 
 # Steps, statistics and streams.
 
 
 def test_steps_and_statistics_agree() -> None:
-    steps, output = steps_of("perturbed", 2)
-    assert streamed(steps) == new_tokens(output)
-    for step in steps:
-        assert all(0 <= n <= proposed <= 2 for n, proposed in zip(step.num_accepted, step.num_proposed, strict=True))
-        assert step.seconds >= 0
-        for tokens, n, finished in zip(step.tokens, step.num_accepted, step.finished, strict=True):
-            assert len(tokens) == n + 1 or finished
-    added, stats = GenerationStats(seeds=[]), output.stats
-    for step in steps:
-        added.add(step)
-    assert (added.num_steps, added.num_row_steps, added.num_tokens) == (stats.num_steps, stats.num_row_steps, 60)
-    assert (added.num_accepted, added.num_proposed) == (stats.num_accepted, stats.num_proposed)
-    assert stats.prefill_seconds > 0 and stats.compile_seconds == 0
-    assert "eager" in stats.compiled
-    heard: list[Step] = []
-    decode(make_draft("perturbed"), 2, streamer=heard.append)
-    assert streamed(heard) == streamed(steps)
+    # Prompt lookup is trimmed by this schedule.
+    for draft, schedule in (("perturbed", "constant"), ("prompt lookup", "optimal")):
+        steps, output = steps_of(draft, 2, schedule=schedule)
+        assert streamed(steps) == new_tokens(output) == expected_rows()
+        for step in steps:
+            counts = zip(step.num_accepted, step.num_proposed, step.tokens, step.finished, strict=True)
+            for n, proposed, tokens, finished in counts:
+                assert 0 <= n <= proposed <= 2 and (len(tokens) == n + 1 or finished)
+        stats = output.stats
+        assert (stats.num_steps, stats.num_tokens) == (len(steps), 60)
+        assert stats.prefill_seconds > 0 and stats.compile_seconds == 0
+        assert "eager" in stats.compiled
 
 
 def test_statistics_count_what_was_emitted_and_verified() -> None:
@@ -170,7 +144,7 @@ class TokenStreamer:
 
 def test_a_streamer_of_transformers() -> None:
     streamer = TokenStreamer()
-    decode(make_draft("perturbed"), 3, prompts=PROMPTS[:1], streamer=streamer)
+    decode("perturbed", 3, prompts=PROMPTS[:1], streamer=streamer)
     prompt, *tokens, end = streamer.heard
     assert prompt == [list(PROMPTS[0])] and end == "end"
     assert [token for step in tokens for token in step] == expected_rows()[0]
@@ -189,28 +163,17 @@ def test_a_streamer_of_transformers() -> None:
 
 def test_a_stream_ends_where_the_next_one_begins() -> None:
     """A decoder has one state: an earlier stream may not continue with the tokens of a later one."""
-    decoder = SpeculativeDecoder(shared_tiny("llama"), make_draft("perturbed"), num_draft_tokens=2, sampling=GREEDY)
+    target = shared_tiny("llama")
+    decoder = SpeculativeDecoder(target, perturbed(target), num_draft_tokens=2, sampling=GREEDY)
     first = decoder.stream(torch.tensor([PROMPTS[0]]), max_new_tokens=LENGTH)
     next(first)
     never_begun = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
-    last = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
+    input_ids, mask = padded(PROMPTS, "left")
+    last = decoder.stream(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
     for old in (first, never_begun):
         with pytest.raises(RuntimeError, match="stream"):
             next(old)
-    assert streamed(list(last), 1) == [expected_rows()[2]]
-
-
-class Interrupting(DraftSource):
-    """Ctrl-C while the third step drafts."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
-        self.calls += 1
-        if self.calls == 3:
-            raise KeyboardInterrupt
-        return Draft(torch.full((len(tokens), num_draft_tokens), -1))
+    assert streamed(list(last)) == expected_rows()
 
 
 def test_an_interrupt_in_a_streamer_keeps_what_was_generated() -> None:
@@ -221,24 +184,31 @@ def test_an_interrupt_in_a_streamer_keeps_what_was_generated() -> None:
         if len(steps) == 3:
             raise KeyboardInterrupt
 
-    output = decode(make_draft("perturbed"), 2, streamer=impatient)
+    output = decode("perturbed", 2, streamer=impatient)
     assert output.interrupted and output.errors == {}
     kept = new_tokens(output)
-    assert kept == streamed(steps)
-    assert all(3 <= len(row) <= 9 for row in kept)
-    assert kept == [full[: len(row)] for full, row in zip(expected_rows(), kept, strict=True)]
+    assert kept == streamed(steps) == limited(expected_rows(), [len(row) for row in kept])
     assert output.stats.num_steps == 3
 
 
+class Interrupting(DraftSource):
+    """Ctrl-C while the third step drafts."""
+
+    calls = 0
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return Draft(torch.full((len(tokens), num_draft_tokens), -1))
+
+
 def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
-    source = Interrupting()
-    decoder = SpeculativeDecoder(shared_tiny("llama"), source, sampling=GREEDY)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), Interrupting(), sampling=GREEDY)
     input_ids, mask = padded(PROMPTS, "left")
-    for expected in ([row[:2] for row in expected_rows()], expected_rows()):
+    for expected in (limited(expected_rows(), [2] * 3), expected_rows()):
         # The second call finds a decoder that works as if nothing had happened.
-        output = decoder.generate(
-            input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None, eos_token_id=()
-        )
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None)
         assert new_tokens(output) == expected and output.interrupted == (expected != expected_rows())
     # A streamer with an `end` is told.
     streamer = TokenStreamer()

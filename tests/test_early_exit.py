@@ -6,16 +6,14 @@ import copy
 
 import pytest
 import torch
-from tiny_models import PROMPTS, encoder_inputs, padded, tiny
+from tiny_loops import decode
+from tiny_models import PROMPTS, raised, tiny
 from transformers import PreTrainedModel
 
 import torch_specops
-from torch_specops.decode import GenerationOutput
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import language_model
 
-GREEDY = torch_specops.SamplingParams(temperature=0.0)
-LAYERS = 3
 # One of each kind: where the layers stand, windows of their own, an encoder.
 KINDS = ["llama", "gemma3", "gpt2", "whisper", "t5"]
 # In a config of encoder and decoder, the decoder's number has a name of its own.
@@ -23,43 +21,24 @@ LAYERS_FIELD = {"whisper": "decoder_layers", "t5": "num_decoder_layers", "gpt2":
 
 
 def three_layers(family: str) -> PreTrainedModel:
-    fields: dict[str, object] = {LAYERS_FIELD.get(family, "num_hidden_layers"): LAYERS}
+    fields: dict[str, object] = {LAYERS_FIELD.get(family, "num_hidden_layers"): 3}
     if family == "gemma3":
         fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     return tiny(family, **fields)
-
-
-def run(family: str, target: PreTrainedModel, draft: EarlyExit | None) -> GenerationOutput:
-    ids, mask = padded(PROMPTS, "left")
-    return torch_specops.generate(
-        target,
-        ids,
-        draft=draft,
-        attention_mask=mask,
-        max_new_tokens=12,
-        num_draft_tokens=3,
-        sampling=GREEDY,
-        inputs=encoder_inputs(family),
-        compile=False,
-    )
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_all_layers_accept_every_draft(family: str) -> None:
     """The draft is then the target: p = q, unless its cache, its config or a layer is another one."""
     target = three_layers(family)
-    output = run(family, target, EarlyExit(LAYERS))
-    assert output.stats.acceptance_rate == 1.0
-    assert output.stats.num_steps == 3
-    fewer = run(family, target, EarlyExit(1))
+    drafts = (EarlyExit(3), EarlyExit(1), None)
+    whole, fewer, plain = (decode(draft, 3, family=family, target=target, max_new_tokens=12) for draft in drafts)
+    assert whole.stats.acceptance_rate == 1.0 and whole.stats.num_steps == 3
     assert fewer.stats.acceptance_rate is not None and fewer.stats.acceptance_rate < 1.0, "the tokens are no test"
-    plain = run(family, target, None)
-    for drafted in (output, fewer):
-        assert torch.equal(drafted.sequences, plain.sequences)
+    assert torch.equal(whole.sequences, plain.sequences) and torch.equal(fewer.sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(("family", "num_layers"), [("llama", 1), ("llama", 2), ("gemma3", 2), ("gpt2", 1)])
 def test_the_draft_is_the_target_without_its_last_layers(family: str, num_layers: int) -> None:
     """Compared with a model whose layers are truly cut. No weight is copied."""
     target = three_layers(family)
@@ -81,17 +60,14 @@ def test_the_draft_is_the_target_without_its_last_layers(family: str, num_layers
 
 def test_a_deep_whisper_has_a_cache_for_each_layer() -> None:
     # More decoder layers than the config class has by default, and another number than the encoder's.
-    output = run("whisper", tiny("whisper", decoder_layers=6), EarlyExit(5))
+    output = decode(EarlyExit(5), 3, family="whisper", target=tiny("whisper", decoder_layers=6), max_new_tokens=12)
     assert output.lengths.tolist() == [len(prompt) + 12 for prompt in PROMPTS]
 
 
 def test_bad_numbers_of_layers() -> None:
-    for number in (0, -1):
-        with pytest.raises(ValueError, match=f"num_layers: expected a number >= 1, got {number}"):
-            EarlyExit(number)
-    for other in (1.0, True, "2"):
-        with pytest.raises(TypeError, match="num_layers: expected an int"):
-            EarlyExit(other)  # type: ignore[arg-type]
+    cases = [(number, ValueError, f"num_layers: expected a number >= 1, got {number}") for number in (0, -1)]
+    cases += [(other, TypeError, "num_layers: expected an int") for other in (1.0, True, "2")]
+    assert raised(EarlyExit, cases) == []
     for family in ("llama", "whisper", "t5"):
         with pytest.raises(ValueError, match="num_layers: expected 1 to 3, got 4"):
             torch_specops.SpeculativeDecoder(three_layers(family), draft=EarlyExit(4))

@@ -1,99 +1,115 @@
-"""The ragged key-value cache: what a token may see, and where keys and values are written."""
+"""The ragged key-value cache: where keys and values are written, and that nothing copies it.
+
+What a token sees, and that the attention is right, is tested in test_hf.py.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from torch_specops.kv_cache import RaggedKeyValues, visible_slots
+from torch_specops.hf import TransformersModel, language_model
+from torch_specops.kv_cache import RaggedKeyValues
 
 BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4
+SLOTS = torch.tensor([[0, 1], [5, 6], [3, 4]])
 
 
-SLOTS = torch.arange(CAPACITY).unsqueeze(0)
+@pytest.fixture
+def states() -> tuple[Tensor, Tensor]:
+    """Keys and values of two tokens, wider values than keys."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(BATCH, HEADS, 2, WIDTH, generator=generator)
+    return keys, torch.randn(BATCH, HEADS, 2, WIDTH + 1, generator=generator)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_a_token_sees_the_slots_up_to_its_own(window: int | None) -> None:
-    positions = torch.tensor([[0, 1], [4, 5], [6, 2]])
-    visible = visible_slots(positions, SLOTS, window)
-    assert visible.shape == (3, 1, 2, CAPACITY) and visible.dtype == torch.bool
-    for row in range(3):
-        for index in range(2):
-            position = int(positions[row, index])
-            # The token itself and window - 1 tokens before it.
-            first = 0 if window is None else max(position - window + 1, 0)
-            expected = [first <= slot <= position for slot in range(CAPACITY)]
-            assert visible[row, 0, index].tolist() == expected
-
-
-def test_a_token_of_a_tree_sees_its_own_text_within_the_window() -> None:
-    """Slots hold any positions there, and which ones are a token's own text is given."""
-    own_text = torch.tensor([[[True, True, False, True]]])
-    slot_positions = torch.tensor([[0, 2, 1, 1]])
-    for window, expected in ((None, [0, 1, 3]), (2, [1, 3]), (1, [1])):
-        visible = visible_slots(torch.tensor([[2]]), slot_positions, window, own_text)
-        assert visible.shape == (1, 1, 1, 4) and visible[0, 0, 0].nonzero().flatten().tolist() == expected
-
-
-def random_states(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_some_rows_are_written_and_read_apart_from_the_others() -> None:
-    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH + 1, seed=1)
-    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
-    whole, apart = (RaggedKeyValues(keys, values, CAPACITY) for _ in range(2))
-    whole.write(keys, values, slots)
+def test_some_rows_are_written_and_read_apart_from_the_others(states: tuple[Tensor, Tensor]) -> None:
+    keys, values = states
+    whole, apart = (RaggedKeyValues(*states, CAPACITY) for _ in range(2))
+    whole.write(*states, SLOTS)
     for buffer, written in ((whole.keys, keys), (whole.values, values)):
-        assert buffer.shape[2] == CAPACITY
+        assert buffer.shape[2] == CAPACITY and int((buffer != 0).sum()) == written.numel()
         for row in range(BATCH):
-            others = [slot for slot in range(CAPACITY) if slot not in slots[row].tolist()]
-            assert torch.equal(buffer[row][:, slots[row]], written[row])
-            assert (buffer[row][:, others] == 0).all()
+            assert torch.equal(buffer[row][:, SLOTS[row]], written[row])
     for rows in (torch.tensor([2, 0]), torch.tensor([1])):
-        apart.write(keys[rows], values[rows], slots[rows], rows)
+        apart.write(keys[rows], values[rows], SLOTS[rows], rows)
         for read, buffer in zip(apart.read(6, rows), (whole.keys, whole.values), strict=True):
             assert torch.equal(read, buffer[rows][:, :, :6])
-    for read, own, buffer in zip(apart.read(), (apart.keys, apart.values), (whole.keys, whole.values), strict=True):
-        assert torch.equal(read, buffer)
-        assert read.data_ptr() == own.data_ptr()
+    own = (apart.keys, apart.values)
+    for read, buffer, expected in zip(apart.read(), own, (whole.keys, whole.values), strict=True):
+        assert torch.equal(read, expected) and read.data_ptr() == buffer.data_ptr()
+    # CUDA graphs know the addresses.
+    apart.clear()
+    assert all(bool((buffer == 0).all()) for buffer in own) and apart.keys is own[0] and apart.values is own[1]
 
 
-def test_a_later_write_takes_the_place_of_an_earlier_one() -> None:
-    """Rollback: a row that goes back writes over its rejected drafts, and the others keep theirs."""
-    first, second = random_states(2, HEADS, 3, WIDTH, seed=2), random_states(2, HEADS, 3, WIDTH, seed=3)
-    cache = RaggedKeyValues(first, first, CAPACITY)
-    cache.write(first, first, torch.tensor([[0, 1, 2], [0, 1, 2]]))
-    cache.write(second, second, torch.tensor([[1, 2, 3], [3, 4, 5]]))
-    assert torch.equal(cache.keys[0, :, :4], torch.cat([first[0, :, :1], second[0]], 1))
-    assert torch.equal(cache.keys[1, :, :6], torch.cat([first[1], second[1]], 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_clearing_leaves_zeros_at_the_same_addresses(dtype: torch.dtype) -> None:
-    states = torch.full((1, HEADS, 2, WIDTH), torch.nan, dtype=dtype)
-    cache = RaggedKeyValues(states, states, CAPACITY)
-    before = cache.keys.data_ptr(), cache.values.data_ptr()
-    cache.write(states, states, torch.tensor([[2, 3]]))
-    assert cache.keys.isnan().any() and cache.values.isnan().any()
-    cache.clear()
-    assert (cache.keys == 0).all() and (cache.values == 0).all()
-    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == before
-    assert cache.keys.dtype == cache.values.dtype == dtype
-
-
-def test_a_compiled_write_copies_no_buffer(fresh_dynamo: None) -> None:
+def test_a_compiled_write_copies_no_buffer(states: tuple[Tensor, Tensor], fresh_dynamo: None) -> None:
     """`scatter_` did: every step read and wrote the whole cache twice."""
-    keys, values = random_states(BATCH, HEADS, 2, WIDTH, seed=0), random_states(BATCH, HEADS, 2, WIDTH, seed=1)
-    cache = RaggedKeyValues(keys, values, 777)
-    slots = torch.tensor([[0, 1], [5, 6], [3, 4]])
-    _, sources = run_and_get_code(torch.compile(cache.write, fullgraph=True), keys, values, slots)
+    cache = RaggedKeyValues(*states, 777)
+    _, sources = run_and_get_code(torch.compile(cache.write, fullgraph=True), *states, SLOTS)
     allocations = re.findall(r"empty_strided\w*\(\((.*?)\)", "".join(sources))
     assert not [shape for shape in allocations if "777" in shape]
-    assert torch.equal(cache.keys[1, :, 5:7], keys[1])
-    assert torch.equal(cache.values[2, :, 3:5], values[2])
+    for buffer, written in zip((cache.keys, cache.values), states, strict=True):
+        assert torch.equal(buffer[1, :, 5:7], written[1]) and torch.equal(buffer[2, :, 3:5], written[2])
+
+
+# With grouped queries, transformers repeats the keys for every query head.
+GROUPED_FAMILIES = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
+
+
+@pytest.mark.parametrize("family", GROUPED_FAMILIES)
+def test_the_cache_is_not_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer attends to the memory of the cache itself; so do a model's first layers."""
+    attended: list[int] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watching(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        attended.extend(each.untyped_storage().data_ptr() for each in (key, value))
+        return attention(query, key, value, **options)
+
+    def reads_its_cache(model: TransformersModel) -> bool:
+        model.start(2, 40)
+        for width in (3, 1):
+            attended.clear()
+            model.forward(torch.ones(2, width, dtype=torch.int64), torch.arange(width).expand(2, -1), 1)
+        cache = [each for layer in model.key_values for each in (layer.keys, layer.values)]
+        return attended == [each.untyped_storage().data_ptr() for each in cache]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watching)
+    model = language_model(tiny(family))
+    with torch.inference_mode():
+        assert reads_its_cache(model) and reads_its_cache(model.first_layers(1))
+        monkeypatch.setattr("torch_specops.hf.models.use_grouped_attention", lambda model: None)
+        assert not reads_its_cache(language_model(tiny(family)))
+
+
+def test_a_compiled_forward_copies_nothing_either(fresh_dynamo: None) -> None:
+    model = language_model(tiny("llama"))
+    shapes: list[tuple[int, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        shapes.extend(tuple(node.args[1].meta["example_value"].shape) for node in calls)
+        return graph
+
+    read = torch.compile(model.forward, fullgraph=True, backend=backend)
+    tokens, positions = torch.ones(2, 3, dtype=torch.int64), torch.arange(3).expand(2, -1)
+    with torch.inference_mode():
+        model.start(2, 40)
+        expected = model.forward(tokens, positions, 3)
+        # A new batch takes up what has changed in the model, and compiles nothing anew.
+        for stance in ("default", "fail_on_recompile"):
+            model.start(2, 40)
+            model.forward(tokens, positions, 3)
+            with torch.compiler.set_stance(stance):
+                torch.testing.assert_close(read(tokens, positions, 3), expected)
+    config = model.model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    # All slots, of the key heads alone.
+    assert shapes == [(2, config.num_key_value_heads, 40, head_dim)] * config.num_hidden_layers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import raised, tiny
 from typer.testing import CliRunner
 
 import torch_specops
@@ -20,29 +20,22 @@ from torch_specops.drafts import PromptLookup
 from torch_specops.hf import TransformersModel
 
 
-def test_load_model_reads_a_folder_as_float32(tmp_path: Path) -> None:
+def test_a_folder_is_read_as_float32(tmp_path: Path) -> None:
     tiny("llama").bfloat16().save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
-    assert loaded.model.dtype == torch.float32
-    assert not loaded.model.training
+    assert loaded.model.dtype == torch.float32 and not loaded.model.training
+    assert load_model("austen-bytes").vocab_size == load_model("austen-bytes-draft").vocab_size
+    assert loading.is_folder("austen-bytes") and not loading.is_folder("someone/model")
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, load: Callable[[Path], object]) -> None:
-    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match=r"cannot load '.*/none': there is no such folder$"):
-        load(tmp_path / "none")
+    one_line = r"(model|tokenizer): cannot load '.*': [^\n]*$"
+    assert raised(load, [(tmp_path, ValueError, one_line), (tmp_path / "none", ValueError, one_line)]) == []
     # A damaged file raises an exception of its reader's own.
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"^(model|tokenizer): cannot load '.*': [^\n]*$"):
-        load(tmp_path)
-
-
-def test_the_models_of_the_package_are_found() -> None:
-    assert load_model("austen-bytes").vocab_size == load_model("austen-bytes-draft").vocab_size
-    assert loading.is_folder("austen-bytes") and not loading.is_folder("someone/model")
+    assert raised(load, [(tmp_path, ValueError, one_line)]) == []
 
 
 @pytest.fixture
@@ -94,14 +87,15 @@ def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypa
 
 
 def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("TORCH_SPECOPS_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert loading.cache_directory() == Path("/home/someone/.cache/torch_specops")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert loading.cache_directory() == Path("/caches/torch_specops")
-    monkeypatch.setenv("TORCH_SPECOPS_CACHE", "/ours")
-    assert loading.cache_directory() == Path("/ours")
+    for name in ("TORCH_SPECOPS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, expected in (
+        ("HOME", "/home/someone", "/home/someone/.cache/torch_specops"),
+        ("XDG_CACHE_HOME", "/caches", "/caches/torch_specops"),
+        ("TORCH_SPECOPS_CACHE", "/ours", "/ours"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert loading.cache_directory() == Path(expected)
 
 
 def test_a_missing_package_and_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,4 @@
-"""The joint law of the first three sampled tokens, by chi-square, and wrong loops that the same test rejects.
-
-TRIALS rows are decoded in one batch, row b with seed SEED + b. Half of them have one prompt and half a shorter one, so
-that the batch is ragged. With V = 6 tokens there are 216 texts of three tokens; `chi_square` merges those expected
-fewer than 5 times. The exact law is the product of the target's softmaxes. A law fails if its p-value is below ALPHA,
-which is 1e-4 for the whole module (Bonferroni over NUM_LAWS p-values). A wrong loop has to fall below the same ALPHA.
+"""The law of the tokens that the loop samples, and wrong loops that the same test (`tiny_laws`) rejects.
 
 Two kinds of drafts change the acceptance but not the law, and are tested last. A draft whose cache lags proposes from
 another q, but reports that same q. A draft that was sampled and is reported as one-hot is verified given its value, and
@@ -17,119 +12,33 @@ from typing import Any
 
 import pytest
 import torch
+from chains import expect_caught, expect_laws
 from conftest import Report
-from tiny_models import PairModel, padded, perturbed, random_table, tiny
+from tiny_laws import (
+    FEWER_TRIALS,
+    PROMPTS,
+    TABLES,
+    TARGET,
+    TRIALS,
+    TWINS,
+    V,
+    first_tokens,
+    make_draft,
+    ngram,
+    p_values,
+    pair_laws,
+    prompts,
+)
+from tiny_models import PairModel, perturbed, tiny
 from torch import Tensor, nn
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import step
-from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, PromptLookup
+from torch_specops.drafts import Draft, DraftSource, ModelDraft, PromptLookup
 from torch_specops.drafts import model as model_draft
-from torch_specops.drafts.ngram import NGram
 from torch_specops.hf import TransformersModel
-from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
-
-V = 6
-TRIALS = 24_000
-# A transformer takes longer, and wrong loops show sooner.
-FEWER_TRIALS = 10_000
-SEED = 1000
-NUM_LAWS = 64
-ALPHA = 1e-4 / NUM_LAWS
-PROMPTS = ([1, 0, 2, 0, 3, 0], [4, 5, 4])
-LENGTH = 3
-
-
-def first_tokens(
-    target: LanguageModel | nn.Module,
-    draft: DraftSource | LanguageModel | nn.Module | None,
-    num_draft_tokens: int,
-    temperature: float | Tensor = 1.0,
-    trials: int = TRIALS,
-    verify: str = "exact",
-    **filters: Any,
-) -> Tensor:
-    """[trials, 3]; even rows follow the first prompt, odd rows the second one."""
-    decoder = SpeculativeDecoder(
-        target,
-        draft,
-        num_draft_tokens=num_draft_tokens,
-        sampling=SamplingParams(temperature=temperature, **filters),
-        verify=verify,
-    )
-    input_ids, mask = (tensor.repeat(trials // 2, 1) for tensor in padded(PROMPTS, "left"))
-    output = decoder.generate(
-        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=(), pad_token_id=0
-    )
-    return output.sequences.gather(1, output.prompt_lengths.unsqueeze(1) + torch.arange(LENGTH))
-
-
-def p_values(tokens: Tensor, laws: list[Tensor]) -> list[float]:
-    """One for each prompt."""
-    text = tokens @ torch.tensor([V * V, V, 1])
-    return [chi_square(torch.bincount(text[row::2], minlength=V**3), law.flatten()) for row, law in enumerate(laws)]
-
-
-def filtered(logits: Tensor, **filters: Any) -> Tensor:
-    """What transformers leaves of logits [.., V]."""
-    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    rows = logits.reshape(-1, V)
-    for name in (name for name in warpers if name in filters):
-        rows = warpers[name](filters[name])(None, rows)
-    return rows.reshape(logits.shape)
-
-
-def pair_laws(table: Tensor, temperature: float = 1.0, **filters: Any) -> list[Tensor]:
-    """[V, V, V] for each prompt."""
-    p = torch.softmax(filtered(table.double() / temperature, **filters), -1)
-    laws = []
-    for prompt in PROMPTS:
-        first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
-        laws.append(first[:, None, None] * second[:, :, None] * p[:V])
-    return laws
-
-
-@torch.inference_mode()
-def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
-    """[V, V, V] for each prompt, from full forwards over every text."""
-    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
-    laws = []
-    for prompt in PROMPTS:
-        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
-        # The decoder sees float32 logits.
-        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
-        p = torch.softmax(logits / temperature, -1)
-        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
-    return laws
-
-
-TARGET = random_table(V, seed=1, scale=1.2)
-TABLES = {"opposite": -TARGET, "close": TARGET + random_table(V, seed=2, scale=0.4)}
-
-
-def make_draft(kind: str) -> DraftSource | LanguageModel | None:
-    if kind == "nothing":
-        return None
-    if kind == "prompt lookup":
-        return PromptLookup(min_ngram=1)
-    if kind.startswith("n-gram"):
-        text = torch.randint(V, (60,), generator=torch.Generator().manual_seed(4))
-        return NGram.from_tokens(text, vocab_size=V, probabilities=kind != "n-gram")
-    return PairModel(TABLES[kind])
-
-
-def expect_laws(report: Report, name: str, values: list[float]) -> None:
-    report.p_values |= {f"loop, {name}, prompt {index}": value for index, value in enumerate(values)}
-    assert sum(key.startswith("loop, ") for key in report.p_values) <= NUM_LAWS
-    assert min(values) > ALPHA, values
-
-
-def expect_caught(report: Report, name: str, values: list[float]) -> None:
-    report.wrong_p_values[f"loop, {name}"] = min(values)
-    assert min(values) < ALPHA, f"the test does not see that this loop is wrong: {values}"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +55,11 @@ def expect_caught(report: Report, name: str, values: list[float]) -> None:
         ("prompt lookup", 3, 0.7, "exact", {}),
         ("n-gram", 2, 1.0, "exact", {}),
         ("n-gram with counts", 2, 0.7, "exact", {}),
+        ("n-gram with two continuations", 3, 0.8, "exact", {}),
+        ("over prompt lookup", 3, 0.7, "exact", {}),
+        ("over n-gram", 2, 1.2, "exact", {"top_k": 3}),
+        ("over n-gram", 4, 1.3, "exact", {}),
+        ("other vocabulary", 2, 1.0, "exact", {}),
         ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
         ("close", 2, 1.2, "exact", {"top_k": 3}),
         ("opposite", 2, 1.2, "exact", {"top_p": 0.7}),
@@ -163,17 +77,35 @@ def test_sampled_text_has_the_law_of_the_target(
     kind: str, num_draft_tokens: int, temperature: float, verify: str, filters: dict[str, float], report: Report
 ) -> None:
     tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature, verify=verify, **filters)
-    name = f"{kind} draft, K = {num_draft_tokens}, T = {temperature}, {verify}, {filters}"
+    name = f"loop, {kind} draft, K = {num_draft_tokens}, T = {temperature}, {verify}, {filters}"
     expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature, **filters)))
 
 
-def test_mixed_filters_have_their_own_laws(report: Report) -> None:
-    """Rows with a filter and rows without one share the batch."""
-    top_k = torch.tensor([0, 2, 4])[torch.arange(TRIALS) // 2 % 3]
-    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 2, top_k=top_k)
-    for value in (0, 2, 4):
-        laws = pair_laws(TARGET, **({"top_k": value} if value else {}))
-        expect_laws(report, f"mixed batch, top_k = {value}", p_values(tokens[top_k == value], laws))
+@pytest.mark.parametrize(("name", "values"), [("temperature", (0.0, 0.5, 1.5)), ("top_k", (0, 2, 4))])
+def test_rows_of_a_mixed_batch_have_their_own_laws(name: str, values: tuple[float, ...], report: Report) -> None:
+    mixed = torch.tensor(values)[torch.arange(TRIALS) // 2 % 3]
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, **{name: mixed})
+    for value in values:
+        chosen = tokens[mixed == value]
+        if name == "temperature" and value == 0:
+            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
+        else:
+            laws = pair_laws(TARGET, **({name: value} if value else {}))
+            expect_laws(report, f"loop, mixed batch, {name} = {value}", p_values(chosen, laws))
+
+
+@torch.inference_mode()
+def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
+    """[V, V, V] for each prompt, from full forwards over every text."""
+    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    laws = []
+    for prompt in PROMPTS:
+        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
+        # The decoder sees float32 logits.
+        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
+        p = torch.softmax(logits / temperature, -1)
+        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
+    return laws
 
 
 def tiny_transformer() -> nn.Module:
@@ -186,25 +118,27 @@ def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -
     model = tiny_transformer()
     source = {"itself": model, "perturbed": perturbed(model, 0.2)}.get(draft, PromptLookup(min_ngram=1))
     tokens = first_tokens(model, source, 2, 0.8, FEWER_TRIALS)
-    expect_laws(report, f"transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
-
-
-def test_mixed_temperatures_have_their_own_laws(report: Report) -> None:
-    """Rows of three temperatures share the batch; the greedy ones are all alike."""
-    temperature = torch.tensor([0.0, 0.5, 1.5])[torch.arange(TRIALS) // 2 % 3]
-    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 2, temperature)
-    for value in (0.0, 0.5, 1.5):
-        chosen = tokens[temperature == value]
-        if value == 0:
-            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
-        else:
-            expect_laws(report, f"mixed batch, T = {value}", p_values(chosen, pair_laws(TARGET, value)))
+    expect_laws(report, f"loop, transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
 
 
 # Wrong loops.
 
 
-class AnotherTemperature(ModelDraft):
+class Wrong(DraftSource):
+    """A source around another one; `propose` of a subclass has a mistake."""
+
+    def __init__(self, source: DraftSource) -> None:
+        self.source = source
+        self.deterministic = source.deterministic
+
+    def start(self, *arguments: Any) -> None:
+        self.source.start(*arguments)
+
+    def propose(self, *arguments: Any) -> Draft:
+        return self.source.propose(*arguments)
+
+
+class AnotherTemperature(Wrong):
     """Draws at temperature 1; verified at the target's temperature."""
 
     def propose(
@@ -215,7 +149,7 @@ class AnotherTemperature(ModelDraft):
         return Draft(draft.tokens, draft.logits)
 
 
-class Unfiltered(ModelDraft):
+class Unfiltered(Wrong):
     """Draws without filters; verified with them."""
 
     def propose(
@@ -225,37 +159,65 @@ class Unfiltered(ModelDraft):
         return Draft(draft.tokens, draft.logits)
 
 
-class AnotherLse(ModelDraft):
+class AnotherLse(Wrong):
     """Draws at the target's temperature, and reports the logsumexp at temperature 1."""
 
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
-        draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
         assert draft.logits is not None
         return Draft(draft.tokens, draft.logits, torch.logsumexp(draft.logits, -1))
 
 
-class OneBehind(ModelDraft):
+class OneBehind(Wrong):
     """Reports the logits of the draft before."""
 
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
-        draft = super().propose(tokens, lengths, num_draft_tokens, *rest)
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
         assert draft.logits is not None
         return Draft(draft.tokens, draft.logits.roll(1, 1))
 
 
-@pytest.mark.parametrize("kind", ["opposite", "close"])
-@pytest.mark.parametrize("wrong", [AnotherTemperature, AnotherLse, OneBehind])
-def test_a_draft_that_reports_another_law_is_caught(wrong: type[ModelDraft], kind: str, report: Report) -> None:
-    tokens = first_tokens(PairModel(TARGET), wrong(PairModel(TABLES[kind])), 2, 0.6, trials=FEWER_TRIALS)
-    expect_caught(report, f"{wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
+class AllContinuations(Wrong):
+    """Draws from the continuations that were kept, and reports the counts of all."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        everything = ngram(probabilities=True).propose(*arguments)
+        return Draft(super().propose(*arguments).tokens, everything.logits)
+
+
+class OtherOrder(Wrong):
+    """Tokens in the target's vocabulary, logits in the order of the draft's."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.logits is not None
+        order = torch.cat([TWINS[TWINS >= 0], torch.tensor([V - 1])])
+        return Draft(draft.tokens, draft.logits[..., order], draft.lse)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        *((wrong, kind) for wrong in (AnotherTemperature, AnotherLse, OneBehind) for kind in ("opposite", "close")),
+        (AnotherTemperature, "n-gram with counts"),
+        (AllContinuations, "n-gram with two continuations"),
+        (OtherOrder, "other vocabulary"),
+    ],
+)
+def test_a_draft_that_reports_another_law_is_caught(wrong: type[Wrong], kind: str, report: Report) -> None:
+    source = make_draft(kind)
+    assert source is not None
+    tokens = first_tokens(PairModel(TARGET), wrong(source), 2, 0.6, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, {wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}], ids=str)
 @pytest.mark.parametrize("verify", ["exact", "block"])
 def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dict[str, Any], report: Report) -> None:
-    draft = Unfiltered(PairModel(TABLES["close"]))
+    draft = Unfiltered(ModelDraft(PairModel(TABLES["close"])))
     tokens = first_tokens(PairModel(TARGET), draft, 2, 1.2, FEWER_TRIALS, verify, **filters)
-    expect_caught(report, f"unfiltered draft, {verify}, {filters}", p_values(tokens, pair_laws(TARGET, 1.2, **filters)))
+    laws = pair_laws(TARGET, 1.2, **filters)
+    expect_caught(report, f"loop, unfiltered draft, {verify}, {filters}", p_values(tokens, laws))
 
 
 class ForgetfulTarget(PairModel):
@@ -276,8 +238,8 @@ class HoldingTarget(PairModel):
 
 @pytest.mark.parametrize("wrong", [ForgetfulTarget, HoldingTarget])
 def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report: Report) -> None:
-    tokens = first_tokens(wrong(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
-    expect_caught(report, wrong.__name__, p_values(tokens, pair_laws(TARGET)))
+    tokens = first_tokens(wrong(TARGET), make_draft("close"), 1, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, {wrong.__name__}", p_values(tokens, pair_laws(TARGET)))
 
 
 @pytest.mark.parametrize("shared", ["accept", "sample", "both"])
@@ -296,8 +258,8 @@ def test_uniforms_of_the_draft_used_again_are_caught(
         )
 
     monkeypatch.setattr(step, "verification_uniforms", wrong)
-    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["opposite"]), 2, trials=FEWER_TRIALS)
-    expect_caught(report, f"uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
+    tokens = first_tokens(PairModel(TARGET), make_draft("opposite"), 2, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, uniforms of the draft for {shared}", p_values(tokens, pair_laws(TARGET)))
 
 
 @pytest.mark.parametrize("wrong", ["at every step", "in every row"])
@@ -314,8 +276,8 @@ def test_uniforms_that_repeat_are_caught(wrong: str, report: Report, monkeypatch
 
     monkeypatch.setattr(step, "verification_uniforms", repeating(step.verification_uniforms))
     monkeypatch.setattr(model_draft, "uniforms", repeating(model_draft.uniforms))
-    tokens = first_tokens(PairModel(TARGET), PairModel(TABLES["close"]), 1, trials=FEWER_TRIALS)
-    expect_caught(report, f"uniforms that repeat {wrong}", p_values(tokens, pair_laws(TARGET)))
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 1, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, uniforms that repeat {wrong}", p_values(tokens, pair_laws(TARGET)))
 
 
 # Drafts that lose acceptance, not the law.
@@ -354,7 +316,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
             num_draft_tokens=num_draft_tokens,
             sampling=SamplingParams(temperature=temperature),
         )
-        input_ids, mask = (tensor.repeat(50, 1) for tensor in padded(PROMPTS, "right"))
+        input_ids, mask = prompts(100, "right")
         output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=())
         rates[source] = output.stats.acceptance_rate
     assert rates[ModelDraft] > 0.9999
@@ -371,4 +333,4 @@ class Hidden(ModelDraft):
 @pytest.mark.parametrize("source", [Lagging, Hidden])
 def test_drafts_that_lose_acceptance_keep_the_law(source: type[ModelDraft], report: Report) -> None:
     tokens = first_tokens(PairModel(TARGET), source(PairModel(TABLES["close"])), 1)
-    expect_laws(report, f"{source.__name__}, K = 1", p_values(tokens, pair_laws(TARGET)))
+    expect_laws(report, f"loop, {source.__name__}, K = 1", p_values(tokens, pair_laws(TARGET)))

@@ -81,15 +81,6 @@ def test_a_request_gets_the_same_tokens_alone_and_anywhere_in_a_batch(kind: str)
     assert texts(decoder(kind), [2, 1, 0], max_new_tokens=[2, NEW_TOKENS, 0])[1] == alone[1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_loop_gives_the_same_tokens() -> None:
-    alone = texts_alone("model")
-    loop = decoder("model", compile=True)
-    for chosen in ([0, 1, 2, 3], [3, 2, 1, 0]):
-        assert texts(loop, chosen) == [alone[index] for index in chosen]
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["lookup", "model"])

@@ -17,10 +17,6 @@ from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule, as_s
 SCHEDULES = [lambda: Constant(4), Heuristic, lambda: Optimal(0.1)]
 
 
-def factor(alpha: float, cost_ratio: float, num_draft_tokens: int) -> float:
-    return walltime_factor(alpha, cost_ratio, num_draft_tokens).item()
-
-
 EVERY = tuple(range(1, 21))
 ALL, SOME = ([6, 6], [6, 6]), ([6, 6], [6, 5])
 
@@ -47,18 +43,6 @@ def test_heuristic(options: dict[str, Any], reports: list[tuple[list[int], list[
     assert set(expected) <= set(schedule.buckets)
 
 
-def test_heuristic_is_hugging_faces_rule() -> None:
-    """Batch 1, no bound in reach: `num_assistant_tokens += 2`, else `max(1, num_assistant_tokens - 1)`."""
-    rng = random.Random(0)
-    schedule = Heuristic(5, maximum=400, buckets=range(1, 401))
-    reference = k = schedule.first()
-    for _ in range(300):
-        accepted = rng.choice([k, rng.randrange(k)])
-        reference = reference + 2 if accepted == reference else max(1, reference - 1)
-        k = schedule.next([k], [accepted])
-        assert k == reference
-
-
 def test_heuristic_buckets_reach_the_maximum() -> None:
     for maximum, expected in ((20, (1, 2, 3, 5, 8, 12, 20)), (30, (1, 2, 3, 5, 8, 12, 20, 30)), (1, (1,))):
         schedule = Heuristic(1, maximum)
@@ -77,50 +61,35 @@ def test_schedules_by_name() -> None:
     assert as_schedule("heuristic", 40).buckets[-1] == 40 and as_schedule(schedules[2], 1) is schedules[2]
 
 
-def simulate(
-    schedule: Schedule, alpha: float, num_steps: int, *, rows: int = 1, late: bool = False, seed: int = 0
-) -> tuple[list[int], int, int]:
-    """K of every step, and all drafts proposed and accepted, where each draft reached is accepted with probability
-    alpha."""
-    rng = random.Random(seed)
-    used, pending = [], []
-    proposed = accepted = 0
+def simulate(schedule: Schedule, alpha: float, num_steps: int, rows: int = 1, late: bool = False) -> list[int]:
+    """K of every step, where each draft reached is accepted with probability alpha."""
+    rng = random.Random(1)
+    used: list[int] = []
+    pending: list[list[int]] = []
     k = schedule.first()
     for _ in range(num_steps):
         used.append(k)
-        counts = []
-        for _ in range(rows):
-            n = 0
-            while n < k and rng.random() < alpha:
-                n += 1
-            counts.append(n)
-        proposed, accepted = proposed + k * rows, accepted + sum(counts)
-        pending.append(([k] * rows, counts))
-        if not late or len(pending) > 1:
-            k = schedule.next(*pending.pop(0))
-    return used, proposed, accepted
-
-
-def best(schedule: Optimal, alpha: float) -> int:
-    return max(schedule.buckets, key=lambda k: factor(alpha, schedule.cost_ratio, k))
+        pending.append([next((n for n in range(k) if rng.random() >= alpha), k) for _ in range(rows)])
+        if len(pending) > late:
+            k = schedule.next([used[-len(pending)]] * rows, pending.pop(0))
+    return used
 
 
 @pytest.mark.parametrize(("rows", "late"), [(1, False), (8, True)])
 @pytest.mark.parametrize(
     ("alpha", "cost_ratio", "expected"),
-    # No other bucket is within 1 % of the best here.
-    [(0.2, 0.1, 1), (0.5, 0.02, 5), (0.7, 0.3, 2), (0.8, 0.1, 5), (0.97, 0.02, 20)],
+    # No other bucket is within 1 % of the best here, but for the drafts that are free.
+    [(0.2, 0.1, 1), (0.5, 0.02, 5), (0.7, 0.3, 2), (0.8, 0.1, 5), (0.97, 0.02, 20), (0.7, 0.0, 20)],
 )
 def test_optimal_finds_the_best_bucket(alpha: float, cost_ratio: float, expected: int, rows: int, late: bool) -> None:
     schedule = Optimal(cost_ratio)
-    assert best(schedule, alpha) == expected
-    used, _, _ = simulate(schedule, alpha, 2000, rows=rows, late=late)
-    settled = used[200:]
+    factors = {k: walltime_factor(alpha, cost_ratio, k).item() for k in schedule.buckets}
+    assert max(factors, key=factors.__getitem__) == expected
+    settled = simulate(schedule, alpha, 2000, rows, late)[200:]
     # The standard error of alpha moves K to a neighbour now and then; that costs little.
     assert Counter(settled)[expected] > 0.75 * len(settled)
     tokens = expected_tokens_per_step(alpha, torch.tensor(settled)).sum().item()
-    time = sum(k * cost_ratio + 1 for k in settled)
-    assert tokens / time > 0.99 * factor(alpha, cost_ratio, expected)
+    assert tokens / sum(k * cost_ratio + 1 for k in settled) > 0.99 * factors[expected]
 
 
 @pytest.mark.parametrize("cost_ratio", [0.02, 0.15, 0.95])
@@ -129,17 +98,6 @@ def test_optimal_is_the_optimum_of_the_analysis(cost_ratio: float) -> None:
     for alpha in (0.0, 0.1, 0.45, 0.7, 0.92, 1.0):
         schedule = Optimal(cost_ratio, buckets=range(40), prior=alpha)
         assert schedule.first() == optimal_num_draft_tokens(alpha, cost_ratio, maximum=39).item()
-
-
-@pytest.mark.parametrize("alpha", [0.3, 0.8, 0.95])
-def test_alpha_counts_one_rejection_per_step(alpha: float) -> None:
-    """Without forgetting, the estimate is unbiased; accepted / proposed is not."""
-    schedule = Optimal(0.05, half_life=1e9, prior_weight=1e-6)
-    _, proposed, accepted = simulate(schedule, alpha, 4000)
-    # At least one draft is tried per step.
-    tolerance = 4 * (alpha * (1 - alpha) / 4000) ** 0.5
-    assert abs(schedule.alpha - alpha) < tolerance
-    assert abs(accepted / proposed - alpha) > tolerance
 
 
 def test_alpha_by_hand() -> None:
@@ -168,33 +126,13 @@ def test_alpha_survives_a_memory_that_vanished() -> None:
 @pytest.mark.parametrize("explore_every", [1, 4, 16])
 def test_drafts_that_never_pay_are_tried_now_and_then(explore_every: int) -> None:
     schedule = Optimal(0.6, buckets=(0, 2, 5), explore_every=explore_every)
-    used, _, _ = simulate(schedule, 0.05, 400)
-    settled = used[80:]
-    assert Counter(settled) == {2: 320} if explore_every == 1 else Counter(settled)[0] > Counter(settled)[2] > 0
-    if explore_every > 1:
-        tried = [step for step, k in enumerate(settled) if k == 2]
-        assert {later - earlier for earlier, later in pairwise(tried)} == {explore_every}
-
-
-def test_optimal_drafts_again_when_it_pays_again() -> None:
-    schedule = Optimal(0.3)
-    assert simulate(schedule, 0.02, 300)[0][-1] == 0
-    used, _, _ = simulate(schedule, 0.9, 200, seed=1)
-    assert used[0] == 0
-    assert min(used[100:]) >= 3
-    # Without the steps that explore it would never draft again.
-    blind = Optimal(0.3, explore_every=10**6)
-    simulate(blind, 0.02, 300)
-    assert set(simulate(blind, 0.9, 200, seed=1)[0]) == {0}
-
-
-def test_optimal_without_zero_always_drafts() -> None:
-    used, _, _ = simulate(Optimal(0.9, buckets=(2, 6)), 0.05, 100)
-    assert set(used[20:]) == {2}
-
-
-def test_free_drafts_take_the_largest_bucket() -> None:
-    assert set(simulate(Optimal(0.0), 0.7, 300)[0]) == {20}
+    settled = simulate(schedule, 0.05, 400)[80:]
+    tried = [step for step, k in enumerate(settled) if k == 2]
+    assert set(settled) <= {0, 2} and {later - earlier for earlier, later in pairwise(tried)} == {explore_every}
+    # Which is why it sees that they pay again.
+    assert min(simulate(schedule, 0.95, 300)[200:]) >= 2
+    # Without a bucket of 0, it always drafts.
+    assert set(simulate(Optimal(0.9, buckets=(2, 6)), 0.05, 100)[20:]) == {2}
 
 
 @pytest.mark.parametrize("num_proposed", [[5], [5, 0, 0, 0, 0, 0, 0, 0], [5, 1, 3], [2] * 8, [0, 0], []])
@@ -231,10 +169,10 @@ def test_without_zero_nothing_is_trimmed() -> None:
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_reset_forgets_and_first_remembers(make: Any) -> None:
     schedule, fresh = make(), make()
-    steps = [simulate(schedule, 0.95, 50)[0][-1], schedule.first()]
+    steps = [simulate(schedule, 0.95, 50)[-1], schedule.first()]
     assert steps[0] == steps[1]
     schedule.reset()
-    assert simulate(schedule, 0.6, 100)[0] == simulate(fresh, 0.6, 100)[0]
+    assert simulate(schedule, 0.6, 100) == simulate(fresh, 0.6, 100)
 
 
 BAD_COUNTS: list[tuple[tuple[Any, Any], type[Exception], str]] = [
@@ -251,7 +189,7 @@ def test_bad_counts(make: Any) -> None:
     schedule = make()
     assert raised(lambda counts: schedule.next(*counts), BAD_COUNTS) == []
     # What was refused has changed nothing.
-    assert simulate(schedule, 0.5, 40)[0] == simulate(make(), 0.5, 40)[0]
+    assert simulate(schedule, 0.5, 40) == simulate(make(), 0.5, 40)
 
 
 BAD_SCHEDULES: list[tuple[tuple[Any, ...], type[Exception], str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,30 +28,28 @@ Beam = tuple[tuple[int, ...], float]
 def transformers_beams(
     model: PreTrainedModel,
     num_beams: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
     *,
     eos: Sequence[int] = (),
     max_new_tokens: int = LENGTH,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    num_return_sequences: int | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> list[Beam]:
-    """What transformers' own beam search returns, every beam unless told otherwise, prompt after prompt."""
+    """The beams of transformers' own search, prompt after prompt; `inputs` of one prompt."""
     input_ids, attention_mask = padded(prompts, "left")
     if inputs is None:
         options |= {"input_ids": input_ids, "attention_mask": attention_mask}
     else:
-        assert len(prompts) == 1
         # As in `greedy_alone`: T5's own cache has the wrong number of layers, Whisper's own `generate` forces tokens.
         options |= {**inputs, "decoder_input_ids": input_ids, "use_cache": False}
     output = GenerationMixin.generate(
         model,
         num_beams=num_beams,
+        num_return_sequences=num_beams,
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos) or None,
         pad_token_id=PAD,
-        num_return_sequences=num_return_sequences or num_beams,
         return_dict_in_generate=True,
         output_scores=True,
         **options,
@@ -58,21 +57,20 @@ def transformers_beams(
     beams = []
     for row, score in zip(output.sequences[:, input_ids.shape[1] :].tolist(), output.sequences_scores, strict=True):
         ends = [index for index, token in enumerate(row) if token in eos]
-        length = ends[0] + 1 if ends else max_new_tokens
-        assert all(token == PAD for token in row[length:])
-        beams.append((tuple(row[:length]), float(score)))
+        beams.append((tuple(row[: ends[0] + 1] if ends else row), float(score)))
     return beams
 
 
 @functools.cache
 def expected_beams(family: str, num_beams: int, eos: tuple[int, ...] = (), **options: Any) -> list[Beam]:
-    model, inputs = shared_tiny(family), encoder_inputs(family)
-    if inputs is None:
+    """Of every one of PROMPTS."""
+    model = shared_tiny(family)
+    if not model.config.is_encoder_decoder:
         return transformers_beams(model, num_beams, eos=eos, **options)
     beams = []
     for index, prompt in enumerate(PROMPTS):
-        own = {name: value[index : index + 1] for name, value in inputs.items()}
-        beams += transformers_beams(model, num_beams, eos=eos, prompts=[prompt], inputs=own, **options)
+        own = encoder_inputs(family, slice(index, index + 1))
+        beams += transformers_beams(model, num_beams, [prompt], eos=eos, inputs=own, **options)
     return beams
 
 
@@ -98,25 +96,23 @@ def assert_same(found: Sequence[Beam], expected: Sequence[Beam], tolerance: floa
 
 def opposite(model: PreTrainedModel) -> PreTrainedModel:
     """A draft that wants what the model does not want at all."""
-    clone = perturbed(model, scale=0.0)
+    clone = copy.deepcopy(model)
     head = nn.Linear(1, 1, bias=False)
     head.weight = nn.Parameter(-model.get_output_embeddings().weight)
     clone.set_output_embeddings(head)
     return clone
 
 
+# Functions of the model.
+DRAFTS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "nothing": lambda model: None,
+    "itself": lambda model: model,
+    "perturbed": perturbed,
+    "opposite": opposite,
+    "early exit": lambda model: EarlyExit(1),
+    "draft source": lambda model: ModelDraft(language_model(perturbed(model))),
+}
+
+
 def make_draft(name: str, family: str = "llama") -> Any:
-    model = shared_tiny(family)
-    drafts: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: None,
-        "itself": lambda: model,
-        "perturbed": lambda: perturbed(model),
-        "stranger": lambda: shared_tiny(family, seed=3),
-        "opposite": lambda: opposite(model),
-        "early exit": lambda: EarlyExit(1),
-        "draft source": lambda: ModelDraft(language_model(perturbed(model))),
-    }
-    return drafts[name]()
-
-
-DRAFTS = ("nothing", "itself", "perturbed", "stranger", "opposite", "early exit", "draft source")
+    return DRAFTS[name](shared_tiny(family))

@@ -2,54 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, greedy_rows, padded, perturbed, shared_tiny
-from torch import nn
+from torch import Tensor, nn
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
-from torch_specops.drafts import DraftSource, PromptLookup
-from torch_specops.drafts.ngram import NGram
+from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, NGram, PromptLookup
+from torch_specops.drafts.hierarchical import HierarchicalDraft
+from torch_specops.drafts.token_map import TokenMap
+from torch_specops.hf import language_model
+from torch_specops.sampling import SamplingTensors
 from torch_specops.schedules import Constant, Schedule
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 20
-DRAFTS = ["nothing", "prompt lookup", "n-gram", "n-gram with counts", "itself", "perturbed", "stranger"]
+
+AnyDraft = DraftSource | LanguageModel | nn.Module | None
 
 
-def make_draft(name: str, family: str = "llama") -> DraftSource | nn.Module | None:
-    model = shared_tiny(family)
-    if name == "nothing":
-        return None
-    if name == "prompt lookup":
-        return PromptLookup(min_ngram=1)
-    if name.startswith("n-gram"):
-        rows = greedy_rows(family, LENGTH)
-        texts = [torch.tensor([*prompt, *row]) for prompt, row in zip(PROMPTS, rows, strict=True)]
-        # A bigram table of the expected text guesses right often, but not always.
-        return NGram.from_tokens(texts, vocab_size=VOCAB, order=2, probabilities=name != "n-gram")
-    if name == "perturbed":
-        return perturbed(model)
-    return model if name == "itself" else shared_tiny(family, seed=3)
+def expected_rows(length: int = LENGTH, family: str = "llama") -> list[list[int]]:
+    return [list(row) for row in greedy_rows(family, length)]
+
+
+def expected_texts(family: str) -> list[Tensor]:
+    rows = expected_rows(family=family)
+    return [torch.tensor([*prompt, *row]) for prompt, row in zip(PROMPTS, rows, strict=True)]
+
+
+def bigrams(family: str, probabilities: bool) -> NGram:
+    """Of the expected text, so that the table guesses right often, but not always."""
+    return NGram.from_tokens(expected_texts(family), vocab_size=VOCAB, order=2, probabilities=probabilities)
+
+
+def without_some_tokens(family: str) -> TokenMap:
+    """The target as its own draft, which does not know every third token."""
+    twins = torch.arange(VOCAB)
+    twins[::3] = -1
+    return TokenMap(language_model(shared_tiny(family)), twins, unknown=5)
+
+
+# Functions of the family.
+DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
+    "nothing": lambda family: None,
+    "prompt lookup": lambda family: PromptLookup(min_ngram=1),
+    "n-gram": lambda family: bigrams(family, probabilities=False),
+    "n-gram with counts": lambda family: bigrams(family, probabilities=True),
+    "itself": shared_tiny,
+    "perturbed": lambda family: perturbed(shared_tiny(family)),
+    "stranger": lambda family: shared_tiny(family, seed=3),
+    "early exit": lambda family: EarlyExit(1),
+    "hierarchical": lambda family: HierarchicalDraft(language_model(perturbed(shared_tiny(family)))),
+    "token map": without_some_tokens,
+}
 
 
 def decode(
-    draft: DraftSource | nn.Module | None,
+    draft: str | AnyDraft,
     num_draft_tokens: int,
     *,
     family: str = "llama",
+    target: nn.Module | None = None,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     side: str = "left",
     sampling: SamplingParams = GREEDY,
     schedule: str | Schedule = "constant",
     **arguments: Any,
 ) -> GenerationOutput:
+    """The output of the loop; without another `target`, that of the family's model."""
     decoder = SpeculativeDecoder(
-        shared_tiny(family),
-        draft,
+        shared_tiny(family) if target is None else target,
+        DRAFTS[draft](family) if isinstance(draft, str) else draft,
         num_draft_tokens=max(num_draft_tokens, 1),
         schedule=Constant(0) if num_draft_tokens == 0 else schedule,
         sampling=sampling,
@@ -59,16 +85,10 @@ def decode(
     return decoder.generate(input_ids, attention_mask=attention_mask, **(defaults | arguments))
 
 
-def steps_of(
-    draft: DraftSource | str, num_draft_tokens: int, schedule: str | Schedule = "constant", **arguments: Any
-) -> tuple[list[Step], GenerationOutput]:
-    source = make_draft(draft) if isinstance(draft, str) else draft
-    decoder = SpeculativeDecoder(
-        shared_tiny("llama"), source, num_draft_tokens=num_draft_tokens, schedule=schedule, sampling=GREEDY
-    )
-    input_ids, mask = padded(PROMPTS, "left")
-    steps = list(decoder.stream(input_ids, attention_mask=mask, **({"max_new_tokens": LENGTH} | arguments)))
-    return steps, decoder.output()
+def steps_of(draft: str | AnyDraft, num_draft_tokens: int, **arguments: Any) -> tuple[list[Step], GenerationOutput]:
+    steps: list[Step] = []
+    output = decode(draft, num_draft_tokens, streamer=steps.append, **arguments)
+    return steps, output
 
 
 def new_tokens(output: GenerationOutput) -> list[list[int]]:
@@ -79,11 +99,30 @@ def streamed(steps: Sequence[Step], num_rows: int = 3) -> list[list[int]]:
     return [[token for step in steps for token in step.tokens[row]] for row in range(num_rows)]
 
 
-def expected_rows(length: int = LENGTH, family: str = "llama") -> list[list[int]]:
-    return [list(row) for row in greedy_rows(family, length)]
+def limited(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[int]]:
+    return [list(row[:limit]) for row, limit in zip(rows, limits, strict=True)]
 
 
 def cut(rows: Sequence[Sequence[int]], eos: Sequence[Sequence[int]]) -> list[list[int]]:
     """Each row up to the first of its eos tokens."""
     ends = [[row.index(token) for token in own if token in row] for row, own in zip(rows, eos, strict=True)]
     return [list(row[: min(end) + 1] if end else row) for row, end in zip(rows, ends, strict=True)]
+
+
+class Holes(DraftSource):
+    """Proposes the right tokens; but where `is_hole(calls before, B, K)` [B, K] is true, numbers outside the
+    vocabulary."""
+
+    def __init__(self, family: str, is_hole: Callable[[int, int, int], Tensor]) -> None:
+        self.texts, _ = padded([text.tolist() for text in expected_texts(family)], "right")
+        self.is_hole = is_hole
+        self.num_calls = 0
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        at = lengths.unsqueeze(1) + torch.arange(num_draft_tokens)
+        drafts = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1))
+        holes = self.is_hole(self.num_calls, len(lengths), num_draft_tokens)
+        self.num_calls += 1
+        return Draft(torch.where(holes, torch.tensor([[-1], [VOCAB], [VOCAB + 1000]]), drafts))

@@ -44,11 +44,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
     "phi": ("Phi", "ForCausalLM", _SIZES),
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),
-    "opt": (
-        "OPT",
-        "ForCausalLM",
-        {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32},
-    ),
+    "opt": ("OPT", "ForCausalLM", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", _SIZES),
     "whisper": (
         "Whisper",
@@ -84,7 +80,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
         },
     ),
 }
-DECODER_ONLY = [family for family in FAMILIES if family not in ("whisper", "t5")]
 
 
 def tiny(family: str, seed: int = 0, attention: str = "sdpa", vocab: int = VOCAB, **fields: object) -> PreTrainedModel:
@@ -125,15 +120,15 @@ def perturbed(model: PreTrainedModel, scale: float = 0.02, seed: int = 1) -> Pre
 PROMPTS = ([1, 17, 5, 33, 17, 5, 48], [1], [1, 29, 40, 8])
 
 
-def encoder_inputs(family: str) -> dict[str, Tensor] | None:
+def encoder_inputs(family: str, rows: slice = slice(None)) -> dict[str, Tensor] | None:
     """What the encoder reads for three rows, the second one of T5 padded; None for a decoder-only family."""
     generator = torch.Generator().manual_seed(5)
     if family == "whisper":
-        return {"input_features": torch.randn(3, 8, 40, generator=generator, dtype=torch.float64)}
+        return {"input_features": torch.randn(3, 8, 40, generator=generator, dtype=torch.float64)[rows]}
     if family == "t5":
         mask = torch.ones(3, 9, dtype=torch.int64)
         mask[1, 6:] = 0
-        return {"input_ids": torch.randint(3, VOCAB, (3, 9), generator=generator), "attention_mask": mask}
+        return {"input_ids": torch.randint(3, VOCAB, (3, 9), generator=generator)[rows], "attention_mask": mask[rows]}
     return None
 
 
@@ -183,10 +178,9 @@ def shared_tiny(family: str, seed: int = 0, attention: str = "sdpa") -> PreTrain
 @functools.cache
 def greedy_rows(family: str, max_new_tokens: int) -> tuple[tuple[int, ...], ...]:
     """The new tokens of PROMPTS, each decoded alone."""
-    inputs = encoder_inputs(family)
     rows = []
     for index, prompt in enumerate(PROMPTS):
-        own = None if inputs is None else {name: value[index : index + 1] for name, value in inputs.items()}
+        own = encoder_inputs(family, slice(index, index + 1))
         rows.append(tuple(greedy_alone(shared_tiny(family), prompt, max_new_tokens, inputs=own)))
     return tuple(rows)
 
