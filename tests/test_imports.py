@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -142,16 +141,13 @@ def run_python(source: str) -> str:
 def third_party_after(statement: str) -> set[str]:
     """Installed packages that a statement imports in a fresh process which has already imported torch."""
     probe = f"""
-import json, sys
-import torch
-def packages():
-    return {{name.split(".")[0] for name in sys.modules}}
-before = packages()
+import sys, torch
+before = {{name.split(".")[0] for name in sys.modules}}
 {statement}
 assert not torch.cuda.is_initialized()
-print(json.dumps(sorted(packages() - before)))
+print(*{{name.split(".")[0] for name in sys.modules}} - before)
 """
-    return set(json.loads(run_python(probe))) & {"torch_specops", *importlib.metadata.packages_distributions()}
+    return set(run_python(probe).split()) & {"torch_specops", *importlib.metadata.packages_distributions()}
 
 
 def test_an_import_brings_in_torch_alone() -> None:

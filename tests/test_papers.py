@@ -186,17 +186,6 @@ def test_a_completion_passes_if_its_assertions_hold() -> None:
         assert code.passes(problem, completion, seconds=1) is passes, completion
 
 
-def test_the_interval_is_that_of_the_mean() -> None:
-    pytest.importorskip("rouge_score")
-    interval = script("chen").interval
-    values = torch.randn(400, generator=torch.Generator().manual_seed(1)).tolist()
-    low, high = interval(values)
-    mean = sum(values) / 400
-    # 1.96 standard errors to either side.
-    assert low == pytest.approx(mean - 1.96 / 20, abs=0.02) and high == pytest.approx(mean + 1.96 / 20, abs=0.02)
-    assert interval([0.0] * 5) == (0.0, 0.0)
-
-
 TRIALS = 20_000
 Z_P, Z_Q = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(3)).double() * 3
 
@@ -218,24 +207,6 @@ def test_the_closed_form_is_the_law_of_the_op(scale: float | None, lenience: flo
     assert stats.chisquare(counts, TRIALS * law[0]).pvalue > 1e-3
     assert stats.chisquare(counts, TRIALS * Z_P.softmax(-1)[0]).pvalue < 1e-9
     assert abs(float(n.double().mean()) - float(accepted)) < 4 * (0.25 / TRIALS) ** 0.5
-
-
-def test_distances_of_known_laws() -> None:
-    """Softmax has the target's law, a huge scale the draft's, and masked tokens are never emitted."""
-    laws = script("wagner_laws")
-    z_p, z_q = torch.randn(2, 40, 30, generator=torch.Generator().manual_seed(4)).double() * 2
-    found = laws.distances(laws.filtered(z_p, 0), laws.filtered(z_q, 0))
-    apart = float(laws.total_variation(z_p.softmax(-1), z_q.softmax(-1)).mean())
-    assert found["softmax"]["distance"] < 1e-12 and abs(found["softmax"]["accepted"] - 1 + apart) < 1e-6
-    assert abs(found["sigmoid, +-100000"]["distance"] - apart) < 1e-4
-    assert found["sigmoid, offset own lse + 10"]["distance"] < 1e-4 < found["sigmoid, offset own lse + 0"]["distance"]
-    assert abs(found["the draft alone"]["distance"] - apart) < 1e-6
-    few_p, few_q = laws.filtered(z_p, 5), laws.filtered(z_q, 5)
-    for name, target_scores, draft_scores in laws.score_pairs(few_p, few_q):
-        law, accepted = laws.emitted_law(few_q.softmax(-1), target_scores, draft_scores)
-        assert torch.equal(law > 0, (law > 0) & few_p.isfinite()), name
-        torch.testing.assert_close(law.sum(-1), torch.ones(40).double())
-        assert ((accepted >= 0) & (accepted <= 1 + 1e-12)).all()
 
 
 def drafting(draft: Any) -> Any:
@@ -291,29 +262,3 @@ def test_the_methods_take_turns_on_the_same_texts() -> None:
     for own in found.values():
         assert own["new_tokens"] == 72 and 0 < own["accepted"] <= own["drafted"] and own["steps"] >= 12
         assert 0 < own["seconds"] < own["wall_seconds"]
-
-
-def test_the_draft_reads_and_writes_the_targets_tokens() -> None:
-    """A Whisper draft that is the target with its tokens in another order has the target's logits."""
-    pytest.importorskip("jiwer")
-    asr = script("wagner_asr")
-    specials = dict.fromkeys((*asr.TARGET_PROMPT, *asr.DRAFT_PROMPT))
-    texts = [*(f"word{index}" for index in range(50)), *specials]
-    tokens = {text: index for index, text in enumerate(texts)}
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(3))
-    target, draft = (tiny("whisper", vocab=len(tokens)).float() for _ in range(2))
-    with torch.no_grad():
-        draft.model.decoder.embed_tokens.weight[order] = target.model.decoder.embed_tokens.weight
-    names = {text: int(order[index]) for text, index in tokens.items()}
-    both = [asr.Whisper(target, None, tokens), asr.Whisper(draft, None, names)]
-    twins = asr.twins_of(*both)
-    assert torch.equal(twins[:50], order[:50])
-    assert [twins[tokens[text]] for text in asr.TARGET_PROMPT] == [names[text] for text in asr.DRAFT_PROMPT]
-    asr.in_vocabulary_of(*both)
-    features = torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        p, q = (
-            each.model(input_features=features, decoder_input_ids=torch.arange(20)[None]).logits[..., :50]
-            for each in both
-        )
-    torch.testing.assert_close(p, q)

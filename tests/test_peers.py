@@ -85,9 +85,10 @@ def test_copies_are_found_and_another_version_is_refused(monkeypatch: pytest.Mon
     assert "another version" in found("transformers").unavailable(CPU)
 
 
-@pytest.mark.parametrize(
-    "name", ["specops", "specops, lse", "transformers", "FlashInfer", "vLLM", "vLLM, no copy", "SGLang"]
-)
+NAMES = ("specops", "specops, lse", "transformers", "FlashInfer", "vLLM", "vLLM, no copy", "SGLang")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "Wagner et al., exact", "Wagner et al., sigmoid"])
 def test_answers_in_their_own_layouts_are_right(name: str, problem: Any, stand_ins: None) -> None:
     pytest.importorskip("triton")
     peer = found(name)
@@ -95,19 +96,6 @@ def test_answers_in_their_own_layouts_are_right(name: str, problem: Any, stand_i
     inputs = problems.make_inputs(problem, CPU, seed=0)
     assert 0 < sum(problem.num_accepted) < 15
     peer.check(problem, inputs)
-
-
-def test_the_papers_kernels_are_called_row_by_row(problem: Any, stand_ins: None) -> None:
-    inputs = problems.make_inputs(problem, CPU, seed=0)
-    for name in ("Wagner et al., exact", "Wagner et al., sigmoid"):
-        peer = found(name)
-        assert peer.unavailable(CPU) == "needs a CUDA device, this is cpu"
-        right = importlib.import_module(peer.module).sampling_cuda
-        peer._function = right
-        peer.check(problem, inputs)
-        peer._function = lambda *arguments, right=right: (right(*arguments)[0], 0)
-        with pytest.raises(RuntimeError, match="is wrong in"):
-            peer.check(problem, inputs)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def test_check_finds_a_wrong_peer(defect: str, problem: Any, stand_ins: None, mo
 
 
 def test_uniforms_are_compared_where_a_peer_takes_them(problem: Any) -> None:
-    """A draw that ignores s passes where nothing is left to chance."""
+    """A draw that ignores s is right where nothing is left to chance."""
     peer = found("specops")
     inputs = problems.make_inputs(problem, CPU, seed=0)
     right = peer.prepare
@@ -149,8 +137,6 @@ def test_uniforms_are_compared_where_a_peer_takes_them(problem: Any) -> None:
         return right(case | {"sample_uniforms": torch.zeros_like(case["sample_uniforms"])})
 
     peer.prepare = ignoring
-    for case in (problems.determined(inputs), problems.determined(inputs, residual=True)):
-        problems.check_answer("specops", problem, case, ignoring(case)())
     with pytest.raises(RuntimeError, match="specops is wrong in rows"):
         peer.check(problem, inputs)
 
