@@ -265,12 +265,7 @@ def test_help_explains_every_option() -> None:
         # No word of the help is cut off at 80 columns.
         assert "…" not in result.stdout
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
-
-
-def test_env_names_versions() -> None:
-    result = run("env")
-    assert row(result, "torch") == torch.__version__
-    assert row(result, "cuda") == "no device" or torch.cuda.is_available()
+    assert row(run("env"), "torch") == torch.__version__
 
 
 def test_help_imports_no_transformers_and_a_missing_package_is_one_line() -> None:

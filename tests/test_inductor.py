@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from op_cases import op_arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -35,17 +36,12 @@ Prepare = Callable[[Tensor], Tensor]
 
 def inputs(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Logits with ties, -inf, +inf and NaN; drafts that are accepted, rejected and padding."""
-    g = torch.Generator().manual_seed(0)
-    target = 3 * torch.randn(BATCH, NUM_DRAFTS + 1, VOCAB_SIZE, generator=g)
-    draft = target[:, :-1] + torch.randn(BATCH, NUM_DRAFTS, VOCAB_SIZE, generator=g)
-    tokens = draft.softmax(-1).flatten(0, 1).multinomial(1, generator=g).view(BATCH, -1)
-    tokens[::11, 1] = -1
-    target[::5, :, 7], target[1::7, 1, 3], target[2::7, :, 5], target[3::9, 2] = -torch.inf, torch.inf, torch.nan, 0.0
-    u, s = torch.rand(BATCH, NUM_DRAFTS, generator=g), torch.rand(BATCH, generator=g)
-    if op == "sample":
-        return {"logits": target[:, 0].to(dtype), "uniforms": s}
-    given = {"target_logits": target.to(dtype), "draft_tokens": tokens, "draft_logits": draft.to(dtype)}
-    return given | {"accept_uniforms": u, "sample_uniforms": s}
+    more = ("temperature", "draft_lse", "lenience", "argmax_lenience", "alpha", "beta")
+    given = op_arguments(op, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype, filtered=False)
+    given = {name: value for name, value in given.items() if name not in more}
+    rows = given["logits" if op == "sample" else "target_logits"]
+    rows[::5, ..., 7], rows[1::7, ..., 3], rows[2::7, ..., 5], rows[3::9] = -torch.inf, torch.inf, torch.nan, 0.0
+    return given
 
 
 def run(function: Callable[..., Any], given: dict[str, Tensor], any_temperature: bool = False, **options: Any) -> Any:
