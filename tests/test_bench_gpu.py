@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tarfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +22,11 @@ pytestmark = needs_benchmarks
 
 
 @pytest.fixture
-def driver() -> ModuleType:
-    return script("bench_gpu")
+def driver() -> Iterator[ModuleType]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield script("bench_gpu")
+    # Its `main` has a handler of its own.
+    signal.signal(signal.SIGTERM, before)
 
 
 SCRIPTS = {
@@ -208,44 +213,24 @@ def test_a_rehearsal_fails_if_something_is_left_out(driver: ModuleType, steps: l
     }
 
 
-def tool(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
-def test_a_tool_that_refuses_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What they count and find is seen where the steps are rehearsed, but for errors."""
-    ncu, sanitize = script("ncu"), script("sanitize")
-    problem = script("problems").Problem("sampled", 1, 2, 40, "bfloat16", 0.6)
-    for module in (ncu, sanitize):
-        monkeypatch.setattr(module, "process_of", lambda script: [sys.executable, "-c", "pass"])
-    monkeypatch.setattr(ncu, "LIMIT_SECONDS", 0.5)
-
-    def reason(name: str) -> str:
-        if name == "compute-sanitizer":
-            found = sanitize.sanitized("memcheck", 0.5, [])
-            assert "errors" not in found
-            return found["refused"]
-        with pytest.raises(RuntimeError) as refused:
-            ncu.bytes_by_counter(problem, True)
-        return str(refused.value)
-
+def test_a_summary_of_a_program_that_failed_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sanitize, tool = script("sanitize"), tmp_path / "compute-sanitizer"
+    monkeypatch.setattr(sanitize, "process_of", lambda script: [sys.executable, "-c", "pass"])
     monkeypatch.setenv("PATH", "")
-    assert all("not on PATH" in reason(name) for name in ("ncu", "compute-sanitizer"))
+    assert "not on PATH" in sanitize.sanitized("memcheck", 9, [])["refused"]
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     summary = "echo '========= ERROR SUMMARY: {} errors'; exit {}"
-    for name, text, expected in (
-        ("ncu", "echo '==ERROR== no permission'; exit 1", "failed with 1: ==ERROR== no permission"),
-        ("ncu", "echo nothing", "expected a CSV table"),
-        ("ncu", "exec sleep 9", "took more than 0.5 seconds"),
-        ("compute-sanitizer", "echo 'Device not supported'; exit 1", "no summary"),
-        ("compute-sanitizer", summary.format(0, 1), "no summary"),
-        ("compute-sanitizer", "exec sleep 9", "more than 0.5 seconds"),
+    for text, reason in (
+        ("echo 'Device not supported'; exit 1", "no summary"),
+        (summary.format(0, 1), "no summary"),
+        ("exec sleep 9", "more than 0.5 seconds"),
+        (summary.format(3, 0), None),
     ):
-        tool(tmp_path, name, text)
-        assert expected in reason(name)
-    tool(tmp_path, "compute-sanitizer", summary.format(3, 0))
-    assert sanitize.sanitized("memcheck", 10, [])["errors"] == 3
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+        found = sanitize.sanitized("memcheck", 0.5, [])
+        assert found.get("errors") == (3 if reason is None else None)
+        assert reason is None or reason in found["refused"]
 
 
 def test_attention_on_a_cpu() -> None:
