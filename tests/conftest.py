@@ -95,7 +95,8 @@ def report(request: pytest.FixtureRequest) -> Iterator[Report]:
     found = Report()
     yield found
     # A worker's reports hold plain types only.
-    request.node.user_properties.append((MEASURED, {name: dict(values) for name, values in vars(found).items()}))
+    rows = {kind: dict(counts) for kind, counts in found.rows.items()}
+    request.node.user_properties.append((MEASURED, vars(found) | {"rows": rows}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
