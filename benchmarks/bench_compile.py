@@ -10,14 +10,17 @@ same process then decodes eagerly and compiled, so that the gain of compiling st
 
 from __future__ import annotations
 
+import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from markdown_table import table
 from rich.progress import Progress
-from timing import Report, environment, in_process_of_its_own, options_of
+from timing import Report, environment, options_of
 
 import torch_specops
 
@@ -51,7 +54,9 @@ def measure(num_draft_tokens: int, form: str, device: str, threads: int) -> dict
 
 def in_fresh_process(num_draft_tokens: int, form: str, device: str, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        return in_process_of_its_own(cache, "bench_compile.measure", num_draft_tokens, form, device, threads)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            return process.submit(measure, num_draft_tokens, form, device, threads).result()
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:

@@ -170,6 +170,7 @@ def check(name: str, device: torch.device) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = sizes_of(__doc__, ["bfloat16"], [0.6])
     parser.add_argument("--only", nargs="+", metavar="PEER", help="peers whose name begins so, besides ours")
+    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--build", action="store_true", help="compile what is compiled where it is used, time nothing")
     parser.add_argument("--check", metavar="PEER", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -9,17 +9,16 @@ number is the median over the replays of a CUDA graph on cold inputs: of many ca
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from bench_verify import problems_of, sizes_of
 from markdown_table import table
 from problems import Inputs, Problem, Result, check_answer, copies, determined, make_inputs, op_arguments
 from rich.progress import Progress
@@ -101,28 +100,17 @@ def run_problem(
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[128256])
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser = sizes_of(__doc__, ["bfloat16", "float32"], [None])
+    parser.set_defaults(batch=[1, 8, 64, 256], vocab=[128256])
     parser.add_argument("--tile", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--warps", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--out", type=Path, help="write environment and results to this JSON file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
 
     device = torch.device("cuda")
     chosen = variants(options.tile, options.warps)
-    problems = [
-        Problem("sampled", batch, num_drafts, vocab, dtype)
-        for vocab in options.vocab
-        for num_drafts in options.num_draft_tokens
-        for dtype in options.dtype
-        for batch in options.batch
-    ]
+    problems = problems_of(parser, options, ["sampled"])
     with Progress(transient=True) as progress, torch.inference_mode():
         roof = copy_rate(device)
         report = Report(options.out, environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds))

@@ -258,7 +258,6 @@ def sizes_of(description: str | None, dtypes: Sequence[str], acceptance: Sequenc
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=["float32", "bfloat16", "float16"])
     reached = "probability that a draft that was reached is accepted, in (0, 1]"
     parser.add_argument("--acceptance", type=float, nargs="+", default=acceptance, help=reached)
-    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     return parser
 
 
@@ -283,6 +282,7 @@ def problems_of(parser: ArgumentParser, options: Namespace, kinds: Sequence[str]
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = sizes_of(__doc__, ["float32", "bfloat16"], [None])
     parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
     options = parser.parse_args(arguments)
     problems = [(problem, cache) for problem in problems_of(parser, options, options.kind) for cache in options.cache]

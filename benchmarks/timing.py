@@ -219,21 +219,6 @@ def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]
     return [sys.executable, *([str(stand_in)] if on_stand_in else []), str(script)]
 
 
-def in_process_of_its_own(cache: str, function: str, *arguments: Any) -> dict[str, Any]:
-    """What "module.function" of this directory returns in a new process with this compile cache."""
-    call = f"{function}({', '.join(map(repr, arguments))})"
-    result = subprocess.run(
-        [sys.executable, "-c", f"import json, {function.split('.')[0]}; print(json.dumps({call}))"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-        capture_output=True,
-        text=True,
-    )
-    if result.returncode != 0:
-        raise RuntimeError(f"{call}: {result.stderr.strip().splitlines()[-1]}")
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 class Report:
     """A JSON file of an environment and records. It is rewritten with every record, so a killed run leaves what it
     measured.

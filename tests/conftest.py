@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,20 +41,9 @@ class Report:
         counts = self.rows.setdefault(f"{case.op}, {kind}", Counter())
         counts.update(rows=comparison.rows, rounding=comparison.rounding, cases=1)
 
-    def merge(self, other: dict[str, dict[str, Any]]) -> None:
-        """Add what another process measured: the fields of its report."""
-        for kind, counts in other["rows"].items():
-            self.rows.setdefault(kind, Counter()).update(counts)
-        self.p_values.update(other["p_values"])
-        self.wrong_p_values.update(other["wrong_p_values"])
 
-
-REPORT = pytest.StashKey[Report]()
 NOT_REHEARSED = "not rehearsed"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[REPORT] = Report()
+MEASURED = "measured"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -101,49 +89,39 @@ def uncompiled() -> Iterator[None]:
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest) -> Report:
-    return request.config.stash[REPORT]
+def report(request: pytest.FixtureRequest) -> Iterator[Report]:
+    found = Report()
+    yield found
+    # A worker's reports hold plain types only.
+    rows = {kind: dict(counts) for kind, counts in found.rows.items()}
+    request.node.user_properties.append((MEASURED, vars(found) | {"rows": rows}))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        report = session.config.stash[REPORT]
-        # A worker's output may hold plain types only.
-        rows = {kind: dict(counts) for kind, counts in report.rows.items()}
-        session.config.workeroutput["report"] = vars(report) | {"rows": rows}
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    # A worker that crashed has no output.
-    if "report" in getattr(node, "workeroutput", {}):
-        node.config.stash[REPORT].merge(node.workeroutput["report"])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [each for kind in terminalreporter.stats.values() for each in kind if isinstance(each, pytest.TestReport)]
-    unseen = {value for each in reports for name, value in each.user_properties if name == NOT_REHEARSED}
+    properties = [each for report in reports for each in report.user_properties]
+    unseen = {value for name, value in properties if name == NOT_REHEARSED}
     if unseen:
         terminalreporter.section("not rehearsed: only a device shows it")
         for line in sorted(unseen):
             terminalreporter.write_line(line)
-    report = config.stash[REPORT]
-    if report.rows:
+    total = Report()
+    for own in (value for name, value in properties if name == MEASURED):
+        for kind, counts in own["rows"].items():
+            total.rows.setdefault(kind, Counter()).update(counts)
+        total.p_values.update(own["p_values"])
+        total.wrong_p_values.update(own["wrong_p_values"])
+    if total.rows:
         terminalreporter.section("rows compared with the float64 oracle")
-        for name, counts in sorted(report.rows.items()):
+        for name, counts in sorted(total.rows.items()):
             terminalreporter.write_line(
                 f"{name}: {counts['cases']} comparisons, {counts['rows']} rows, "
                 f"of which {counts['rounding']} differ by float32 rounding"
             )
-    if report.p_values:
-        terminalreporter.section("laws")
-        worst = min(report.p_values, key=report.p_values.__getitem__)
-        terminalreporter.write_line(
-            f"{len(report.p_values)} chi-square tests, worst p-value {report.p_values[worst]:.3g} ({worst})"
-        )
-    if report.wrong_p_values:
-        best = max(report.wrong_p_values, key=report.wrong_p_values.__getitem__)
-        terminalreporter.write_line(
-            f"{len(report.wrong_p_values)} wrong samplers, best p-value {report.wrong_p_values[best]:.3g} ({best})"
-        )
+    for what, p_values, extreme in (
+        ("chi-square tests, worst", total.p_values, min),
+        ("wrong samplers, best", total.wrong_p_values, max),
+    ):
+        if p_values:
+            name = extreme(p_values, key=p_values.__getitem__)
+            terminalreporter.write_line(f"laws: {len(p_values)} {what} p-value {p_values[name]:.3g} ({name})")

@@ -39,7 +39,6 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "vocabulary of two tiles": (1025, 67),
     "vocabulary of many tiles": (50_257, 131),
     "vocabulary of a language model": (128_256, 131),
-    "vocabularies of top-k": ((50_257, 128_256), (131,)),
     "rows and drafts of a large batch": ((64, 5), (2, 1)),
     "repetitions": (100, 2),
     "rows and drafts of a graph": ((8, 5), (2, 1)),

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -181,7 +180,6 @@ def compile_case(name: str) -> dict[str, Any]:
         def forward(self, given: dict[str, Tensor]) -> Any:
             return function(**given)
 
-    started = time.perf_counter()
     mode = fake_tensor.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with (
         mock.patch.object(GraphLowering, "codegen", keep),
@@ -200,7 +198,6 @@ def compile_case(name: str) -> dict[str, Any]:
     sizes = re.findall(r"empty_strided\w*\(\((.*?)\)", code)
     return {
         "case": name,
-        "seconds": round(time.perf_counter() - started, 1),
         "kernels": len(set(re.findall(r"async_compile\.triton\('(\w+)'", code))),
         "copies_of_logits": sum(str(VOCAB_SIZE) in size for size in sizes),
         # Otherwise Inductor takes every input for an output, and copies it.

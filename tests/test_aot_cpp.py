@@ -125,28 +125,24 @@ def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_a_verification_without_python(packages: Path) -> None:
-    """A C++ program loads the package and verifies, for any batch."""
-    folder, program = packages, packages / "aot_verify"
+def test_verifications_and_texts_without_python(packages: Path) -> None:
+    """A C++ program loads the packages: a verification for any batch, the loop around a step, but no filter."""
+    program, inputs_file = packages / "aot_verify", packages / "inputs.pt"
     if shutil.which("ldd") is not None:
         libraries = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu" in libraries and "libpython" not in libraries and "torch_python" not in libraries
     for batch in BATCHES:
         inputs = package.verify_inputs(batch, seed=batch)
-        torch.save(inputs, folder / "inputs.pt")
+        torch.save(inputs, inputs_file)
         output_tokens, num_accepted = package.Verify()(*inputs)
-        done = run_without_python(program, "verify", folder / "verify.pt2", folder / "inputs.pt")
+        done = run_without_python(program, "verify", packages / "verify.pt2", inputs_file)
         assert printed_rows(done) == [row[: n + 1].tolist() for row, n in zip(output_tokens, num_accepted, strict=True)]
-    missing = run_without_python(program, "verify", folder / "verify.pt2", folder / "nothing.pt")
-    assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
-    assert run_without_python(program).returncode == 2
-
-
-@pytest.mark.slow
-def test_texts_without_python(packages: Path) -> None:
-    program = packages / "aot_verify"
     texts = run_without_python(program, "decode", packages / "step.pt2", packages / "step_inputs.pt")
     assert printed_rows(texts) == decode(tiny_step(num_drafts=NUM_DRAFTS), step_state())
+
+    missing = run_without_python(program, "verify", packages / "verify.pt2", packages / "nothing.pt")
+    assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
+    assert run_without_python(program).returncode == 2
     filtered = run_without_python(program, "verify", packages / "filtered.pt2", packages / "filtered_inputs.pt")
     assert filtered.returncode == 1
     assert "Could not find schema for specops::filter_bounds" in filtered.stderr

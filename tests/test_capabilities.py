@@ -42,27 +42,22 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("op", OPS)
 def test_modes_change_nothing(op: str) -> None:
+    """Neither an op nor, beside the first one, a compiled op and the uniforms."""
+    compiled = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="aot_eager")
+    numbers = torch.arange(3), torch.tensor([0, 7, 2**40]), 5, "accept"
+    uniforms = torch_specops.uniforms(*numbers)
     for dtype in (torch.float32, torch.bfloat16):
         arguments = op_arguments(op, dtype=dtype)
         expected = call(op, arguments)
         for mode in MODES:
             with MODES[mode]():
                 assert equal(call(op, arguments), expected), mode
+                assert op != "verify_exact" or equal(compiled(**arguments), expected), mode
+                assert torch.equal(torch_specops.uniforms(*numbers), uniforms), mode
         assert equal(functionalize(call)(op, arguments), expected)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_modes_change_no_compiled_op_and_no_uniforms() -> None:
-    arguments = op_arguments("verify_exact")
-    compiled = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="aot_eager")
-    numbers = torch.arange(3), torch.tensor([0, 7, 2**40]), 5, "accept"
-    uniforms = torch_specops.uniforms(*numbers)
-    for mode in MODES:
-        with MODES[mode]():
-            assert equal(compiled(**arguments), call("verify_exact", arguments)), mode
-            assert torch.equal(torch_specops.uniforms(*numbers), uniforms), mode
 
 
 def texts() -> Tensor:
@@ -177,12 +172,6 @@ def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.Monk
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     again = pickle.loads(pickle.dumps(outputs[0]))
     assert torch.equal(again.sequences, outputs[0].sequences) and again.stats == outputs[0].stats
-
-
-def test_functions_are_pickled_by_name() -> None:
-    for name in (*OPS, "uniforms", "generate"):
-        function = getattr(torch_specops, name)
-        assert pickle.loads(pickle.dumps(function)) is function
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

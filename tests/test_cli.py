@@ -127,10 +127,9 @@ def test_demo_options_reach_the_decoder(target: str, draft: str) -> None:
     assert row(greedy, "acceptance rate").startswith("100.0% ")
     assert "check:" not in greedy.stdout
     text = text_of(demo(target, *sampled))
-    # One token left is the greedy one. A model that drafts for itself has every draft accepted by both rules.
+    # One token left is the greedy one.
     for filters in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]):
         assert text_of(demo(target, *sampled, *filters)) == text_of(greedy) != text
-    assert text_of(demo(target, *sampled, "--verify", "block")) == text
     stranger = ["--draft", draft, "--num-draft-tokens", "6", "--temperature", "2"]
     assert text_of(demo(target, *stranger, "--verify", "block")) != text_of(demo(target, *stranger))
     other = demo(target, *sampled[:-1], "4", "--top-p", "0.9")
@@ -193,17 +192,15 @@ def test_a_row_without_finite_logits_is_reported(target: str, tmp_path: Path) ->
 
 
 def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = GreedyCheck(9, [GreedyDifference(4, 70, 71, 0.5, 1e-4), GreedyDifference(6, 72, 73, 0.25, 1e-4)], 1.0)
-    monkeypatch.setattr(cli.demo, "check_greedy", lambda *arguments: wrong)
-    result = demo(target)
-    assert result.exit_code == 1
-    assert "check: DIFFERENT from plain greedy decoding at 2 of 9 tokens; the worst: token 4 is" in result.stdout
-    assert "their logits differ by 5.0e-01, and rounding explains up to 1.0e-04" in result.stdout
-    tie = GreedyCheck(9, [GreedyDifference(4, 70, 71, 1e-5, 1e-4)], 1.0)
-    monkeypatch.setattr(cli.demo, "check_greedy", lambda *arguments: tie)
-    result = demo(target)
-    assert result.exit_code == 0
-    assert "check: identical to plain greedy decoding but for near ties at 1 of 9 tokens: token 4" in result.stdout
+    wrong, tie = (GreedyDifference(4, 70, 71, 0.5, 1e-4), GreedyDifference(6, 72, 73, 1e-5, 1e-4))
+    for found, exit_code, said in (
+        ([wrong, tie], 1, "check: DIFFERENT from plain greedy decoding at 2 of 9 tokens; the worst: token 4 is"),
+        ([tie], 0, "check: identical to plain greedy decoding but for near ties at 1 of 9 tokens: token 6"),
+    ):
+        check = GreedyCheck(9, found, 1.0)
+        monkeypatch.setattr(cli.demo, "check_greedy", lambda *arguments, check=check: check)
+        result = demo(target)
+        assert result.exit_code == exit_code and said in result.stdout
 
 
 # What is refused, and help.
@@ -211,12 +208,8 @@ def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPa
 BAD = {
     "demo": [
         (["--target", "/no/such/model"], "model: cannot load '/no/such/model': there is no such folder"),
-        (["--draft", "./no-such-model"], "model: cannot load './no-such-model': there is no such folder"),
-        (["--max-new-tokens", "-1"], "max_new_tokens: expected a number >= 0, got -1"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
-        (["--num-draft-tokens", "0"], "num_draft_tokens: expected a number >= 1, got 0"),
         (["--temperature", "nan"], "temperature: expected finite numbers >= 0, got nan"),
-        (["--seed", str(2**64)], "seed: expected a 64-bit number"),
         (["--draft", "early-exit:9"], "num_layers: expected 1 to 2, got 9"),
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
@@ -224,15 +217,12 @@ BAD = {
         (["--threads", "0"], "threads: expected a number >= 1, got 0"),
         (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "cuda:99"], "device: torch finds"),
-        (["--device", "meta"], "device: expected cpu, cuda or cuda:N, got 'meta'"),
     ],
     "bench": [
         (["--batch-sizes", "1,many"], "batch_sizes: expected numbers separated by commas, got '1,many'"),
         (["--batch-sizes", "0"], "batch_sizes: expected a number >= 1, got 0"),
         (["--rounds", "0"], "rounds: expected a number >= 1, got 0"),
         (["--max-new-tokens", "0"], "max_new_tokens: expected a number >= 1, got 0"),
-        (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
-        (["--temperature", "-1"], "temperature: expected finite numbers >= 0, got -1.0"),
         (["--json", "/no/such/folder/out.json"], "json: there is no folder '/no/such/folder'"),
     ],
 }
@@ -275,16 +265,7 @@ def test_help_explains_every_option() -> None:
         # No word of the help is cut off at 80 columns.
         assert "…" not in result.stdout
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
-
-
-def test_env_names_versions() -> None:
-    result = run("env")
-    assert row(result, "torch") == torch.__version__
-    assert row(result, "cuda") == "no device" or torch.cuda.is_available()
-
-
-def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
+    assert row(run("env"), "torch") == torch.__version__
 
 
 def test_help_imports_no_transformers_and_a_missing_package_is_one_line() -> None:
@@ -297,6 +278,10 @@ import torch_specops.cli
 """)
     assert done.returncode == 2
     assert done.stderr == "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n"
+
+
+def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_nothing_but_its_own_words_is_printed(target: str, draft: str) -> None:

@@ -36,24 +36,6 @@ def captured(function: Callable[[], object], mode: str = "thread_local") -> torc
     return graph
 
 
-def test_a_tensor_is_where_it_says() -> None:
-    x = torch.arange(6, device="cuda:1").view(2, 3)
-    assert x.device == torch.device("cuda:1") and x.is_cuda and (x + 1).device == x.device
-    assert (x + 1).cpu().tolist() == [[1, 2, 3], [4, 5, 6]]
-    y = x[:, 1:]
-    y.add_(10)
-    assert x.tolist() == [[0, 11, 12], [3, 14, 15]]
-    assert isinstance(torch.nn.Linear(2, 2).to("cuda").weight, torch.nn.Parameter)
-
-
-def test_a_tensor_bounds_a_slice(syncs_raise: None) -> None:
-    x, two = torch.arange(4, device="cuda"), torch.full((), 2, device="cuda")
-    with pytest.raises(RuntimeError, match="synchron"):
-        x[:two]
-    torch.cuda.set_sync_debug_mode("default")
-    assert x[:two].tolist() == [0, 1]
-
-
 def test_devices_do_not_mix() -> None:
     for other in ("cuda:1", "cpu"):
         with pytest.raises(RuntimeError, match="same device"):
@@ -72,27 +54,12 @@ def test_a_kernel_runs_on_the_current_device() -> None:
     assert torch.equal(tokens.cpu(), torch_specops.sample(logits.cpu(), uniforms.cpu())[0])
 
 
-def test_a_capture_runs_nothing_and_a_replay_everything() -> None:
-    x = torch.zeros(3, device="cuda")
-    made: list[Tensor] = []
-
-    def step() -> None:
-        x.add_(1)
-        made[:] = [2 * x]
-
-    graph = captured(step)
-    assert x.tolist() == [0, 0, 0]
-    assert made[0].tolist() != [0, 0, 0]
-    for count in (1, 2):
-        graph.replay()
-        assert x.tolist() == [count] * 3
-        assert made[0].tolist() == [2 * count] * 3
-
-
-def test_a_replay_on_freed_memory_raises() -> None:
+def test_a_capture_runs_nothing_and_a_replay_needs_its_memory() -> None:
     held = [torch.zeros(3, device="cuda")]
     graph = captured(lambda: held[0].add_(1))
+    assert held[0].tolist() == [0, 0, 0]
     graph.replay()
+    assert held[0].tolist() == [1, 1, 1]
     held.clear()
     gc.collect()
     with pytest.raises(RuntimeError, match="freed"):
@@ -108,6 +75,7 @@ def test_a_replay_on_freed_memory_raises() -> None:
         lambda x: x.cpu(),
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
+        lambda x: x[: x[0].long()],
         lambda x: torch.tensor([1.0], device="cuda"),
         lambda x: torch.ones(2).to("cuda"),
     ],
@@ -154,13 +122,3 @@ def test_a_copy_to_pinned_memory_takes_until_its_stream_was_waited_for() -> None
         event.record()
     event.synchronize()
     assert pinned.tolist() == [0, 1, 2]
-
-
-def test_memory_is_counted() -> None:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    x = torch.zeros(100, device="cuda")
-    y = x + 1
-    del y
-    assert torch.cuda.memory_allocated() - before == 400
-    assert torch.cuda.max_memory_allocated() - before == 800

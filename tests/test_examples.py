@@ -103,10 +103,6 @@ def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, m
     )
     output = run("compiled_loop.py")
     assert len(graphs) == 1
-    nodes = [str(node.target) for node in graphs[0].graph.nodes]
-    assert sum("verify_exact" in node for node in nodes) == 1
-    assert sum("specops.sample" in node for node in nodes) == 3
-
     first, second, summary = output.splitlines()
     num_steps, *emitted = (int(number) for number in re.findall(r"\d+", summary))
     assert first.startswith("[5, 6, 7, 5, 6, ") and len(eval(first)) == 5 + emitted[0]

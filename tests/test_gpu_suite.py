@@ -1,4 +1,4 @@
-"""The suite of GPU tests fits its time: how many kernels it has Triton build, counted without a GPU."""
+"""How many kernels Triton builds, counted without a GPU: the suite of GPU tests fits its time."""
 
 from __future__ import annotations
 
@@ -19,6 +19,23 @@ import torch_specops
 pytest.importorskip("triton")
 
 from benchmarks.kernel_builds import KernelBuild, record_builds
+
+
+def builds(rows: int, vocab_size: int, offset: int = 0, filters: bool = False) -> set[KernelBuild]:
+    with FakeTensorMode(), record_builds() as found:
+        logits = torch.empty(rows, vocab_size + offset, device="cuda").narrow(1, offset, vocab_size)
+        top_k = torch.empty(rows, dtype=torch.int64, device="cuda") if filters else None
+        torch_specops.sample(logits, torch.empty(rows, device="cuda"), top_k=top_k)
+    return found
+
+
+def test_a_second_call_alike_needs_no_build() -> None:
+    few = builds(4, 50257)
+    assert len(few) == 2
+    # Neither the number of rows, nor what a size divides into, nor where a row begins.
+    assert few == builds(7, 50257) == builds(4, 50304) == builds(1, 50257) == builds(4, 50257, offset=1)
+    assert [build.kernel for build in builds(4, 128256) - few] == ["sample.draw_kernel"]
+    assert builds(4, 50257, filters=True) - few
 
 
 def fake(value: Any) -> Any:

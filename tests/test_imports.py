@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -104,21 +103,17 @@ def test_imports_follow_the_layers() -> None:
 def test_a_forbidden_import_is_caught() -> None:
     for path, source, name in (
         ("dense/exact.py", "from .. import ops", "torch_specops.ops"),
-        ("laws/check.py", "import torch_specops.ops", "torch_specops.ops"),
         ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
         ("ops.py", "def f():\n    from .kernels import verify\n    from .decode import x", "torch_specops.decode"),
         ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
-        ("decode/decoder.py", "from ..hf import language_model", "torch_specops.hf"),
         ("hf.py", "import requests", "requests"),
     ):
         assert forbidden(path, source) == {name}, path
-    for path, source in (
-        ("kernels/verify/launch.py", "import triton\nfrom .. import rows\nfrom . import kernel"),
-        ("ops.py", "import math\nfrom torch.library import custom_op\nfrom . import checks, dense"),
-        ("cli.py", "from . import __version__, hf\nimport typer"),
-    ):
-        assert forbidden(path, source) == set(), path
+    allowed = (
+        "import math\nimport triton\nfrom torch.library import custom_op\nfrom .. import rows\nfrom . import kernel"
+    )
+    assert forbidden("kernels/verify/launch.py", allowed) == set()
 
 
 def test_every_module_has_a_place_in_the_layers() -> None:
@@ -127,7 +122,7 @@ def test_every_module_has_a_place_in_the_layers() -> None:
 
 
 def test_submodules_are_loaded_when_used() -> None:
-    # `hf` is, too, and test_import_brings_in_torch_alone would see it; importing transformers here takes long.
+    # `hf` is, too, and the test below would see it; importing transformers here takes long.
     names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
     source = f"""
 import sys, torch_specops
@@ -148,58 +143,37 @@ def run_python(source: str) -> str:
 def third_party_after(statement: str) -> set[str]:
     """Installed packages that a statement imports in a fresh process which has already imported torch."""
     probe = f"""
-import json, sys
-import torch
-def packages():
-    return {{name.split(".")[0] for name in sys.modules}}
-before = packages()
+import sys, torch
+before = {{name.split(".")[0] for name in sys.modules}}
 {statement}
 assert not torch.cuda.is_initialized()
-print(json.dumps(sorted(packages() - before)))
+print(*{{name.split(".")[0] for name in sys.modules}} - before)
 """
-    return set(json.loads(run_python(probe))) & {"torch_specops", *importlib.metadata.packages_distributions()}
+    return set(run_python(probe).split()) & {"torch_specops", *importlib.metadata.packages_distributions()}
 
 
-def test_import_brings_in_torch_alone() -> None:
+def test_an_import_brings_in_torch_alone() -> None:
     assert third_party_after("import torch_specops") == {"torch_specops"}
     # Control: the probe sees an import.
     assert third_party_after("import torch_specops, pytest") >= {"pytest", "torch_specops"}
 
 
-BLOCK = """
-import sys
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"triton", "transformers", "typer", "rich"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Block())
-"""
-
-
 def test_cpu_ops_need_nothing_but_torch() -> None:
-    use = """
+    run_python("""
+import sys
 import torch
+sys.modules |= dict.fromkeys(("triton", "transformers", "typer", "rich"))
 import torch_specops
 
 seeds, positions = torch.tensor([1, 2]), torch.tensor([0, 0])
 target, draft = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
-propose = torch_specops.uniforms(seeds, positions, 2, "propose")
+propose, accept = (torch_specops.uniforms(seeds, positions, 2, stream) for stream in ("propose", "accept"))
 tokens, lse = torch_specops.sample(draft.flatten(0, 1), propose.flatten())
-uniforms = torch_specops.uniforms(seeds, positions, 2, "accept"), torch.zeros(2)
-for op in torch_specops.verify_exact, torch_specops.verify_sigmoid:
-    output, num_accepted = op(target, tokens.view(2, 2), draft, *uniforms)
+for op in torch_specops.verify_exact, torch_specops.verify_block, torch_specops.verify_sigmoid:
+    output, num_accepted = op(target, tokens.view(2, 2), draft, accept, torch.zeros(2))
     assert num_accepted.tolist() == [2, 2], num_accepted
-    assert output.tolist() == [[*row, 0] for row in tokens.view(2, 2).tolist()], output
-try:
-    import rich
-except ModuleNotFoundError:
-    pass
-else:
-    raise AssertionError("the block blocks nothing")
-"""
-    run_python(BLOCK + use)
+torch_specops.filter_logits(draft[:, 0], top_p=torch.tensor([0.5, 1.0]))
+""")
 
 
 def test_the_tag_of_compile_caches_knows_what_is_compiled() -> None:

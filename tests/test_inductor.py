@@ -6,17 +6,15 @@ import contextlib
 import math
 import operator
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from op_cases import op_arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -38,17 +36,12 @@ Prepare = Callable[[Tensor], Tensor]
 
 def inputs(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Logits with ties, -inf, +inf and NaN; drafts that are accepted, rejected and padding."""
-    g = torch.Generator().manual_seed(0)
-    target = 3 * torch.randn(BATCH, NUM_DRAFTS + 1, VOCAB_SIZE, generator=g)
-    draft = target[:, :-1] + torch.randn(BATCH, NUM_DRAFTS, VOCAB_SIZE, generator=g)
-    tokens = draft.softmax(-1).flatten(0, 1).multinomial(1, generator=g).view(BATCH, -1)
-    tokens[::11, 1] = -1
-    target[::5, :, 7], target[1::7, 1, 3], target[2::7, :, 5], target[3::9, 2] = -torch.inf, torch.inf, torch.nan, 0.0
-    u, s = torch.rand(BATCH, NUM_DRAFTS, generator=g), torch.rand(BATCH, generator=g)
-    if op == "sample":
-        return {"logits": target[:, 0].to(dtype), "uniforms": s}
-    given = {"target_logits": target.to(dtype), "draft_tokens": tokens, "draft_logits": draft.to(dtype)}
-    return given | {"accept_uniforms": u, "sample_uniforms": s}
+    more = ("temperature", "draft_lse", "lenience", "argmax_lenience", "alpha", "beta")
+    given = op_arguments(op, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype, filtered=False)
+    given = {name: value for name, value in given.items() if name not in more}
+    rows = given["logits" if op == "sample" else "target_logits"]
+    rows[::5, ..., 7], rows[1::7, ..., 3], rows[2::7, ..., 5], rows[3::9] = -torch.inf, torch.inf, torch.nan, 0.0
+    return given
 
 
 def run(function: Callable[..., Any], given: dict[str, Tensor], any_temperature: bool = False, **options: Any) -> Any:
@@ -184,7 +177,8 @@ def test_inductors_cache_keeps_the_graphs_apart() -> None:
             torch._dynamo.reset()
             counters.clear()
             with setting as absorbed:
-                assert_same(torch.compile(step, fullgraph=True)(**given), step(**given))
+                tokens, _ = torch.compile(step, fullgraph=True)(**given)
+                assert torch.equal(tokens, step(**given)[0])
             runs.append((counters["aot_autograd"]["autograd_cache_hit"], absorbed))
     assert runs == [(0, None), (0, {"division": 1, "cast": 1}), (1, {}), (1, None)]
     assert AbsorbPass((), False, Counter()).uuid() != AbsorbPass((), True, Counter()).uuid()
@@ -213,25 +207,6 @@ def test_no_float32_copy_is_left_on_a_cpu() -> None:
     copies = [BATCH * rows * VOCAB_SIZE * 4 for rows in (NUM_DRAFTS + 1, NUM_DRAFTS)]
     assert set(copies) <= set(plain) and max(absorbed) < min(copies)
     assert sum(absorbed) <= sum(plain) - sum(copies) + 16 * BATCH
-
-
-@pytest.mark.slow
-def test_no_float32_copy_is_left_in_code_for_cuda() -> None:
-    """Buffers of the logits' size in Inductor's code for an exported program on a GPU, which need not be there."""
-    source = """
-import inductor_for_cuda as cuda, torch_specops, torch_specops.inductor
-def step(target_logits, draft_logits, temperature, **given):
-    return torch_specops.verify_exact(target_logits.float() / 2, draft_logits=draft_logits.float() / 2, **given)
-cuda.pretend()
-cuda.CASES["step"] = (step, cuda.drafts, False)
-print(cuda.compile_case("step")["copies_of_logits"])
-with torch_specops.inductor.absorb():
-    print(cuda.compile_case("step")["copies_of_logits"])
-"""
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stderr
-    plain, absorbed = map(int, done.stdout.split())
-    assert plain >= 2 and absorbed == 0
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

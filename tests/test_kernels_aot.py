@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from benchmarks import kernel_resources as aot  # noqa: E402
-from torch_specops.kernels import launch, rows  # noqa: E402
+from torch_specops.kernels import launch  # noqa: E402
 
 # (target, first, step): of each kernel, which builds are compiled, so that the suite stays short.
 # `python benchmarks/kernel_resources.py` compiles all of them for any target.
@@ -44,51 +44,15 @@ def test_no_register_spills(target: str, first: int, step: int) -> None:
     assert not spilled
 
 
-@triton.jit
-def row_kernel(x_ptr, out_ptr, stride, vocab_size, TILE: tl.constexpr, WIDE: tl.constexpr):
-    row_ptr = x_ptr + tl.program_id(0).to(tl.int64) * stride
-    tile = tl.program_id(1)
-    if WIDE:
-        x = rows.load_aligned(row_ptr, rows.row_lead(row_ptr, None), vocab_size, tile, TILE)
-    else:
-        v = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(row_ptr + v, mask=v < vocab_size, other=float("-inf"))
-    tl.store(out_ptr + tile, tl.max(x.to(tl.float32), 0))
-
-
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
-@pytest.mark.parametrize("dtype, size", [("bf16", 2), ("fp32", 4)])
-@pytest.mark.parametrize("tile", aot.TILES)
-def test_rows_of_any_vocabulary_and_stride_load_16_bytes_at_a_time(
-    target: str, dtype: str, size: int, tile: int
-) -> None:
-    """The vocabulary and the stride are plain 32-bit arguments here, of no known divisibility."""
-    types = {"x_ptr": f"*{dtype}", "out_ptr": "*fp32", "stride": "i32", "vocab_size": "i32"}
-    threads = launch.num_warps(tile) * 32
-
-    def loads(wide: bool) -> tuple[int, int]:
-        # The plain load knows that the first row is aligned, the other one nothing.
-        multiples = () if wide else ("x_ptr", "out_ptr")
-        compiled = aot.compile_kernel(row_kernel, types, {"TILE": tile, "WIDE": wide}, target, multiples)
-        return aot.count_loads(aot.cuobjdump(compiled, "--dump-sass"))
-
-    # Each thread reads its share in 128-bit loads, in a tile inside the row and under masks in one at an end of it; the
-    # narrow ones are those of the end's chunk that is not whole.
-    share = tile * size // (16 * threads)
-    wide, narrow = loads(wide=True)
-    assert wide == 2 * share
-    assert narrow <= max(tile // threads, 16 // size)
-    # The plain masked load that the kernels avoid has no wide load at all.
-    assert loads(wide=False)[0] == 0
-
-
 @pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.narrow", "filter.mask"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_kernels_over_whole_rows_load_16_bytes_at_a_time(kernel: str, dtype: str) -> None:
+def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: str, dtype: str) -> None:
+    """Eager builds, which know nothing of vocabularies, strides and addresses."""
     size = 4 if dtype == "fp32" else 2
     option = {"verify_exact.stats": ", draft_lse", "filter.narrow": ", first pass"}.get(kernel, "")
     (build,) = [b for b in aot.builds() if (b.kernel, b.config) == (kernel, f"{dtype} / {dtype}{option}")]
-    result = aot.compile_build(build, "sm_90")
+    result = aot.compile_build(build, target)
     # As many in a tile inside the row as in one at an end of it.
     assert result.wide_loads == 2 * aot.TILES[0] * size // (16 * aot.warps(aot.KERNELS[kernel], aot.TILES[0]) * 32)
 

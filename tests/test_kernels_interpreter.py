@@ -33,7 +33,7 @@ FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token"
 QUICK_RUNS = [
     (
         "verify_exact",
-        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature,filters_opposite",
+        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature",
         32,
         (45,),
     ),

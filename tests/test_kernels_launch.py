@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -156,34 +158,24 @@ def test_only_the_first_axis_of_a_grid_is_long(op: str, launched: list[Launch]) 
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device. Fake CUDA tensors that the ops are told are real, and mocks of
-    `torch.cuda.device` and of the launches, of which the last one fails."""
+    """Triton launches on the current device. The ops are told that fake CUDA tensors are real; nothing runs."""
     current, launches = [0], []
 
-    class Device:
-        def __init__(self, device: torch.device) -> None:
-            self.index = device.index
-
-        def __enter__(self) -> None:
-            current.append(self.index)
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(of.index)
+        yield
+        current.pop()
 
     def run(kernel: Any, grid: Any, values: dict[str, Any], num_warps: int) -> None:
-        name = kernel.fn.__name__
         of = values.get("target_ptr", values.get("logits_ptr"))
         launches.append((current[-1], of.device.index))
-        if name in ("draw_kernel", "mask_kernel"):
-            raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr("torch_specops.ops.is_fake", lambda tensor: False)
     monkeypatch.setattr(launch, "run", run)
     with FakeTensorMode():
-        given = empty_arguments(op, "filters", device="cuda:1")
-        with pytest.raises(RuntimeError, match="the launch failed"):
-            getattr(torch_specops, op)(**given)
+        outputs(op, empty_arguments(op, "filters", device="cuda:1"))
     assert len(launches) > 1
     assert set(launches) == {(1, 1)}
     assert current == [0]

@@ -5,10 +5,6 @@ numbers."""
 from __future__ import annotations
 
 import itertools
-import json
-import re
-import struct
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,46 +25,34 @@ RESULTS = BENCHMARKS / "results" / "evidence"
 DOCS = BENCHMARKS.parent / "docs"
 
 
-class Counting:
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
+def test_a_finished_cell_is_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evidence, path = script("evidence"), tmp_path / "new" / "found.json"
+    measured: list[float] = []
 
-    def __call__(self, x: float, fail: bool = False, more: Any = None) -> dict[str, Any]:
-        if fail:
+    def measure(x: float, more: Any = None) -> dict[str, Any]:
+        if x < 0:
             raise KeyboardInterrupt
-        self.calls.append(x)
+        measured.append(x)
         return {"twice": 2 * x, "pair": (x, more)}
 
-
-def test_a_finished_cell_is_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evidence = script("evidence")
-    path, measure = tmp_path / "new" / "found.json", Counting()
-    cells = [evidence.Cell(f"row/{x}", measure, {"x": x, "fail": False}) for x in (1, 2.5)]
-    stopped = evidence.Cell("row/3", measure, {"x": 3, "fail": True})
+    cells = [evidence.Cell(f"row/{x}", measure, {"x": x}) for x in (1, 2.5, -1)]
     with pytest.raises(KeyboardInterrupt):
-        evidence.Cells(path, [*cells, stopped]).run()
+        evidence.Cells(path, cells).run()
     # What was finished before the interrupt is in the file, as JSON gives it back.
-    found = evidence.Cells(path, cells).run()
-    assert measure.calls == [1, 2.5]
+    found = evidence.Cells(path, cells[:2]).run()
+    assert measured == [1, 2.5]
     assert found == {"row/1": {"twice": 2, "pair": [1, None]}, "row/2.5": {"twice": 5.0, "pair": [2.5, None]}}
-    written = json.loads(path.read_text())
-    environment = written["environments"][written["cells"]["row/1"]["environment"]]
-    assert environment["versions"]["torch"] == torch.__version__ and {"device", "threads", "commit"} <= set(environment)
-    assert set(written["cells"]["row/1"]) == {"settings", "result", "seconds", "date", "environment"}
-
     # Other settings are another measurement, a cell may read an earlier one, and one that is missing is kept or named.
     later = [
         evidence.Cell("row/1", measure, {"x": 7}),
-        evidence.Cell("row/2.5", measure, {"x": 2.5, "fail": False}, "no model"),
+        evidence.Cell("row/2.5", measure, {"x": 2.5}, "no model"),
         evidence.Cell("reads", measure, {"x": 3}, reads={"more": "row/1"}),
         evidence.Cell("absent", measure, {"x": 4}, "no model"),
     ]
-    assert set(evidence.Cells(path, later).run(only="row")) == {"row/1", "row/2.5"}
     found = evidence.Cells(path, later).run()
-    assert measure.calls == [1, 2.5, 7, 3] and set(found) == {"row/1", "row/2.5", "reads"}
+    assert measured == [1, 2.5, 7, 3] and set(found) == {"row/1", "row/2.5", "reads"}
     assert found["reads"]["pair"] == [3, {"twice": 14, "pair": [7, None]}]
     assert "not run, no model: absent" in capsys.readouterr().err
-    assert evidence.results_path("name", evidence.options(None, ["--device", "cuda"])).name == "name-cuda.json"
 
 
 def test_the_formulas_give_the_printed_numbers(tmp_path: Path) -> None:
@@ -105,8 +89,6 @@ def test_the_oracle_is_the_best_of_all_choices() -> None:
         for count in (0, 2, 5):
             speed = oracle.decoded([row], Constant(count), cost)
             assert any(speed == pytest.approx(len(row) / each) for each in spent)
-    # K = 2: 11 and a token; 1 and a rejection; a rejection; the same with room for one draft; a token without drafts.
-    assert oracle.decoded(["11010000"], Constant(2), 0.5) == 8 / (2 + 2 + 2 + 1.5 + 1)
     # The heuristic begins with 5 in every sequence: 5 and a token; then 7, but there is room for 2.
     assert oracle.decoded(["111111111"] * 2, Heuristic(), 0.1) == pytest.approx(9 / (1.5 + 1.2))
 
@@ -152,41 +134,23 @@ def test_nothing_that_was_measured_is_pending(name: str, monkeypatch: pytest.Mon
         script(name).main([])
 
 
-def test_the_pages_have_the_numbers_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """`python benchmarks/papers/tables.py` writes what is missing here."""
+def test_the_pages_have_the_numbers_of_the_json() -> None:
+    """`python benchmarks/papers/tables.py` writes what is missing here. It refuses a page that lacks a table or a
+    number."""
     tables = script("tables")
     assert tables.main(["--check"]) == []
-    assert capsys.readouterr().out.count("as they were") == len(tables.PAGES)
     found = tables.load()
-    pages = {name: (DOCS / name).read_text(encoding="utf-8") for name in tables.PAGES}
     found["leviathan_theory"]["table 1"][0]["speed"] += 0.01
     found["leviathan_theory"]["figure 2"]["expected_tokens_per_step"][0][80] += 0.01
     found["chen"]["quality/austen/nucleus"]["rouge1"]["plain"] += 0.01
     found["wagner_text"]["main/topics"]["exact"]["step_ms_median"] *= 7
-    for name, page in pages.items():
-        assert tables.rewritten(page, tables.PAGES[name], found) != page, name
-    # Nothing was measured, and then a part of it.
-    empty: dict[str, dict[str, Any]] = {each: {} for each in found}
-    for name, page in pages.items():
-        assert "not run" in tables.rewritten(page, tables.PAGES[name], empty) or name == "evidence_chen.md"
+    # A part that was not measured.
     del found["leviathan_measured"]["alpha/austen/bigram/T=1.0"]
-    page = tables.rewritten(pages["evidence_leviathan.md"], tables.PAGES["evidence_leviathan.md"], found)
-    assert "| austen | bigram | not run | not run |" in page and page.count("not run") > 5
-    with pytest.raises(ValueError, match="tables: expected"):
-        tables.rewritten(pages["evidence_chen.md"], tables.PAGES["evidence_wagner.md"], found)
-
-
-def test_every_table_and_figure_has_a_line() -> None:
-    page = (DOCS / "evidence.md").read_text(encoding="utf-8")
-    listed: dict[str, set[str]] = {}
-    for paper, name, number in re.findall(r"^\| \d+ \| \[(\w+)\]\(\S+\), ([^:]+):.*<!-- number: (.+?) -->", page, re.M):
-        listed.setdefault(paper, set()).add(name)
-        assert number == f"{paper.lower()} {name}"
-    assert listed["Chen"] == {"table 1", "figure 1"}
-    assert listed["Leviathan"] == {*(f"table {i}" for i in range(1, 6)), *(f"figure {i}" for i in range(2, 5))}
-    assert listed["Wagner"] == {
-        *("table 1", "tables 2 and 7", "table 3", "table 5", "table 6", "table 8", "figure 3", "figure 4", "figure 5"),
-    }
+    for name, own in tables.PAGES.items():
+        page = (DOCS / name).read_text(encoding="utf-8")
+        changed = tables.rewritten(page, own, found)
+        assert changed != page, name
+        assert name != "evidence_leviathan.md" or "| austen | bigram | not run | not run |" in changed
 
 
 def test_a_completion_passes_if_its_assertions_hold() -> None:
@@ -207,27 +171,6 @@ def test_a_completion_passes_if_its_assertions_hold() -> None:
     ):
         assert code.parses(problem, completion) is parses, completion
         assert code.passes(problem, completion, seconds=1) is passes, completion
-
-
-def test_the_interval_is_that_of_the_mean() -> None:
-    pytest.importorskip("rouge_score")
-    interval = script("chen").interval
-    values = torch.randn(400, generator=torch.Generator().manual_seed(1)).tolist()
-    low, high = interval(values)
-    mean = sum(values) / 400
-    # 1.96 standard errors to either side.
-    assert low == pytest.approx(mean - 1.96 / 20, abs=0.02) and high == pytest.approx(mean + 1.96 / 20, abs=0.02)
-    assert interval([0.0] * 5) == (0.0, 0.0)
-
-
-def test_a_script_whose_packages_are_missing_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = script("run")
-    assert {f"{name}.py" for name in run.NEEDS} <= {path.name for path in (BENCHMARKS / "papers").iterdir()}
-    monkeypatch.setitem(run.NEEDS, "chen", ("no_such_package",))
-    assert run.main(["--only", "chen"]) == 0
-    assert "chen: not run, not installed: no_such_package" in capsys.readouterr().out
 
 
 TRIALS = 20_000
@@ -251,27 +194,6 @@ def test_the_closed_form_is_the_law_of_the_op(scale: float | None, lenience: flo
     assert stats.chisquare(counts, TRIALS * law[0]).pvalue > 1e-3
     assert stats.chisquare(counts, TRIALS * Z_P.softmax(-1)[0]).pvalue < 1e-9
     assert abs(float(n.double().mean()) - float(accepted)) < 4 * (0.25 / TRIALS) ** 0.5
-
-
-def test_distances_of_known_laws() -> None:
-    """Softmax has the target's law, a huge scale the draft's, and masked tokens are never emitted."""
-    laws = script("wagner_laws")
-    z_p, z_q = torch.randn(2, 40, 30, generator=torch.Generator().manual_seed(4)).double() * 2
-    found = laws.distances(laws.filtered(z_p, 0), laws.filtered(z_q, 0))
-    apart = float(laws.total_variation(z_p.softmax(-1), z_q.softmax(-1)).mean())
-    assert found["softmax"]["distance"] < 1e-12 and abs(found["softmax"]["accepted"] - 1 + apart) < 1e-6
-    assert abs(found["sigmoid, +-100000"]["distance"] - apart) < 1e-4
-    assert found["sigmoid, offset own lse + 10"]["distance"] < 1e-4 < found["sigmoid, offset own lse + 0"]["distance"]
-    assert abs(found["the draft alone"]["distance"] - apart) < 1e-6
-    best = laws.best_constants(z_p, z_q)
-    assert best["distance"] < 1.05 * best["distance_of_draft"]
-    few_p, few_q = laws.filtered(z_p, 5), laws.filtered(z_q, 5)
-    assert (few_p.isfinite().sum(-1) == 5).all()
-    for name, target_scores, draft_scores in laws.score_pairs(few_p, few_q):
-        law, accepted = laws.emitted_law(few_q.softmax(-1), target_scores, draft_scores)
-        assert torch.equal(law > 0, (law > 0) & few_p.isfinite()), name
-        torch.testing.assert_close(law.sum(-1), torch.ones(40).double())
-        assert ((accepted >= 0) & (accepted <= 1 + 1e-12)).all()
 
 
 def drafting(draft: Any) -> Any:
@@ -326,50 +248,4 @@ def test_the_methods_take_turns_on_the_same_texts() -> None:
     assert found[methods.UNIFORM]["identical"] < 6 and found[methods.SIGMOID]["identical"] < 6
     for own in found.values():
         assert own["new_tokens"] == 72 and 0 < own["accepted"] <= own["drafted"] and own["steps"] >= 12
-        assert own["seconds"] == pytest.approx(own["steps"] * own["step_ms"] / 1e3)
         assert 0 < own["seconds"] < own["wall_seconds"]
-    assert all(exact[name] == baseline[name] for name in ("steps", "accepted", "drafted"))
-    assert all("outputs" not in own for own in methods.without_outputs(found).values())
-
-
-def test_the_draft_reads_and_writes_the_targets_tokens() -> None:
-    """A Whisper draft that is the target with its tokens in another order has the target's logits."""
-    pytest.importorskip("jiwer")
-    asr = script("wagner_asr")
-    specials = dict.fromkeys((*asr.TARGET_PROMPT, *asr.DRAFT_PROMPT))
-    texts = [*(f"word{index}" for index in range(50)), *specials]
-    tokens = {text: index for index, text in enumerate(texts)}
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(3))
-    target, draft = (tiny("whisper", vocab=len(tokens)).float() for _ in range(2))
-    with torch.no_grad():
-        draft.model.decoder.embed_tokens.weight[order] = target.model.decoder.embed_tokens.weight
-    names = {text: int(order[index]) for text, index in tokens.items()}
-    both = [asr.Whisper(target, None, tokens), asr.Whisper(draft, None, names)]
-    twins = asr.twins_of(*both)
-    assert torch.equal(twins[:50], order[:50])
-    assert [twins[tokens[text]] for text in asr.TARGET_PROMPT] == [names[text] for text in asr.DRAFT_PROMPT]
-    asr.in_vocabulary_of(*both)
-    features = torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        p, q = (
-            each.model(input_features=features, decoder_input_ids=torch.arange(20)[None]).logits[..., :50]
-            for each in both
-        )
-    torch.testing.assert_close(p, q)
-
-
-def test_speech_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("jiwer")
-    asr, path = script("wagner_asr"), tmp_path / "a.wav"
-    for rate in (16_000, 8000):
-        with wave.open(str(path), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(rate)
-            file.writeframes(struct.pack("<3h", -(2**15), 0, 2**14))
-        if rate == 16_000:
-            assert asr.read_wav(path).tolist() == [-1.0, 0.0, 0.5]
-    with pytest.raises(ValueError, match=r"expected 16000 Hz, 1 channel, 16 bits, got \(8000, 1, 16"):
-        asr.read_wav(path)
-    path.write_text("<s> two words </s> (a)\n<s> more </s> (b)\n")
-    assert asr.read_transcription(path) == {"a": " two words ", "b": " more "}

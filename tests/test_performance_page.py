@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+pytestmark = needs_benchmarks
 
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="an installed package has no benchmarks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> Iterator[None]:
-    """The scripts import each other by name."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+RESULTS = BENCHMARKS / "results"
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    path = FOLDER.parent / "docs" / "performance.md"
-    return path.read_text()
+    return (BENCHMARKS.parent / "docs" / "performance.md").read_text()
 
 
 def table_row(cells: list[str]) -> str:
@@ -38,7 +26,7 @@ def table_row(cells: list[str]) -> str:
 def test_the_page_has_the_registers_of_the_results(page: str) -> None:
     builds: dict[str, list[dict[str, Any]]] = {}
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        result = json.loads((FOLDER / "results" / f"2026-11-22-kernel-resources-{target}.json").read_text())
+        result = json.loads((RESULTS / f"2026-11-22-kernel-resources-{target}.json").read_text())
         assert f"with Triton\n{result['triton']} " in page
         count = len(result["builds"])
         assert (
@@ -64,7 +52,7 @@ def test_the_page_has_the_registers_of_the_results(page: str) -> None:
 
 
 def test_the_page_has_the_bytes_of_the_model(page: str) -> None:
-    problem = importlib.import_module("problems").Problem
+    problem = script("problems").Problem
     for batch in (1, 8, 64, 256):
         cells = [problem("sampled", batch, 5, 128_256, "bfloat16", rate) for rate in (0.3, 0.6, 0.9, 1.0)]
         needed = [f"{cell.needed_bytes() / 1e6:.1f}" for cell in cells]
@@ -87,10 +75,10 @@ def test_the_page_has_the_memory_of_the_launcher(page: str) -> None:
 
 def test_the_page_has_the_instructions_of_the_kernel(page: str) -> None:
     triton = pytest.importorskip("triton")
-    script = importlib.import_module("instructions")
+    instructions = script("instructions")
     # Two of the four rows, as each takes seconds to compile.
-    for build, schedulers in ((script.chosen_builds()[i], 132 * 4 * 32 * 1.98e-3) for i in (0, 2)):
-        found = script.measure(build, "sm_90")
+    for build, schedulers in ((instructions.chosen_builds()[i], 132 * 4 * 32 * 1.98e-3) for i in (0, 2)):
+        found = instructions.measure(build, "sm_90")
         low, high, size = found["shortest"], found["longest"], found["bytes"]
         rates = [f"{schedulers * size / n:.1f}" for n in (high, low)]
         cells = [build.config, f"{low} to {high}", str(size), f"{low / size:.1f} to {high / size:.1f}"]
@@ -99,37 +87,13 @@ def test_the_page_has_the_instructions_of_the_kernel(page: str) -> None:
         assert row in page or not triton.__version__.startswith("3.7.1")
 
 
-def test_paths_through_machine_code() -> None:
-    script = importlib.import_module("instructions")
-    sass = """
-        /*0000*/                   S2R R0, SR_TID.X ;      /* 0x0 */
-        /*0010*/              @P0  BRA 0x50 ;              /* 0x0 */
-        /*0020*/              @P1  LDG.E.128 R4, desc[UR6][R2.64] ;
-        /*0030*/                   MUFU.EX2 R1, R4 ;
-        /*0040*/                   EXIT ;
-        /*0050*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
-        /*0060*/              @!P2 BRA 0x80 ;
-        /*0070*/              @P3  LDG.E.U16 R4, desc[UR6][R2.64] ;
-        /*0080*/                   MUFU.EX2 R1, R4 ;
-        /*0090*/              @P4  BRA 0xb0 ;
-        /*00a0*/                   CALL.REL.NOINC 0x200 ;
-        /*00b0*/              @P5  EXIT ;
-        /*00c0*/                   STG.E desc[UR6][R2.64], R1 ;
-        /*00d0*/                   EXIT ;
-        /*00e0*/                   BRA 0xe0;
-    """
-    # One row's load without the narrow ones behind it: the first 5, or 7 and 9 behind the jump.
-    assert script.common_paths(script.instructions(sass), wide_loads=1, entries=1) == [5, 7, 9]
-    assert script.common_paths(script.instructions(sass), wide_loads=2, entries=1) == []
-
-
 def test_nothing_on_the_page_is_called_measured(page: str) -> None:
     """Every goal has a step that decides it, and no figure in the column of measurements without a result file."""
-    steps = [step.name for step in importlib.import_module("bench_gpu").STEPS]
+    steps = [step.name for step in script("bench_gpu").STEPS]
     goals = page.split("## Goals")[1].split("## Bytes")[0]
     rows = [line.strip("|").split(" | ") for line in goals.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 8
-    measured = list((FOLDER / "results").glob("*-h200-*.json"))
+    measured = list((RESULTS).glob("*-h200-*.json"))
     for _, _, result, step in rows:
         assert step.strip().strip("`") in steps
         assert measured or result == "not measured"

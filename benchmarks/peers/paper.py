@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from problems import Inputs, Problem, Result, determined
+from problems import Inputs, Problem, determined
 
-from .protocol import Peer, no_cuda, row_count, softmax_bytes
+from .protocol import OneByOne, no_cuda, row_count, softmax_bytes
 
 
-class PaperExact(Peer):
+class PaperExact(OneByOne):
     name = "Wagner et al., exact"
     module = "paper_speculative_sampling_fp32"
     needs = "a float32 copy of both sides; a loop over sequences"
@@ -42,36 +42,8 @@ class PaperExact(Peer):
     def sampling_function(
         self, candidate_ids: torch.Tensor, draft: torch.Tensor, num_drafts: int, target: torch.Tensor, is_done: bool
     ) -> tuple[torch.Tensor, int]:
-        """With the arguments of transformers' function; float32 logits."""
         assert self._function is not None
         return self._function(candidate_ids, draft, num_drafts, target, is_done, num_drafts)
-
-    def prepare(self, inputs: Inputs) -> Callable[[], Any]:
-        tokens = inputs["draft_tokens"]
-        target, draft = inputs["target_logits"], inputs["draft_logits"]
-        batch, num_drafts = tokens.shape
-
-        def call() -> list[Any]:
-            p, q = self.copied(target), draft.float()
-            return [
-                self.sampling_function(tokens[b : b + 1], q[b : b + 1], num_drafts, p[b : b + 1], False)
-                for b in range(batch)
-            ]
-
-        return call
-
-    def copied(self, target: torch.Tensor) -> torch.Tensor:
-        return target.float()
-
-    def answer(self, returned: Any, inputs: Inputs) -> Result:
-        batch, num_drafts = inputs["draft_tokens"].shape
-        output = inputs["draft_tokens"].new_full((batch, num_drafts + 1), -1)
-        for b, (tokens, _) in enumerate(returned):
-            output[b, : tokens.shape[1]] = tokens[0]
-        return output, torch.tensor([n for _, n in returned], device=output.device)
-
-    def needs_bytes(self, problem: Problem) -> int:
-        return 0 if problem.dtype == "float32" else softmax_bytes(problem, row_count(problem))
 
 
 class PaperSigmoid(PaperExact):

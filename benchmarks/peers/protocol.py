@@ -79,6 +79,43 @@ class Peer(ABC):
             raise RuntimeError(f"{problem}: {self.name} is wrong in rows {rows}: numbers of accepted drafts")
 
 
+class OneByOne(Peer):
+    """A function for one sequence and float32 logits, called for one sequence after another."""
+
+    @abstractmethod
+    def sampling_function(
+        self, candidate_ids: Tensor, draft: Tensor, num_drafts: int, target: Tensor, is_done: bool
+    ) -> tuple[Tensor, int]:
+        """With the arguments of transformers' `_speculative_sampling`."""
+
+    def copied(self, target: Tensor) -> Tensor:
+        return target.float()
+
+    def prepare(self, inputs: Inputs) -> Callable[[], Any]:
+        tokens = inputs["draft_tokens"]
+        target, draft = inputs["target_logits"], inputs["draft_logits"]
+        batch, num_drafts = tokens.shape
+
+        def call() -> list[Any]:
+            p, q = self.copied(target), draft.float()
+            return [
+                self.sampling_function(tokens[b : b + 1], q[b : b + 1], num_drafts, p[b : b + 1], False)
+                for b in range(batch)
+            ]
+
+        return call
+
+    def answer(self, returned: Any, inputs: Inputs) -> Result:
+        batch, num_drafts = inputs["draft_tokens"].shape
+        output = inputs["draft_tokens"].new_full((batch, num_drafts + 1), -1)
+        for b, (tokens, _) in enumerate(returned):
+            output[b, : tokens.shape[1]] = tokens[0]
+        return output, torch.tensor([int(n) for _, n in returned], device=output.device)
+
+    def needs_bytes(self, problem: Problem) -> int:
+        return 0 if problem.dtype == "float32" else softmax_bytes(problem, row_count(problem))
+
+
 class FunctionPeer(Peer):
     """A function of an installed package, or of a copy of its file.
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from problems import Inputs, Problem, Result
+from torch import Tensor
 
-from .protocol import Peer, row_count, softmax_bytes
+from .protocol import OneByOne
 
 
-class Transformers(Peer):
+class Transformers(OneByOne):
     needs = "a float32 copy of both sides; a loop over sequences"
     not_captured = "its branches look at the number of accepted drafts on the host"
 
@@ -41,26 +41,6 @@ class Transformers(Peer):
         self._function = torch.compile(function, dynamic=False) if self.compiled else function
         return None
 
-    def prepare(self, inputs: Inputs) -> Callable[[], Any]:
+    def sampling_function(self, *arguments: Any) -> tuple[Tensor, int]:
         assert self._function is not None
-        function, tokens = self._function, inputs["draft_tokens"]
-        target, draft = inputs["target_logits"], inputs["draft_logits"]
-        batch, num_drafts = tokens.shape
-
-        def call() -> list[Any]:
-            p, q = target.float(), draft.float()
-            return [function(tokens[b : b + 1], q[b : b + 1], num_drafts, p[b : b + 1], False) for b in range(batch)]
-
-        return call
-
-    def answer(self, returned: Any, inputs: Inputs) -> Result:
-        batch, num_drafts = inputs["draft_tokens"].shape
-        output = inputs["draft_tokens"].new_full((batch, num_drafts + 1), -1)
-        num_accepted = torch.empty(batch, dtype=torch.int64, device=output.device)
-        for b, (tokens, n) in enumerate(returned):
-            output[b, : tokens.shape[1]] = tokens[0]
-            num_accepted[b] = n
-        return output, num_accepted
-
-    def needs_bytes(self, problem: Problem) -> int:
-        return 0 if problem.dtype == "float32" else softmax_bytes(problem, row_count(problem))
+        return self._function(*arguments)

@@ -83,17 +83,12 @@ class Profile:
         return [
             SimpleNamespace(
                 name=name,
-                key=name,
-                count=1,
                 device_type=DeviceType.CUDA,
                 is_user_annotation=False,
                 self_device_time_total=1.0,
-                device_time_total=1.0,
             )
             for name in self._launches
         ]
-
-    key_averages = events
 
 
 @contextmanager
@@ -129,10 +124,6 @@ def synchronize(device: Any = None) -> None:
     current_stream(device).finish()
 
 
-def set_device(device: Any) -> None:
-    HOST.device = index_of(device)
-
-
 def reset_peak(device: Any = None) -> None:
     MEMORY.peak[index_of(device)] = MEMORY.allocated[index_of(device)]
 
@@ -162,31 +153,23 @@ API: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
     "_lazy_init": nothing,
-    "_sleep": nothing,
     "current_device": lambda: HOST.device,
     "current_stream": current_stream,
-    "default_stream": current_stream,
     "device": Device,
     "device_count": lambda: NUM_DEVICES,
     "empty_cache": nothing,
     "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
     "get_device_name": lambda device=None: PROPERTIES.name,
     "get_device_properties": lambda device=None: PROPERTIES,
-    "get_sync_debug_mode": lambda: runtime.SYNC_MODES.index(runtime.sync_mode),
     "graph": graph,
-    "graph_pool_handle": lambda: (id(object()), 1),
-    "init": nothing,
     "is_available": lambda: True,
-    "is_bf16_supported": lambda *_, **__: True,
     "is_current_stream_capturing": lambda: HOST.capture is not None,
     "is_initialized": lambda: True,
     "manual_seed": nothing,
     "manual_seed_all": nothing,
     "max_memory_allocated": lambda device=None: MEMORY.peak[index_of(device)],
-    "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
     "memory_allocated": lambda device=None: MEMORY.allocated[index_of(device)],
     "reset_peak_memory_stats": reset_peak,
-    "set_device": set_device,
     "set_sync_debug_mode": runtime.set_sync_mode,
     "stream": on_stream,
     "synchronize": synchronize,

@@ -112,13 +112,16 @@ def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight."""
+    """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight.
+
+    A uniform number that is no number in [0, 1) draws the first or the last token that has a weight.
+    """
     num_rows, vocab_size = weights.shape
     if num_rows == 1 or vocab_size > TILE:
         return [_draw_from(weights[row], u) for row, u in enumerate(uniforms)]
     cdf = weights.cumsum(-1, dtype=torch.float64)
     totals = cdf[:, -1].tolist()
-    threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device) * cdf[:, -1]
+    threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).clamp(min=0) * cdf[:, -1]
     tokens = torch.searchsorted(cdf, threshold.unsqueeze(1), right=True).flatten().tolist()
     for row, total in enumerate(totals):
         if total == 0:
@@ -130,6 +133,7 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
 
 def _draw_from(weights: Tensor, u: float) -> int:
     """[V] -> the token. In a long row the tile that holds it comes first."""
+    u = max(u, 0.0)
     if len(weights) <= TILE:
         cdf = weights.cumsum(0, dtype=torch.float64)
         total = float(cdf[-1])
