@@ -24,7 +24,7 @@ from .inputs import (
     row_seeds,
 )
 from .output import GenerationOutput, GenerationStats, Progress, RecordReader, Step, Streamer, streamer_calls
-from .runner import StepRunner, resolve_compile
+from .runner import StepRunner, on_device, resolve_compile
 from .step import DecodeState
 from .verify import Verifier
 
@@ -216,7 +216,7 @@ class SpeculativeDecoder:
 
     def _stream(self, request: BatchRequest) -> Iterator[Step]:
         self._num_streams += 1
-        with torch.inference_mode(), self._runner.on_device():
+        with torch.inference_mode(), on_device(self.target.device):
             self._start(request)
         return self._steps(self._num_streams)
 

@@ -164,14 +164,7 @@ class Progress:
         Returns:
             The step, and the numbers of drafts proposed and accepted in the rows that took part.
         """
-        emitted, num_accepted, num_proposed, finished = unpack_record(record)
-        step = Step(
-            tokens=[[token for token in row if token >= 0] for row in emitted.tolist()],
-            num_accepted=num_accepted.tolist(),
-            num_proposed=num_proposed.tolist(),
-            finished=finished.bool().tolist(),
-            seconds=seconds,
-        )
+        step = Step(*unpack_record(record), seconds)
         active = [row for row, ended in enumerate(self.finished) if not ended]
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
         self.finished = step.finished
