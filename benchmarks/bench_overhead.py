@@ -31,7 +31,7 @@ from torch import nn
 
 from torch_specops import SamplingParams
 from torch_specops.cli.comparison.providers import Provider, make_providers
-from torch_specops.cli.comparison.work import Models, Workload
+from torch_specops.cli.comparison.work import Workload
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT
 from torch_specops.cli.models import encode, load_models
 

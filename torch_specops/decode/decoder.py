@@ -250,7 +250,7 @@ class SpeculativeDecoder:
         )
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
-        self._progress = Progress(prompts.lengths.tolist(), finished.tolist(), stats)
+        self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats)
         self.target.start(batch, capacity, request.inputs)
         if not self.compiled and self._cost_is_measured and bool((prompts.lengths == longest).all()):
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
@@ -297,8 +297,7 @@ class SpeculativeDecoder:
         if not self._cost_is_measured:
             self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
             self._cost_is_measured = True
-        num_draft_tokens = self.schedule.first()
-        self._prepare(num_draft_tokens)
+        num_draft_tokens = self._prepare(self.schedule.first())
         before = time.perf_counter()
         while True:
             reader.push(self._runner.run(num_draft_tokens, self.schedule))
@@ -307,8 +306,7 @@ class SpeculativeDecoder:
                 continue
             step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
             self._num_eager_steps += not self.compiled
-            num_draft_tokens = self.schedule.next(num_proposed, num_accepted)
-            self._prepare(num_draft_tokens)
+            num_draft_tokens = self._prepare(self.schedule.next(num_proposed, num_accepted))
             yield step
             if all(step.finished):
                 return
@@ -316,8 +314,12 @@ class SpeculativeDecoder:
             # The time that the caller spent on the step does not count.
             before = time.perf_counter()
 
-    def _prepare(self, num_draft_tokens: int) -> None:
+    def _prepare(self, num_draft_tokens: int) -> int:
+        """Get ready for a step with K drafts, or with fewer if no row has room for K; returns how many."""
+        # The last token of a row needs no draft.
+        num_draft_tokens = self._runner.fewest(num_draft_tokens, max(self._progress.room - 1, 0))
         self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+        return num_draft_tokens
 
     def _check_is_newest(self, stream: int) -> None:
         if stream != self._num_streams:
@@ -329,7 +331,7 @@ class SpeculativeDecoder:
         most = self.schedule.buckets[-1]
         seconds = []
         for num_draft_tokens in (0, most):
-            self._prepare(num_draft_tokens)
+            self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
             seconds.append(self._runner.seconds_of(num_draft_tokens))
         plain, drafting = seconds
         return max(drafting - plain, 0.0) / (most * plain)

@@ -149,14 +149,22 @@ class Progress:
     """What the host has learnt from the steps so far. On CUDA the state on the device may be one step ahead.
 
     Args:
+        limits: the length at which each row ends.
         lengths: tokens of each row.
         finished: whether each row has ended.
         stats: counts and times.
     """
 
+    limits: list[int]
     lengths: list[int]
     finished: list[bool]
     stats: GenerationStats
+
+    @property
+    def room(self) -> int:
+        """The most tokens that a row may still get."""
+        rows = zip(self.limits, self.lengths, self.finished, strict=True)
+        return max(0 if ended else limit - length for limit, length, ended in rows)
 
     def add(self, record: Tensor, seconds: float) -> tuple[Step, list[int], list[int]]:
         """Count a step.

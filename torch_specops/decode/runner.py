@@ -158,6 +158,12 @@ class StepRunner:
                 return record
             return self._step(num_draft_tokens, schedule)
 
+    def fewest(self, num_draft_tokens: int, needed: int) -> int:
+        """The smallest K that a step can have without compiling, up to the one given, if no row has room for more than
+        `needed` drafts. An eager step can have any K."""
+        ready = self._ready if self.compiled else {needed}
+        return min([num_draft_tokens, *(count for count in ready if count >= needed)])
+
     def prepare(self, num_draft_tokens: int) -> float:
         """Compile and capture the step for this K if that was not done; returns the seconds it took."""
         if not self.compiled or num_draft_tokens in self._ready:

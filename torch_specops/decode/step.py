@@ -84,12 +84,13 @@ def verify_and_commit(
         proposal: tokens [B, K].
         unread_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
-        schedule: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change from
-            step to step: drafts are trimmed, and rows read in groups. The host then waits for the drafts.
+        schedule: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
+            drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
     """
-    proposal, num_proposed = _checked(proposal, state, target.vocab_size)
-    if schedule is not None:
-        proposal, num_proposed = _trimmed(proposal, num_proposed, state, schedule)
+    room = torch.where(state.finished, 0, state.limits - state.lengths)
+    proposal, num_proposed = _checked(proposal, room, target.vocab_size)
+    if schedule is not None and proposal.tokens.shape[1] > 0:
+        proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, schedule)
     num_draft_tokens = proposal.tokens.shape[1]
     if unread_length is None:
         first = (state.lengths - 1).unsqueeze(1)
@@ -105,7 +106,7 @@ def verify_and_commit(
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
     output_tokens, num_accepted = verify(target_logits, proposal, _uniforms(state, num_draft_tokens), state.sampling)
-    return _commit(state, output_tokens, num_accepted, num_proposed)
+    return _commit(state, room, output_tokens, num_accepted, num_proposed)
 
 
 def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
@@ -116,29 +117,28 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
     return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
 
 
-def _checked(proposal: Draft, state: DecodeState, vocab_size: int) -> tuple[Draft, Tensor]:
-    """The drafts, with -1 (padding) for what is no token, in rows that have ended, and beyond a row's limit; and the
-    number of each row's drafts before its first padding [B]."""
+def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Tensor]:
+    """The drafts, with -1 (padding) for what is no token and for what its row has no room for; and the number of each
+    row's drafts before its first padding [B]."""
     tokens = proposal.tokens
     if tokens.shape[1] == 0:
-        return proposal, torch.zeros_like(state.lengths)
+        return proposal, torch.zeros_like(room)
     # The last token before the limit is the next token, which needs no draft.
-    room = torch.where(state.finished, 0, state.limits - state.lengths - 1)
-    is_inside = torch.arange(tokens.shape[1], device=tokens.device) < room.unsqueeze(1)
+    is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < vocab_size)
-    num_proposed = is_draft.cumprod(1).sum(1)
-    return Draft(torch.where(is_draft, tokens, -1), proposal.logits, proposal.lse), num_proposed
+    return Draft(torch.where(is_draft, tokens, -1), proposal.logits, proposal.lse), is_draft.cumprod(1).sum(1)
 
 
-def _trimmed(proposal: Draft, num_proposed: Tensor, state: DecodeState, schedule: Schedule) -> tuple[Draft, Tensor]:
+def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, schedule: Schedule) -> tuple[Draft, Tensor]:
     """The first drafts of every row, and their numbers: as many as some row has, of a deterministic draft as many as
     the schedule says."""
-    if proposal.logits is None:
-        count = schedule.trim(num_proposed[~state.finished].tolist())
-    else:
-        count = int(num_proposed.max())
-    parts = (proposal.tokens, proposal.logits, proposal.lse)
-    return Draft(*(None if part is None else part[:, :count] for part in parts)), num_proposed.clamp(max=count)
+    counts = num_proposed[~finished].tolist()
+    count = schedule.trim(counts) if proposal.logits is None else max(counts, default=0)
+    if count == proposal.tokens.shape[1]:
+        return proposal, num_proposed
+    logits = None if proposal.logits is None else proposal.logits[:, :count]
+    lse = None if proposal.lse is None else proposal.lse[:, :count]
+    return Draft(proposal.tokens[:, :count], logits, lse), num_proposed.clamp(max=count)
 
 
 def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,9 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
     return zeros[:, 1:], zeros[:, 0]
 
 
-def _commit(state: DecodeState, output_tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
+def _commit(
+    state: DecodeState, room: Tensor, output_tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor
+) -> Tensor:
     """Append what was accepted and drawn [B, K+1] to the unfinished rows; returns the step's record."""
     width = output_tokens.shape[1]
     index = torch.arange(width, device=output_tokens.device)
@@ -157,7 +159,6 @@ def _commit(state: DecodeState, output_tokens: Tensor, num_accepted: Tensor, num
     is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
     # The -1 behind the tokens may pass for an eos that is none, but comes too late to matter.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
-    room = torch.where(state.finished, 0, state.limits - state.lengths)
     most = torch.minimum(up_to_eos, room)
     count = torch.minimum(num_tokens, most)
     # A row that reaches an eos or its limit before the missing token has not failed.
