@@ -80,6 +80,8 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
+        # The last steps that had no drafts.
+        self._num_undrafted = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The K whose steps are compiled and captured.
         self._ready: set[int] = set()
@@ -113,6 +115,7 @@ class StepRunner:
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
+        self._num_undrafted = 0
         new = _tensors_of(values)
         if self._state is not None and self._state.is_sampled == values.is_sampled:
             old = _tensors_of(self._state)
@@ -151,7 +154,14 @@ class StepRunner:
             schedule: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
                 padding included.
         """
-        with on_device(self.state.tokens.device):
+        state = self.state
+        with on_device(state.tokens.device):
+            if num_draft_tokens == 0:
+                self._num_undrafted += 1
+            elif self._num_undrafted > 0:
+                assert self._draft is not None
+                self._draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
+                self._num_undrafted = 0
             if num_draft_tokens in self._graphs:
                 graph, record = self._graphs[num_draft_tokens]
                 graph.replay()

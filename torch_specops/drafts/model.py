@@ -22,7 +22,7 @@ class ModelDraft(DraftSource):
 
     The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
     which was sampled but never read, and the bonus token. So the cache is always complete, and K drafts take K
-    forwards.
+    forwards. After steps without drafts, one more forward reads what these gave.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
@@ -48,6 +48,12 @@ class ModelDraft(DraftSource):
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape
+
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        # All that was not read but the two newest tokens, which `propose` reads.
+        positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
+        positions = positions.clamp(min=0)
+        self.model.forward(tokens.gather(1, positions), positions, 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
