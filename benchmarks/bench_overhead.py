@@ -128,8 +128,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     chosen = {name: value for name, value in vars(options).items() if name != "out"}
     report = Report(options.out, environment(device), arguments=chosen)
     for batch in options.batch:
-        providers = [each for each in make_providers(models, work, compile=False) if batch == 1 or not each.single]
-        report.add(measure(providers, work, batch, options.rounds))
+        providers = make_providers(models, work, compile=False)
+        compared = [each for each in providers if "own K" not in each.name and (batch == 1 or not each.single)]
+        report.add(measure(compared, work, batch, options.rounds))
     header = "loop | B | steps | forwards us | ops us | elsewhere us | outside the forwards us"
     line = "{loop} | {batch} | {steps} | {forwards_us:.0f} | {ops_us:.0f} | {elsewhere_us:.0f} | {outside_us:.0f}"
     print(table(header, line, report.records, padded=True))

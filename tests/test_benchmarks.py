@@ -201,3 +201,18 @@ def test_accepted_lengths(tmp_path: Path) -> None:
         assert cell["exact"] == cell["block"] == cell["num_draft_tokens"]
     with pytest.raises(ValueError, match="prompts: expected a text of 25 tokens or more, got 20"):
         bench.prompts(torch.arange(20), 10, 12, 3)
+
+
+def test_overhead() -> None:
+    size = ["--rounds", "1", "--new-tokens", "6", "--num-draft-tokens", "2"]
+    records = script("bench_overhead").main(size)
+    loops = [(record["loop"].split(",")[0], record["batch"]) for record in records]
+    assert loops == [
+        *[("transformers generate", 1), ("transformers assisted", 1), ("specops", 1), ("specops", 1)],
+        *[("transformers generate", 8), ("specops", 8), ("specops", 8)],
+    ]
+    for record in records:
+        # The first step of a run does not count.
+        assert 0 < record["steps"] <= 5 and record["forwards_us"] > record["elsewhere_us"] > 0
+        assert (record["ops_us"] > 0) == record["loop"].startswith("specops")
+    assert records[0]["steps"] == records[2]["steps"] == 5

@@ -72,8 +72,8 @@ class DraftSource(ABC):
         """
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        """Called before `propose` if the last `num_steps` steps had no drafts: each row that has not ended got one token
-        in each of them. Runs eagerly, and must not wait for the device.
+        """Called before `propose` if the last `num_steps` steps had no drafts: they gave each unfinished row one token
+        each. Runs eagerly, and must not wait for the device.
 
         Args:
             tokens, lengths: as in `propose`.
