@@ -21,7 +21,7 @@ from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.drafts.base import LanguageModelWrapper
 from torch_specops.hf import language_model
-from torch_specops.schedules import Optimal, Schedule
+from torch_specops.schedules import Constant, Optimal, Schedule
 
 
 class Cycle(Schedule):
@@ -162,6 +162,18 @@ class Pauses(Schedule):
 def test_a_draft_reads_what_steps_without_drafts_gave() -> None:
     _, output = steps_of("itself", 3, Pauses(), max_new_tokens=[40, 40, 5])
     assert output.stats.acceptance_rate == 1.0
+
+
+class Trimming(Constant):
+    """Verifies one draft of a row at most."""
+
+    def trim(self, num_proposed: Sequence[int]) -> int:
+        return min(max(num_proposed, default=0), 1)
+
+
+def test_trimmed_drafts_were_not_proposed() -> None:
+    _, output = steps_of("n-gram", 3, Trimming(3))
+    assert new_tokens(output) == expected_rows() and len(output.stats.proposed_at) == 1
 
 
 def test_one_graph_changes_nothing_in_eager_steps() -> None:
