@@ -48,7 +48,8 @@ class SpeculativeDecoder:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, in the same loop.
-        num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it.
+        num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
+            step has fewer, and a compiled one the smallest K that is compiled already and enough.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
             fewer); "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the
             cost of a draft is measured once, before the first step); or a `Schedule`.

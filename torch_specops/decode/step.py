@@ -92,14 +92,11 @@ def verify_and_commit(
     if schedule is not None and proposal.tokens.shape[1] > 0:
         proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, schedule)
     num_draft_tokens = proposal.tokens.shape[1]
-    if unread_length is None:
-        first = (state.lengths - 1).unsqueeze(1)
-        unread = state.tokens.gather(1, first)
-    else:
-        first = torch.zeros_like(state.lengths).unsqueeze(1)
-        unread = state.tokens[:, :unread_length]
-    positions = first + torch.arange(unread.shape[1] + num_draft_tokens, device=first.device)
-    unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
+    num_unread = unread_length or 1
+    index = torch.arange(num_unread + num_draft_tokens, device=room.device)
+    positions = (state.lengths - num_unread).unsqueeze(1) + index
+    newest = state.tokens.gather(1, positions[:, :num_unread])
+    unread = torch.cat([newest, proposal.tokens.clamp(min=0)], 1)
     may_group = schedule is not None and unread_length is None and unread.shape[0] > 1
     if may_group and can_read_rows(target):
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
