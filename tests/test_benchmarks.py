@@ -145,3 +145,18 @@ def test_accepted_lengths() -> None:
     same = ["--draft", str(bench.AUSTEN / "target"), "--prompts", "4", "--context", "16", "--repeats", "3"]
     for cell in bench.main([*same, "--num-draft-tokens", "2", "4", "--temperature", "0.8"]):
         assert cell["exact"] == cell["block"] == cell["num_draft_tokens"]
+
+
+def test_overhead() -> None:
+    size = ["--rounds", "1", "--new-tokens", "6", "--num-draft-tokens", "2"]
+    records = script("bench_overhead").main(size)
+    loops = [(record["loop"].split(",")[0], record["batch"]) for record in records]
+    assert loops == [
+        *[("transformers generate", 1), ("transformers assisted", 1), ("specops", 1), ("specops", 1)],
+        *[("transformers generate", 8), ("specops", 8), ("specops", 8)],
+    ]
+    for record in records:
+        # The first step of a run does not count.
+        assert 0 < record["steps"] <= 5 and record["forwards_us"] > record["elsewhere_us"] > 0
+        assert (record["ops_us"] > 0) == record["loop"].startswith("specops")
+    assert records[0]["steps"] == records[2]["steps"] == 5

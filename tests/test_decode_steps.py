@@ -14,12 +14,14 @@ from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, sha
 from torch import Tensor
 
 import torch_specops
-from torch_specops import SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationStats, Step
 from torch_specops.decode import decoder as decoder_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
-from torch_specops.schedules import Optimal, Schedule
+from torch_specops.drafts.base import LanguageModelWrapper
+from torch_specops.hf import language_model
+from torch_specops.schedules import Constant, Optimal, Schedule
 
 
 class Cycle(Schedule):
@@ -96,6 +98,71 @@ def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int
     steps, output = steps_of(draft, 2, schedule="heuristic", max_new_tokens=40)
     assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
     assert new_tokens(output) == expected_rows(40)
+
+
+class Counted(LanguageModelWrapper):
+    """A model that counts its forwards."""
+
+    num_forwards = 0
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(tokens, positions, num_logits)
+
+
+def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of a loop that drafts K anyway. A compiled step takes the smallest K that is ready."""
+    input_ids, mask = padded(PROMPTS, "left")
+    texts, forwards = [], []
+    for limits in ([3, 3, 3], [2, 3, 1]):
+        for fits in (True, False):
+            draft = Counted(language_model(shared_tiny("llama", seed=3)))
+            sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
+            decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
+            if not fits:
+                monkeypatch.setattr(decoder._runner, "fewest", lambda num_draft_tokens, needed: num_draft_tokens)
+            texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
+            forwards.append(draft.num_forwards)
+    assert texts[::2] == texts[1::2]
+    # One for the prompts, and two drafts in the first step, one in the second.
+    assert max(forwards[::2]) <= 4 and min(forwards[1::2]) >= 101
+    runner = decoder._runner
+    runner.compiled, runner._ready = True, {2, 5}
+    monkeypatch.undo()
+    assert [runner.fewest(*numbers) for numbers in [(5, 0), (5, 2), (5, 3), (8, 6), (1, 0)]] == [2, 2, 5, 8, 1]
+
+
+class Pauses(Schedule):
+    """Three drafts after every two steps without."""
+
+    buckets = (0, 3)
+
+    def first(self) -> int:
+        self._coming = cycle([0, 3, 0])
+        return 0
+
+    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
+        return next(self._coming)
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_draft_reads_what_steps_without_drafts_gave() -> None:
+    _, output = steps_of("itself", 3, schedule=Pauses(), max_new_tokens=[40, 40, 5])
+    assert output.stats.acceptance_rate == 1.0
+
+
+class Trimming(Constant):
+    """Verifies one draft of a row at most."""
+
+    def trim(self, num_proposed: Sequence[int]) -> int:
+        return min(max(num_proposed, default=0), 1)
+
+
+def test_trimmed_drafts_were_not_proposed() -> None:
+    _, output = steps_of("n-gram", 3, schedule=Trimming(3))
+    assert new_tokens(output) == expected_rows() and len(output.stats.proposed_at) == 1
 
 
 # Steps, statistics and streams.

@@ -24,7 +24,7 @@ from .inputs import (
     row_seeds,
 )
 from .output import GenerationOutput, GenerationStats, Progress, RecordReader, Step, Streamer, streamer_calls
-from .runner import StepRunner, resolve_compile
+from .runner import StepRunner, on_device, resolve_compile
 from .step import DecodeState
 from .verify import Verifier
 
@@ -48,7 +48,8 @@ class SpeculativeDecoder:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, in the same loop.
-        num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it.
+        num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
+            step has fewer, and a compiled one the smallest K that is compiled already and enough.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
             fewer); "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the
             cost of a draft is measured once, before the first step); or a `Schedule`.
@@ -216,7 +217,7 @@ class SpeculativeDecoder:
 
     def _stream(self, request: BatchRequest) -> Iterator[Step]:
         self._num_streams += 1
-        with torch.inference_mode(), self._runner.on_device():
+        with torch.inference_mode(), on_device(self.target.device):
             self._start(request)
         return self._steps(self._num_streams)
 
@@ -250,7 +251,7 @@ class SpeculativeDecoder:
         )
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
-        self._progress = Progress(prompts.lengths.tolist(), finished.tolist(), stats)
+        self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats)
         self.target.start(batch, capacity, request.inputs)
         if not self.compiled and self._cost_is_measured and bool((prompts.lengths == longest).all()):
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
@@ -297,8 +298,7 @@ class SpeculativeDecoder:
         if not self._cost_is_measured:
             self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
             self._cost_is_measured = True
-        num_draft_tokens = self.schedule.first()
-        self._prepare(num_draft_tokens)
+        num_draft_tokens = self._prepare(self.schedule.first())
         before = time.perf_counter()
         while True:
             reader.push(self._runner.run(num_draft_tokens, self.schedule))
@@ -307,8 +307,7 @@ class SpeculativeDecoder:
                 continue
             step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
             self._num_eager_steps += not self.compiled
-            num_draft_tokens = self.schedule.next(num_proposed, num_accepted)
-            self._prepare(num_draft_tokens)
+            num_draft_tokens = self._prepare(self.schedule.next(num_proposed, num_accepted))
             yield step
             if all(step.finished):
                 return
@@ -316,8 +315,12 @@ class SpeculativeDecoder:
             # The time that the caller spent on the step does not count.
             before = time.perf_counter()
 
-    def _prepare(self, num_draft_tokens: int) -> None:
+    def _prepare(self, num_draft_tokens: int) -> int:
+        """Get ready for a step with K drafts, or with fewer if no row has room for K; returns how many."""
+        # The last token of a row needs no draft.
+        num_draft_tokens = self._runner.fewest(num_draft_tokens, max(self._progress.room - 1, 0))
         self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
+        return num_draft_tokens
 
     def _check_is_newest(self, stream: int) -> None:
         if stream != self._num_streams:
@@ -329,7 +332,7 @@ class SpeculativeDecoder:
         most = self.schedule.buckets[-1]
         seconds = []
         for num_draft_tokens in (0, most):
-            self._prepare(num_draft_tokens)
+            self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
             seconds.append(self._runner.seconds_of(num_draft_tokens))
         plain, drafting = seconds
         return max(drafting - plain, 0.0) / (most * plain)

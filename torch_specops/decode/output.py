@@ -149,14 +149,22 @@ class Progress:
     """What the host has learnt from the steps so far. On CUDA the state on the device may be one step ahead.
 
     Args:
+        limits: the length at which each row ends.
         lengths: tokens of each row.
         finished: whether each row has ended.
         stats: counts and times.
     """
 
+    limits: list[int]
     lengths: list[int]
     finished: list[bool]
     stats: GenerationStats
+
+    @property
+    def room(self) -> int:
+        """The most tokens that a row may still get."""
+        rows = zip(self.limits, self.lengths, self.finished, strict=True)
+        return max(0 if ended else limit - length for limit, length, ended in rows)
 
     def add(self, record: Tensor, seconds: float) -> tuple[Step, list[int], list[int]]:
         """Count a step.
@@ -164,14 +172,7 @@ class Progress:
         Returns:
             The step, and the numbers of drafts proposed and accepted in the rows that took part.
         """
-        emitted, num_accepted, num_proposed, finished = unpack_record(record)
-        step = Step(
-            tokens=[[token for token in row if token >= 0] for row in emitted.tolist()],
-            num_accepted=num_accepted.tolist(),
-            num_proposed=num_proposed.tolist(),
-            finished=finished.bool().tolist(),
-            seconds=seconds,
-        )
+        step = Step(*unpack_record(record), seconds)
         active = [row for row, ended in enumerate(self.finished) if not ended]
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
         self.finished = step.finished

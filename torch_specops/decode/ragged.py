@@ -8,14 +8,14 @@ many tokens, and rows that have ended would be read until the whole batch has en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..drafts import LanguageModel
 
-__all__ = ["RowReader", "as_row_reader", "read_ragged", "row_groups"]
+__all__ = ["RowReader", "can_read_rows", "read_ragged", "row_groups"]
 
 # The cost of a forward without its tokens (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one
 # thread, 36 with two.
@@ -27,7 +27,6 @@ MAX_RELATIVE_COST = 0.75
 Group = tuple[list[int], int]
 
 
-@runtime_checkable
 class RowReader(LanguageModel, Protocol):
     """A language model that can read some rows of its batch and leave the others as they are."""
 
@@ -44,8 +43,8 @@ class RowReader(LanguageModel, Protocol):
         ...
 
 
-def as_row_reader(model: LanguageModel) -> RowReader | None:
-    return model if isinstance(model, RowReader) and model.reads_rows else None
+def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
+    return getattr(model, "reads_rows", False)
 
 
 def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:

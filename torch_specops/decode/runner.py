@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from ..compilation import CompiledPieces
-from ..drafts import Draft, DraftSource, LanguageModel
+from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
 from ..sampling import SamplingTensors
 from ..schedules import Schedule
-from .ragged import as_row_reader
-from .step import DecodeState, count_proposed, propose, shorten, speculative_step, verify_and_commit
+from .step import DecodeState, propose, speculative_step, verify_and_commit
 from .verify import Verifier
 
-__all__ = ["StepRunner", "resolve_compile"]
+__all__ = ["StepRunner", "on_device", "resolve_compile"]
 
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
@@ -76,12 +75,13 @@ class StepRunner:
         self.unread_length: int | None = None
         self.verify = verify
         self._target = target
-        self._row_reader = as_row_reader(target)
         self._draft = draft
         self._one_graph = one_graph
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
+        # The last steps that had no drafts.
+        self._num_undrafted = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The K whose steps are compiled and captured.
         self._ready: set[int] = set()
@@ -115,6 +115,7 @@ class StepRunner:
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
+        self._num_undrafted = 0
         new = _tensors_of(values)
         if self._state is not None and self._state.is_sampled == values.is_sampled:
             old = _tensors_of(self._state)
@@ -153,19 +154,32 @@ class StepRunner:
             schedule: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
                 padding included.
         """
-        with self.on_device():
+        state = self.state
+        with on_device(state.tokens.device):
+            if num_draft_tokens == 0:
+                self._num_undrafted += 1
+            elif self._num_undrafted > 0:
+                assert self._draft is not None
+                self._draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
+                self._num_undrafted = 0
             if num_draft_tokens in self._graphs:
                 graph, record = self._graphs[num_draft_tokens]
                 graph.replay()
                 return record
             return self._step(num_draft_tokens, schedule)
 
+    def fewest(self, num_draft_tokens: int, needed: int) -> int:
+        """The smallest K that a step can have without compiling, up to the one given, if no row has room for more than
+        `needed` drafts. An eager step can have any K."""
+        ready = self._ready if self.compiled else {needed}
+        return min([num_draft_tokens, *(count for count in ready if count >= needed)])
+
     def prepare(self, num_draft_tokens: int) -> float:
         """Compile and capture the step for this K if that was not done; returns the seconds it took."""
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
-        with self.on_device(), self._all_finished():
+        with on_device(self.state.tokens.device), self._all_finished():
             if self._target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
@@ -185,11 +199,6 @@ class StepRunner:
                 times.append(time.perf_counter() - started)
         return sorted(times)[1]
 
-    def on_device(self) -> AbstractContextManager[object]:
-        """Makes the target's device the current one: Triton launches there, and streams belong to it."""
-        device = self._target.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
     def synchronize(self) -> None:
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
@@ -202,23 +211,12 @@ class StepRunner:
         compiles_itself = self._draft is None or self._draft.compiles_itself
         draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
         proposal = draft(self._draft, state, num_draft_tokens)
-        row_reader = None
-        if schedule is not None and not self.compiled and state.tokens.device.type == "cpu":
-            # Here shapes may change from step to step, and a forward over fewer tokens is faster.
-            proposal = shorten(proposal, self._num_to_verify(proposal, schedule))
-            row_reader = self._row_reader
+        if self.compiled or state.tokens.device.type != "cpu":
+            schedule = None
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self._target, state, proposal, self.verify, unread_length, row_reader
+            self._target, state, proposal, self.verify, unread_length, schedule
         )
-
-    def _num_to_verify(self, proposal: Draft, schedule: Schedule) -> int:
-        """How many drafts of a row to verify: all that a model has sampled; of a deterministic draft, as many as the
-        schedule says."""
-        counts = count_proposed(proposal)
-        if self._draft is None or not self._draft.deterministic:
-            return int(counts.max())
-        return schedule.trim(counts[~self.state.finished].tolist())
 
     def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
         return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
@@ -252,6 +250,11 @@ class StepRunner:
                 record = self._step(num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens] = (graph, record)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device of the target the current one: Triton launches there, and streams belong to it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:

@@ -6,22 +6,21 @@ can be compiled as one graph, or captured into a CUDA graph and replayed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..sampling import SamplingTensors
+from ..schedules import Schedule
 from ..uniforms import verification_uniforms
-from .ragged import RowReader, read_ragged
+from .ragged import can_read_rows, read_ragged
 from .verify import Verifier
 
 __all__ = [
     "DecodeState",
-    "count_proposed",
     "propose",
-    "shorten",
     "speculative_step",
     "unpack_record",
     "verify_and_commit",
@@ -65,23 +64,10 @@ def speculative_step(
 
 
 def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int) -> Draft:
-    """K drafts for each row. Rows that have ended, and places beyond a row's limit, hold -1 (padding)."""
+    """K drafts for each row."""
     if draft is None or num_draft_tokens == 0:
         return Draft(state.tokens[:, :0])
-    proposal = draft.propose(state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds)
-    # The last token before the limit is the next token, which needs no draft.
-    room = torch.where(state.finished, 0, state.limits - state.lengths - 1)
-    index = torch.arange(num_draft_tokens, device=room.device)
-    return replace(proposal, tokens=torch.where(index < room.unsqueeze(1), proposal.tokens, -1))
-
-
-def shorten(proposal: Draft, num_draft_tokens: int) -> Draft:
-    """The first drafts of every row."""
-    return Draft(
-        proposal.tokens[:, :num_draft_tokens],
-        None if proposal.logits is None else proposal.logits[:, :num_draft_tokens],
-        None if proposal.lse is None else proposal.lse[:, :num_draft_tokens],
-    )
+    return draft.propose(state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds)
 
 
 def verify_and_commit(
@@ -90,7 +76,7 @@ def verify_and_commit(
     proposal: Draft,
     verify: Verifier,
     unread_length: int | None = None,
-    row_reader: RowReader | None = None,
+    schedule: Schedule | None = None,
 ) -> Tensor:
     """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
 
@@ -98,38 +84,58 @@ def verify_and_commit(
         proposal: tokens [B, K].
         unread_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
-        row_reader: the target, if it may read some rows apart from the others (`read_ragged`); the host then waits for
-            the drafts.
+        schedule: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
+            drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
     """
+    room = torch.where(state.finished, 0, state.limits - state.lengths)
+    proposal, num_proposed = _checked(proposal, room, target.vocab_size)
+    if schedule is not None and proposal.tokens.shape[1] > 0:
+        proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, schedule)
     num_draft_tokens = proposal.tokens.shape[1]
-    in_vocab = (proposal.tokens >= 0) & (proposal.tokens < target.vocab_size)
-    proposal = replace(proposal, tokens=torch.where(in_vocab, proposal.tokens, -1))
-    if unread_length is None:
-        first = (state.lengths - 1).unsqueeze(1)
-        unread = state.tokens.gather(1, first)
-    else:
-        first = torch.zeros_like(state.lengths).unsqueeze(1)
-        unread = state.tokens[:, :unread_length]
-    positions = first + torch.arange(unread.shape[1] + num_draft_tokens, device=first.device)
-    unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
-    num_proposed = count_proposed(proposal)
-    if row_reader is not None and unread_length is None:
-        target_logits = read_ragged(row_reader, unread, positions, num_proposed, state.finished)
+    num_unread = unread_length or 1
+    index = torch.arange(num_unread + num_draft_tokens, device=room.device)
+    positions = (state.lengths - num_unread).unsqueeze(1) + index
+    newest = state.tokens.gather(1, positions[:, :num_unread])
+    unread = torch.cat([newest, proposal.tokens.clamp(min=0)], 1)
+    may_group = schedule is not None and unread_length is None and unread.shape[0] > 1
+    if may_group and can_read_rows(target):
+        target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
     output_tokens, num_accepted = verify(target_logits, proposal, _uniforms(state, num_draft_tokens), state.sampling)
-    return _commit(state, output_tokens, num_accepted, num_proposed)
+    return _commit(state, room, output_tokens, num_accepted, num_proposed)
 
 
-def count_proposed(proposal: Draft) -> Tensor:
-    """[B] int64, drafts of each row before its first padding."""
-    return (proposal.tokens >= 0).long().cumprod(1).sum(1)
+def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
+    """A record [B, K+4] as emitted tokens of each row, accepted drafts, proposed drafts, and whether the row has
+    finished."""
+    rows = record.tolist()
+    tokens = [[token for token in row[:-3] if token >= 0] for row in rows]
+    return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
 
 
-def unpack_record(record: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A record [B, K+4] as emitted tokens [B, K+1] (-1 where there is none), accepted drafts [B], proposed drafts [B],
-    and whether each row has finished [B] (0 or 1)."""
-    return record[:, :-3], record[:, -3], record[:, -2], record[:, -1]
+def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Tensor]:
+    """The drafts, with -1 (padding) for what is no token and for what its row has no room for; and the number of each
+    row's drafts before its first padding [B]."""
+    tokens = proposal.tokens
+    if tokens.shape[1] == 0:
+        return proposal, torch.zeros_like(room)
+    # The last token before the limit is the next token, which needs no draft.
+    is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
+    is_draft = is_inside & (tokens >= 0) & (tokens < vocab_size)
+    return Draft(torch.where(is_draft, tokens, -1), proposal.logits, proposal.lse), is_draft.cumprod(1).sum(1)
+
+
+def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, schedule: Schedule) -> tuple[Draft, Tensor]:
+    """The first drafts of every row, and their numbers: as many as some row has, of a deterministic draft as many as
+    the schedule says."""
+    counts = num_proposed[~finished].tolist()
+    count = schedule.trim(counts) if proposal.logits is None else max(counts, default=0)
+    if count == proposal.tokens.shape[1]:
+        return proposal, num_proposed
+    logits = None if proposal.logits is None else proposal.logits[:, :count]
+    lse = None if proposal.lse is None else proposal.lse[:, :count]
+    return Draft(proposal.tokens[:, :count], logits, lse), num_proposed.clamp(max=count)
 
 
 def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
@@ -140,25 +146,26 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
     return zeros[:, 1:], zeros[:, 0]
 
 
-def _commit(state: DecodeState, output_tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
+def _commit(
+    state: DecodeState, room: Tensor, output_tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor
+) -> Tensor:
     """Append what was accepted and drawn [B, K+1] to the unfinished rows; returns the step's record."""
-    index = torch.arange(output_tokens.shape[1], device=output_tokens.device)
-    active = ~state.finished
-    no_token = output_tokens.gather(1, num_accepted.unsqueeze(1)).squeeze(1) < 0
-    num_emitted = num_accepted + 1 - no_token.long()
-
-    is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2) & (output_tokens >= 0)
-    up_to_eos = torch.where(is_eos, index, index.shape[0]).amin(1) + 1
-    room = state.limits - state.lengths
-    count = torch.where(active, torch.minimum(torch.minimum(num_emitted, up_to_eos), room), 0)
+    width = output_tokens.shape[1]
+    index = torch.arange(width, device=output_tokens.device)
+    num_tokens = (output_tokens >= 0).sum(1)
+    is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
+    # The -1 behind the tokens may pass for an eos that is none, but comes too late to matter.
+    up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
+    most = torch.minimum(up_to_eos, room)
+    count = torch.minimum(num_tokens, most)
     # A row that reaches an eos or its limit before the missing token has not failed.
-    failed = active & no_token & (count == num_emitted) & (num_emitted < torch.minimum(up_to_eos, room))
+    failed = (num_tokens == num_accepted) & (count < most)
 
     is_emitted = index < count.unsqueeze(1)
-    slots = state.lengths.unsqueeze(1) + index
     emitted = torch.where(is_emitted, output_tokens, -1)
+    slots = state.lengths.unsqueeze(1) + index
     state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
-    state.finished.logical_or_(failed | (active & ((count == up_to_eos) | (count == room))))
-    return torch.cat([emitted, torch.stack([num_accepted, num_proposed, state.finished.long()], 1)], 1)
+    state.finished.logical_or_(failed | (count == most))
+    return torch.cat([emitted, torch.stack([num_accepted, num_proposed, state.finished], 1)], 1)

@@ -71,6 +71,14 @@ class DraftSource(ABC):
             shape: equal for batches that can use the same compiled graphs; None = the batch is decoded eagerly.
         """
 
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        """Called before `propose` if the last `num_steps` steps had no drafts: they gave each unfinished row one token
+        each. Runs eagerly, and must not wait for the device.
+
+        Args:
+            tokens, lengths: as in `propose`.
+        """
+
     def static_tensors(self) -> Sequence[Tensor] | None:
         """The tensors that `propose` reads at the same addresses in every step (a cache, weights).
 

@@ -22,7 +22,7 @@ class ModelDraft(DraftSource):
 
     The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
     which was sampled but never read, and the bonus token. So the cache is always complete, and K drafts take K
-    forwards.
+    forwards. After steps without drafts, one more forward reads what these gave.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
@@ -49,6 +49,12 @@ class ModelDraft(DraftSource):
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape
 
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        # All that was not read but the two newest tokens, which `propose` reads.
+        positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
+        positions = positions.clamp(min=0)
+        self.model.forward(tokens.gather(1, positions), positions, 1)
+
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
@@ -59,22 +65,22 @@ class ModelDraft(DraftSource):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).unbind(1)
+        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
         newest = lengths - 1
         # In a text of one token, that token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
         pending = tokens.gather(1, positions)
         drafts, logits, lse = [], [], []
-        for index in range(num_draft_tokens):
+        for draw in draws:
             # Two graphs for any K: the forward over the two newest tokens, and the one over a single token.
-            draw = self._piece(self._read_and_draw, pending.shape[1])
-            token, row, row_lse = draw(pending, positions, draws[index].contiguous(), sampling)
+            read_and_draw = self._piece(self._read_and_draw, pending.shape[1])
+            token, row, row_lse = read_and_draw(pending, positions, draw, sampling)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
             # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
             pending = token.clamp(min=0).unsqueeze(1)
-            positions = (newest + index + 1).unsqueeze(1)
+            positions = positions[:, -1:] + 1
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:

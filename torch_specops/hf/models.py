@@ -241,8 +241,10 @@ class TransformersModel:
         return self._cache
 
     def _position_ids(self, positions: Tensor) -> Tensor:
+        if self.max_length is None or self._require_cache().capacity <= self.max_length:
+            return positions
         # Drafts may stand beyond the last position that the model knows. They are never emitted.
-        return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
+        return positions.clamp(max=self.max_length - 1)
 
     def _slots_to_read(self, positions: Tensor) -> int:
         """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
