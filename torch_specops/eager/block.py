@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import dense
 from ..arguments import VerifyArguments
 from .drafts import Drafts
 from .rows import Rows, read_rows
@@ -12,7 +13,7 @@ from .walk import Outcome, next_tokens, num_leading, verify
 
 
 def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    return verify(given, _verify_sampled)
+    return verify(given, _verify_sampled, dense.verify_block)
 
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:

@@ -51,8 +51,8 @@ class Drafts:
         q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
         weights.sub_(q.times(1.0)).clamp_(min=0)
         # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
-        for row, same in enumerate(map(list.__eq__, p.maximum, q.maximum)):
-            if same and torch.equal(p.z[row], q.z[row]):
+        for row in range(len(where)):
+            if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row]):
                 weights[row] = 0.0
         return weights.squeeze(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import dense
 from ..arguments import VerifyArguments
 from ..dense.walk import accepts
 from .drafts import Drafts
@@ -12,7 +13,7 @@ from .walk import Outcome, next_tokens, num_leading, verify
 
 
 def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    return verify(given, _verify_sampled)
+    return verify(given, _verify_sampled, dense.verify_exact)
 
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:

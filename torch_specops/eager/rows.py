@@ -15,6 +15,8 @@ from ..arguments import Filters
 from ..dense.filters import row_bounds, scale_kept
 from ..dense.rows import FLOAT32_MAX, inverse_temperature, scale
 
+# More sequences than MANY with rows shorter than SHORT take the dense form: it does not go through Python one by one.
+MANY, SHORT = 16, 1024
 # Logits that a thread handles at a time: few enough to stay in its cache.
 READ = 2**16
 # Below it, weights lose digits.
@@ -25,6 +27,11 @@ TILE = 1024
 
 def rows_at_a_time(vocab_size: int) -> int:
     return max(1, READ * torch.get_num_threads() // vocab_size)
+
+
+def is_dense(num_sequences: int, vocab_size: int) -> bool:
+    """Whether computing what might be needed costs less than looking what is."""
+    return num_sequences > MANY and vocab_size < SHORT
 
 
 def runs(temperature: Tensor | None, batch: int) -> Iterator[tuple[bool, int, int]]:

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from .. import dense
 from ..arguments import Filters
-from .rows import draw, read_rows, rows_at_a_time, runs
+from .rows import draw, is_dense, read_rows, rows_at_a_time, runs
 from .walk import argmax_by_tiles
 
 
@@ -24,16 +25,21 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
             best = torch.where(filters.temperature[first:last] == 0, argmax_by_tiles(logits[first:last]), -1).tolist()
             tokens += best
             lse += [0.0 if token >= 0 else -math.inf for token in best]
-            continue
-        for start in range(first, last, size):
-            part = slice(start, min(start + size, last))
-            rows = read_rows(logits[part].unsqueeze(1), filters.at(part))
-            tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
-            largest = rows.weights.amax(-1).flatten().tolist()
-            lse += [
-                z_max - math.log(weight / total) if total > 0 else -math.inf
-                for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
-            ]
+        elif is_dense(last - first, vocab_size):
+            part = slice(first, last)
+            drawn, drawn_lse = dense.sample(logits[part], uniforms[part], filters.at(part))
+            tokens += drawn.tolist()
+            lse += drawn_lse.tolist()
+        else:
+            for start in range(first, last, size):
+                part = slice(start, min(start + size, last))
+                rows = read_rows(logits[part].unsqueeze(1), filters.at(part))
+                tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
+                largest = rows.weights.amax(-1).flatten().tolist()
+                lse += [
+                    z_max - math.log(weight / total) if total > 0 else -math.inf
+                    for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
+                ]
     device = logits.device
     return (
         torch.tensor(tokens, dtype=torch.int64, device=device),

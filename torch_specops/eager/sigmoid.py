@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import dense
 from ..arguments import Filters, SigmoidArguments
 from ..dense.rows import inverse_temperature, scale
 from ..dense.sigmoid import floor, residual, score
@@ -13,7 +14,7 @@ from .walk import Outcome, num_leading, verify
 
 
 def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
-    return verify(given, _verify_sampled)
+    return verify(given, _verify_sampled, dense.verify_sigmoid)
 
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
