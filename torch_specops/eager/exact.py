@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import VerifyArguments
+from ..dense.rows import inverse_temperature
 from ..dense.walk import accepts
 from .drafts import Drafts
 from .rows import read_rows, rows_at_a_time
@@ -18,13 +19,14 @@ def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     batch, num_drafts = given.draft_tokens.shape
-    drafts, u = Drafts(given), given.accept_uniforms.tolist()
+    inverse = inverse_temperature(given.temperature)
+    drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
 
     # The walk. All rows of several sequences are read at once; of one sequence, as many as stay in the cache.
     step = num_drafts + 1 if batch > 1 else rows_at_a_time(given.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)
-        p = read_rows(given.target_logits[:, first : first + step], given.filters)
+        p = read_rows(given.target_logits[:, first : first + step], inverse, given.filters)
         p_x, q_x = p.probabilities(drafts.x[:, first:stop]), drafts.read(first, stop)
         n = [
             first

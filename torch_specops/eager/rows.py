@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..arguments import Filters
 from ..dense.filters import row_bounds, scale_kept
-from ..dense.rows import FLOAT32_MAX, inverse_temperature, scale
+from ..dense.rows import FLOAT32_MAX, scale
 
-# More sequences than MANY with rows shorter than SHORT take the dense form: it does not go through Python one by one.
+# A batch with more than MANY sampled sequences of rows shorter than SHORT takes the dense form, which does not handle
+# them one by one.
 MANY, SHORT = 16, 1024
 # Logits that a thread handles at a time: few enough to stay in its cache.
 READ = 2**16
@@ -29,22 +30,23 @@ def rows_at_a_time(vocab_size: int) -> int:
     return max(1, READ * torch.get_num_threads() // vocab_size)
 
 
-def is_dense(num_sequences: int, vocab_size: int) -> bool:
+def is_dense(temperatures: Sequence[float], vocab_size: int) -> bool:
     """Whether computing what might be needed costs less than looking what is."""
-    return num_sequences > MANY and vocab_size < SHORT
+    return vocab_size < SHORT and sum(t > 0 for t in temperatures) > MANY
 
 
-def runs(temperature: Tensor | None, batch: int) -> Iterator[tuple[bool, int, int]]:
+def runs(temperatures: Sequence[float]) -> Iterator[tuple[bool, int, int]]:
     """Neighbouring sequences of one kind, as (whether they are sampled, first, last + 1). Those that are not sampled
     are greedy, or have a temperature that is no law."""
-    if temperature is None:
-        yield True, 0, batch
-        return
     start = 0
-    for is_sampled, run in groupby(temperature.tolist(), lambda t: t > 0):
+    for is_sampled, run in groupby(temperatures, lambda t: t > 0):
         stop = start + len(list(run))
         yield is_sampled, start, stop
         start = stop
+
+
+def temperatures_of(temperature: Tensor | None, batch: int) -> list[float]:
+    return [1.0] * batch if temperature is None else temperature.tolist()
 
 
 class Rows(NamedTuple):
@@ -61,11 +63,11 @@ class Rows(NamedTuple):
         index = tokens.tolist()
 
         def probability(b: int, i: int) -> float:
-            weight = weights[b][i]
-            if weight > SMALL:
-                return float(weight / self.total[b][i])
-            z_x = float(self.z[b, i, index[b][i]])
-            return 0.0 if z_x == -math.inf else math.exp(z_x - float(self.z[b, i].double().logsumexp(0)))
+            weight, total = weights[b][i], self.total[b][i]
+            if weight <= SMALL and total > 0:
+                below = float(self.z[b, i, index[b][i]]) - self.maximum[b][i]
+                weight = math.exp(below) * float(self.weights[b, i].amax())
+            return float(weight / total) if total > 0 else 0.0
 
         return probability
 
@@ -74,17 +76,15 @@ class Rows(NamedTuple):
         z, weights = pick_rows(self.z, where), pick_rows(self.weights, where)
         return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
 
-    def times(self, factor: float) -> Tensor:
-        """[B, C, V] factor p, in float32."""
+    def factors(self, factor: float = 1.0) -> Tensor:
+        """[B, C, 1] what the weights are multiplied by for factor p."""
         factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
-        if len(factors) == len(factors[0]) == 1:
-            return self.weights * factors[0][0]
-        return self.weights * torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
+        return torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
 
 
-def read_rows(logits: Tensor, filters: Filters) -> Rows:
-    """[B, C, V] and filters [B] -> the rows, of sequences whose temperature is above 0."""
-    z, maximum = scaled_rows(logits, filters)
+def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
+    """[B, C, V], and 1 / T and filters [B] -> the rows, of sequences whose temperature is above 0."""
+    z, maximum = scaled_rows(logits, inverse, filters)
     # Softmax adds a row up entry by entry. The error of that is taken out by the total, which torch adds pairwise.
     weights = torch.softmax(z, -1)
     if any(-math.inf in row for row in maximum):
@@ -92,10 +92,9 @@ def read_rows(logits: Tensor, filters: Filters) -> Rows:
     return Rows(z, weights, maximum, weights.sum(-1).tolist())
 
 
-def scaled_rows(logits: Tensor, filters: Filters) -> tuple[Tensor, list[list[float]]]:
+def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tuple[Tensor, list[list[float]]]:
     """The scaled logits [B, C, V], -inf where masked or removed, and their maxima [B][C]."""
-    temperature, bounds = filters.temperature, row_bounds(logits, filters)
-    inverse = None if temperature is None or bool((temperature == 1).all()) else inverse_temperature(temperature)
+    bounds = row_bounds(logits, filters)
     if bounds is not None:
         z = scale_kept(logits, inverse, bounds)
         return z, z.amax(-1).tolist()

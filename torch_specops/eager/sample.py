@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import Filters
-from .rows import draw, is_dense, read_rows, rows_at_a_time, runs
+from ..dense.rows import inverse_temperature
+from .rows import draw, is_dense, read_rows, rows_at_a_time, runs, temperatures_of
 from .walk import argmax_by_tiles
 
 
@@ -19,27 +20,27 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
     size = rows_at_a_time(vocab_size)
     tokens: list[int] = []
     lse: list[float] = []
-    for is_sampled, first, last in runs(filters.temperature, num_rows):
+    temperatures = temperatures_of(filters.temperature, num_rows)
+    if is_dense(temperatures, vocab_size):
+        return dense.sample(logits, uniforms, filters)
+    for is_sampled, first, last in runs(temperatures):
         if not is_sampled:
             assert filters.temperature is not None
             best = torch.where(filters.temperature[first:last] == 0, argmax_by_tiles(logits[first:last]), -1).tolist()
             tokens += best
             lse += [0.0 if token >= 0 else -math.inf for token in best]
-        elif is_dense(last - first, vocab_size):
-            part = slice(first, last)
-            drawn, drawn_lse = dense.sample(logits[part], uniforms[part], filters.at(part))
-            tokens += drawn.tolist()
-            lse += drawn_lse.tolist()
-        else:
-            for start in range(first, last, size):
-                part = slice(start, min(start + size, last))
-                rows = read_rows(logits[part].unsqueeze(1), filters.at(part))
-                tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
-                largest = rows.weights.amax(-1).flatten().tolist()
-                lse += [
-                    z_max - math.log(weight / total) if total > 0 else -math.inf
-                    for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
-                ]
+            continue
+        for start in range(first, last, size):
+            part = slice(start, min(start + size, last))
+            own = filters.at(part)
+            inverse = None if all(t == 1 for t in temperatures[part]) else inverse_temperature(own.temperature)
+            rows = read_rows(logits[part].unsqueeze(1), inverse, own)
+            tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
+            largest = rows.weights.amax(-1).flatten().tolist()
+            lse += [
+                z_max - math.log(weight / total) if total > 0 else -math.inf
+                for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
+            ]
     device = logits.device
     return (
         torch.tensor(tokens, dtype=torch.int64, device=device),

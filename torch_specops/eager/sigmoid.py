@@ -18,10 +18,10 @@ def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
-    target_logits, draft_logits, temperature = given.target_logits, given.draft_logits, given.temperature
+    target_logits, draft_logits = given.target_logits, given.draft_logits
     scores = given.alpha, given.beta
     batch, num_drafts = given.draft_tokens.shape
-    inverse_t = inverse_temperature(temperature)  # [B]
+    inverse_t = inverse_temperature(given.temperature)  # [B]
     x, in_vocab = draft_indices(given.draft_tokens, target_logits.shape[2])
 
     # The walk, with scores in place of probabilities.
@@ -38,7 +38,8 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     tokens = dict.fromkeys(range(batch), -1)
     s = given.sample_uniforms.tolist()
     if bonus:
-        rows = read_rows(pick_rows(target_logits, [(b, num_drafts) for b in bonus]), Filters(temperature).at(bonus))
+        last = pick_rows(target_logits, [(b, num_drafts) for b in bonus])
+        rows = read_rows(last, None if inverse_t is None else inverse_t[bonus], Filters())
         tokens.update(zip(bonus, draw(rows.weights.squeeze(1), [s[b] for b in bonus]), strict=True))
     if others:
         where = [(b, n[b]) for b in others]

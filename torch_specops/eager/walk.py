@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arguments import SigmoidArguments, VerifyArguments
 from ..dense.rows import argmax, scale
 from ..dense.walk import draft_indices, is_near_argmax, logits_of
-from .rows import Rows, draw, is_dense, pick_rows, rows_at_a_time, runs
+from .rows import Rows, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
 
 # Vocabulary entries per tile of `argmax_by_tiles`.
 TILE = 128
@@ -28,22 +28,24 @@ def verify(
     verify_sampled: Callable[[Given], list[Outcome]],
     verify_dense: Callable[[Given], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. Sequences of temperature above 0 go to `verify_sampled`, as many as
-    stay in the cache, or one; many with short rows to the dense form of the op."""
+    """output_tokens [B, K+1] and num_accepted [B]. `verify_sampled` is given sequences of temperature above 0: as many
+    as stay in the cache, or one."""
     batch, num_drafts = given.draft_tokens.shape
     vocab_size = given.target_logits.shape[2]
     size = max(1, rows_at_a_time(vocab_size) // (num_drafts + 1))
+    temperatures = temperatures_of(given.temperature, batch)
+    if is_dense(temperatures, vocab_size):
+        return verify_dense(given)
     outcomes: list[Outcome] = []
-    for is_sampled, first, last in runs(given.temperature, batch):
+    for is_sampled, first, last in runs(temperatures):
         if not is_sampled:
             outcomes += _verify_greedy(_sequences(given, first, last))
-        elif is_dense(last - first, vocab_size):
-            output_tokens, ends = verify_dense(_sequences(given, first, last))
-            tokens = output_tokens.gather(1, ends.unsqueeze(1)).squeeze(1)
-            outcomes += zip(ends.tolist(), tokens.tolist(), strict=True)
         else:
             for start in range(first, last, size):
-                outcomes += verify_sampled(_sequences(given, start, min(start + size, last)))
+                stop = min(start + size, last)
+                part = _sequences(given, start, stop)
+                is_plain = all(t == 1 for t in temperatures[start:stop])
+                outcomes += verify_sampled(part._replace(temperature=None) if is_plain else part)
     output: list[int] = []
     num_accepted: list[int] = []
     for drafts, (n, token) in zip(given.draft_tokens.tolist(), outcomes, strict=True):
