@@ -105,7 +105,8 @@ def check(results: Iterable[tuple[Case, tuple[Tensor, ...]]], report: Report) ->
 
 
 def results(cases: Iterable[Case]) -> Iterator[tuple[Case, tuple[Tensor, ...]]]:
-    """Of the eager and of the traced form, which are mostly the same; on memory that shows when it is read."""
+    """What the eager form returns, and what the traced one does where it differs. Memory that is read before it is
+    written shows."""
     for case in cases:
         with poison_memory():
             eager, traced = call(case.op, case.args), call_traced(case.op, case.args)

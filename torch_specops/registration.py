@@ -52,7 +52,7 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
         torch.library.register_vmap(name, _map_over_rows(op))
         # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
         torch.library.register_autograd(name, _no_gradient, setup_context=_mark_non_differentiable)
-        return op
+        return run
 
     return register
 
