@@ -141,6 +141,8 @@ def main() -> None:
         received = parallel.wire_bytes(len(PROMPTS), K, num_ranks, "lse")
         logits = len(PROMPTS) * (K + 1) * (sum(sizes) - sizes[0]) * whole.dtype.itemsize
         print(f"a verification received {received} bytes; the target's logits would have been {logits}")
+    # A rank must not exit while a thread of the last collective still holds its tensors.
+    dist.barrier()
     dist.destroy_process_group()
 
 
