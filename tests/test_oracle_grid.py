@@ -5,6 +5,7 @@ The dense ops have two forms, which must give the same: eager calls, which may l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
+from torch_specops.arguments import Filters
+from torch_specops.eager import rows
 
 DRAWING_OPS = (*VERIFY_OPS, "sample")
 # Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
@@ -46,6 +49,30 @@ def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None
     """Around the tile of the search, and of a language model."""
     sizes = [1023, 1024, 50257]
     check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES, max_rows=3, max_drafts=2)), report)
+
+
+def test_rows_are_read_one_at_a_time(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a large vocabulary are in an eager call."""
+    monkeypatch.setattr(rows, "READ", 1)
+    cases = sample_inputs("verify_exact", vocab_sizes=[17])
+    check(((case, torch_specops.verify_exact(**case.args)) for case in cases), report)
+
+
+def test_eager_probabilities_of_every_size() -> None:
+    """Of long rows, which a softmax normalises badly, and of tokens whose weight is no float32."""
+    logits = 3 * torch.randn(1, 2, 151_936, generator=torch.Generator().manual_seed(0))
+    logits[0, :, 5] = -300.0
+    tokens = torch.stack([logits[0].argmax(-1), torch.tensor([5, 5])], 1)
+    expected = logits.double().log_softmax(-1)
+    for x in tokens:
+        probability = rows.read_rows(logits, None, Filters()).probabilities(x.unsqueeze(0))
+        for i in range(2):
+            assert math.log(probability(0, i)) == pytest.approx(float(expected[0, i, x[i]]), abs=1e-6)
+    _, lse = torch_specops.sample(logits[0], torch.full((2,), 0.5))
+    torch.testing.assert_close(lse.double(), logits[0].double().logsumexp(-1), rtol=0, atol=1e-6)
+    # A draft as unlikely for the target as for the draft model is accepted.
+    draft = (torch.full((1, 1), 5), logits[:, :1], torch.full((1, 1), 0.9), torch.rand(1))
+    assert torch_specops.verify_exact(logits, *draft)[1].tolist() == [1]
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
