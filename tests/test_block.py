@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_cases import results
 from oracle import Case, compare, sample_inputs
 from torch import Tensor
 
@@ -48,6 +49,8 @@ def test_where_no_draft_can_follow_the_block_ends(end: str) -> None:
         short_output, short_n = reference.verify_block(**first_drafts(args, 2))
         assert torch.equal(output[:, :3], short_output) and torch.equal(n, short_n) and (output[:, 3:] == -1).all()
         lengths.update(n.tolist())
+        ended = Case(f"{case.name}, {end}", "verify_block", args)
+        assert [compare(ended, got).wrong for _, got in results([ended])] in ([[]], [[], []])
     assert lengths == {0, 1, 2}
 
 
