@@ -80,7 +80,7 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
-        # The last steps that had no drafts.
+        # How many steps without drafts there were since the last one with drafts.
         self._num_undrafted = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The K whose steps are compiled and captured.

@@ -127,8 +127,8 @@ def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Ten
 
 
 def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, schedule: Schedule) -> tuple[Draft, Tensor]:
-    """The first drafts of every row, and their numbers: as many as some row has, of a deterministic draft as many as
-    the schedule says."""
+    """The first drafts of every row, and how many each row then has. What is left out is padding in all rows, and of
+    a deterministic draft what the schedule does not want verified."""
     counts = num_proposed[~finished].tolist()
     count = schedule.trim(counts) if proposal.logits is None else max(counts, default=0)
     if count == proposal.tokens.shape[1]:

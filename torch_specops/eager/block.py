@@ -7,9 +7,8 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import VerifyArguments
-from ..dense.rows import inverse_temperature
 from .drafts import Drafts
-from .rows import Rows, read_rows
+from .rows import Rows, inverse_of, read_rows
 from .walk import Outcome, next_tokens, num_leading, verify
 
 
@@ -19,7 +18,7 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     batch, num_drafts = given.draft_tokens.shape
-    inverse = inverse_temperature(given.temperature)
+    inverse = inverse_of(given.temperature)
     drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
     p = read_rows(given.target_logits, inverse, given.filters)
     p_x, q_x = p.probabilities(drafts.x), drafts.read(0, num_drafts)

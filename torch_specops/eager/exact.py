@@ -6,10 +6,9 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import VerifyArguments
-from ..dense.rows import inverse_temperature
 from ..dense.walk import accepts
 from .drafts import Drafts
-from .rows import read_rows, rows_at_a_time
+from .rows import inverse_of, read_rows, rows_at_a_time
 from .walk import Outcome, next_tokens, num_leading, verify
 
 
@@ -19,7 +18,7 @@ def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     batch, num_drafts = given.draft_tokens.shape
-    inverse = inverse_temperature(given.temperature)
+    inverse = inverse_of(given.temperature)
     drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
 
     # The walk. All rows of several sequences are read at once; of one sequence, as many as stay in the cache.

@@ -1,4 +1,4 @@
-"""Rows of logits as weights, and the draw from them."""
+"""Rows of logits as weights, the draw from them, and the argmax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import Filters
 from ..dense.filters import row_bounds, scale_kept
-from ..dense.rows import FLOAT32_MAX, scale
+from ..dense.rows import FLOAT32_MAX, argmax, inverse_temperature, scale
 
 # A batch with more than MANY sampled sequences of rows shorter than SHORT takes the dense form, which does not handle
 # them one by one.
@@ -24,6 +24,8 @@ READ = 2**16
 SMALL = 2.0**-100
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
+# And per tile of `argmax_by_tiles`.
+ARGMAX_TILE = 128
 
 
 def rows_at_a_time(vocab_size: int) -> int:
@@ -47,6 +49,13 @@ def runs(temperatures: Sequence[float]) -> Iterator[tuple[bool, int, int]]:
 
 def temperatures_of(temperature: Tensor | None, batch: int) -> list[float]:
     return [1.0] * batch if temperature is None else temperature.tolist()
+
+
+def inverse_of(temperature: Tensor | None) -> Tensor | None:
+    """1 / T; None where every T is 1, which scales nothing."""
+    if temperature is None or all(t == 1 for t in temperature.tolist()):
+        return None
+    return inverse_temperature(temperature)
 
 
 class Rows(NamedTuple):
@@ -159,3 +168,22 @@ def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
     """The first token whose sum exceeds the threshold; the last with a weight if rounding leaves none."""
     token = int(torch.searchsorted(cdf, threshold, right=True))
     return token if token < len(weights) else int(weights.nonzero()[-1])
+
+
+def argmax_by_tiles(logits: Tensor) -> Tensor:
+    """`argmax` in a third of the time: torch vectorises a maximum but not argmax, which is therefore given a tile per
+    row."""
+    vocab_size = logits.shape[-1]
+    size = min(ARGMAX_TILE, vocab_size)
+    whole = vocab_size // size * size
+    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
+    if whole < vocab_size:
+        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    row_max = tile_max.amax(-1)
+    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
+    if not bool((row_max.float() < FLOAT32_MAX).all()):
+        return argmax(logits)
+    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
+    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
+    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
+    return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import Filters
-from ..dense.rows import inverse_temperature
-from .rows import draw, is_dense, read_rows, rows_at_a_time, runs, temperatures_of
-from .walk import argmax_by_tiles
+from .rows import argmax_by_tiles, draw, inverse_of, is_dense, read_rows, rows_at_a_time, runs, temperatures_of
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
@@ -33,8 +31,7 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
         for start in range(first, last, size):
             part = slice(start, min(start + size, last))
             own = filters.at(part)
-            inverse = None if all(t == 1 for t in temperatures[part]) else inverse_temperature(own.temperature)
-            rows = read_rows(logits[part].unsqueeze(1), inverse, own)
+            rows = read_rows(logits[part].unsqueeze(1), inverse_of(own.temperature), own)
             tokens += draw(rows.weights.squeeze(1), uniforms[part].tolist())
             largest = rows.weights.amax(-1).flatten().tolist()
             lse += [

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import Filters, SigmoidArguments
-from ..dense.rows import inverse_temperature, scale
+from ..dense.rows import scale
 from ..dense.sigmoid import floor, residual, score
 from ..dense.walk import accepts, draft_indices, logits_of, residual_or_target
-from .rows import draw, pick_rows, read_rows
+from .rows import draw, inverse_of, pick_rows, read_rows
 from .walk import Outcome, num_leading, verify
 
 
@@ -21,7 +21,7 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     target_logits, draft_logits = given.target_logits, given.draft_logits
     scores = given.alpha, given.beta
     batch, num_drafts = given.draft_tokens.shape
-    inverse_t = inverse_temperature(given.temperature)  # [B]
+    inverse_t = inverse_of(given.temperature)  # [B]
     x, in_vocab = draft_indices(given.draft_tokens, target_logits.shape[2])
 
     # The walk, with scores in place of probabilities.

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import SigmoidArguments, VerifyArguments
-from ..dense.rows import argmax, scale
+from ..dense.rows import scale
 from ..dense.walk import draft_indices, is_near_argmax, logits_of
-from .rows import Rows, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
-
-# Vocabulary entries per tile of `argmax_by_tiles`.
-TILE = 128
+from .rows import Rows, argmax_by_tiles, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
 
 Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
 # Of one sequence: how many drafts are accepted, and the next token.
@@ -42,10 +39,7 @@ def verify(
             outcomes += _verify_greedy(_sequences(given, first, last))
         else:
             for start in range(first, last, size):
-                stop = min(start + size, last)
-                part = _sequences(given, start, stop)
-                is_plain = all(t == 1 for t in temperatures[start:stop])
-                outcomes += verify_sampled(part._replace(temperature=None) if is_plain else part)
+                outcomes += verify_sampled(_sequences(given, start, min(start + size, last)))
     output: list[int] = []
     num_accepted: list[int] = []
     for drafts, (n, token) in zip(given.draft_tokens.tolist(), outcomes, strict=True):
@@ -102,22 +96,3 @@ def next_tokens(
         weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)
         tokens.update(zip(others, draw(weights, [uniforms[b] for b in others]), strict=True))
     return list(tokens.values())
-
-
-def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax` in a third of the time: torch vectorises a maximum but not argmax, which is therefore given a tile per
-    row."""
-    vocab_size = logits.shape[-1]
-    size = min(TILE, vocab_size)
-    whole = vocab_size // size * size
-    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
-    if whole < vocab_size:
-        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
-    row_max = tile_max.amax(-1)
-    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
-    if not bool((row_max.float() < torch.finfo(torch.float32).max).all()):
-        return argmax(logits)
-    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
-    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
-    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    return torch.where(row_max > -torch.inf, index[..., 0] + inside, -1)
