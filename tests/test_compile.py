@@ -9,8 +9,10 @@ import pytest
 import torch
 from op_cases import OPS, VERIFY_OPS, assert_equal, call, equal, op_arguments
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_specops
@@ -64,6 +66,23 @@ def test_inductor(op: str) -> None:
         seen.update(expected[1].tolist() if op in VERIFY_OPS else ())
     assert op == "sample" or seen == {0, 1, 2, 3}
     assert_one_graph()
+
+
+@pytest.mark.parametrize("kind", ["long", "short", "filtered", "ahead of time"])
+def test_long_rows_are_left_to_an_eager_call(kind: str) -> None:
+    """Except with filters, and in programs that run without Python."""
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile(
+        torch_specops.verify_exact,
+        fullgraph=True,
+        dynamic=False,
+        backend=aot_autograd(fw_compiler=lambda graph, inputs: graphs.append(graph) or graph),
+    )
+    arguments = op_arguments("verify_exact", 2, 2, 2**15 - (kind == "short"), filtered=kind == "filtered")
+    with V.set_aot_compilation(kind == "ahead of time"):
+        assert_equal(compiled(**arguments), call("verify_exact", arguments))
+    called = {node.target for node in graphs[0].graph.nodes}
+    assert (torch.ops.specops.verify_exact.default in called) == (kind == "long")
 
 
 def test_a_large_allocation_is_seen() -> None:

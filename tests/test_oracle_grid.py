@@ -19,6 +19,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import reference
 from torch_specops.arguments import Filters
+from torch_specops.dense import filters
 from torch_specops.eager import rows
 
 DRAWING_OPS = (*VERIFY_OPS, "sample")
@@ -52,8 +53,9 @@ def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None
 
 
 def test_rows_are_read_one_at_a_time(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a large vocabulary are in an eager call."""
+    """As those of a large vocabulary are in an eager call, and by the filters."""
     monkeypatch.setattr(rows, "READ", 1)
+    monkeypatch.setattr(filters, "SHORT_ROW", 0)
     cases = sample_inputs("verify_exact", vocab_sizes=[17])
     check(((case, torch_specops.verify_exact(**case.args)) for case in cases), report)
 

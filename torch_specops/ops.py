@@ -326,7 +326,7 @@ def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
 
 
-@register_op(verify_exact)
+@register_op(verify_exact, whole_from=2**15)
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_exact(given)
@@ -339,7 +339,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
         return verify.verify_exact(given)
 
 
-@register_op(verify_block)
+@register_op(verify_block, whole_from=2**15)
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_block(given)
@@ -365,7 +365,7 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
         return verify.verify_sigmoid(given)
 
 
-@register_op(sample)
+@register_op(sample, whole_from=2**16)
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     filters = Filters(*args)
     checks.check_sample(logits, uniforms, filters)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,19 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 __all__ = ["compiled_sources", "digest", "register_op"]
 
 
-def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
 
     This is `torch.library.triton_op` without its search of the body's source for kernels: that imports Triton and
     Inductor (2 s, and a warning for each op where there is no Triton), and does not see kernels behind an import.
+
+    Args:
+        whole_from: on a CPU, compiled code calls the op for rows of at least this length, as an eager caller does: to
+            read only the rows that are needed saves more than to fuse the body with its neighbours. With filters the
+            body is always inlined: their cost is the same in both forms.
     """
+
+    parameters = inspect.signature(public).parameters
 
     def register(body: Callable[..., Any]) -> Any:
         # A compiled caller may reach the op after a graph break, and must not compile what is in it.
@@ -34,8 +43,9 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
                 return body(*args)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """What a compiler sees of the op: its body. An exported program keeps the op."""
-            if not functorch_config.decompose_custom_triton_ops:
+            """What a compiler sees of the op: its body, or the op itself. An exported program keeps the op."""
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            if not functorch_config.decompose_custom_triton_ops or _is_called_whole(given, whole_from):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind in (Tensor, FunctionalTensor) or issubclass(kind, FakeTensor) for kind in types):
                 return NotImplemented
@@ -55,6 +65,19 @@ def register_op(public: Callable[..., Any]) -> Callable[[Callable[..., Any]], An
         return run
 
     return register
+
+
+def _is_called_whole(given: Mapping[str, Any], whole_from: float) -> bool:
+    logits = next(iter(given.values()))
+    vocab_size = logits.shape[-1]
+    is_long = isinstance(vocab_size, int) and vocab_size >= whole_from
+    has_filters = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
+    if logits.device.type != "cpu" or not is_long or has_filters:
+        return False
+    from torch._inductor.virtualized import V
+
+    # What AOTInductor makes runs without Python.
+    return not V.aot_compilation
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:

@@ -50,9 +50,7 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
 def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
     """[B, ..., V] `scale`, with what the filters remove as -inf."""
     z = scale(logits, inverse)
-    if bounds is None:
-        return z
-    return torch.where(_kept(logits, torch.arange(logits.shape[-1], device=z.device), bounds), z, -math.inf)
+    return z if bounds is None else torch.where(is_kept(logits, bounds), z, -math.inf)
 
 
 def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
@@ -60,11 +58,16 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
     z = scale(logits, inverse)
     if bounds is None:
         return z
-    kept = _kept(logits.unsqueeze(-1), tokens.unsqueeze(-1), bounds)
+    kept = _is_kept(logits.unsqueeze(-1), tokens.unsqueeze(-1), bounds)
     return torch.where(kept.squeeze(-1), z, -math.inf)
 
 
-def _kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
+def is_kept(logits: Tensor, bounds: Bounds) -> Tensor:
+    """[B, ..., V] bool: what is neither removed nor NaN."""
+    return _is_kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
+
+
+def _is_kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
     # Comparisons with NaN are false.
     x, cut = logits.float(), bounds.cut.unsqueeze(-1)
     if bounds.first is None:
@@ -76,7 +79,7 @@ def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
     """[N, V] -> [N, V], removed tokens and NaN as -inf."""
     temperature, bounds = filters.temperature, row_bounds(logits, filters)
     if bounds is not None:
-        kept = _kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
+        kept = is_kept(logits, bounds)
     else:
         kept = ~logits.isnan()
         if temperature is not None:
@@ -102,7 +105,7 @@ def filter_bounds(
         cut, first = _bounds_of_short_rows(_comparable(rows), t, k, p, m)
     else:
         # As numbers: an operator on an entry of a tensor costs microseconds.
-        settings = zip(rows, t.split(1), (t > 0).tolist(), k.tolist(), p.tolist(), m.tolist(), strict=True)
+        settings = zip(rows, t.unsqueeze(1), (t > 0).tolist(), k.tolist(), p.tolist(), m.tolist(), strict=True)
         bounds = [
             _bounds(_comparable(row), row_t, row_k, row_p, row_m) if is_sampled else (-math.inf, 0)
             for row, row_t, is_sampled, row_k, row_p, row_m in settings

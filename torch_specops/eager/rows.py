@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Filters
-from ..dense.filters import row_bounds, scale_kept
-from ..dense.rows import FLOAT32_MAX, argmax, inverse_temperature, scale
+from ..dense.filters import is_kept, row_bounds, scale_kept
+from ..dense.rows import FLOAT32_MAX, argmax, inverse_temperature
 
 # A batch with more than MANY sampled sequences of rows shorter than SHORT takes the dense form, which does not handle
 # them one by one.
@@ -104,15 +104,17 @@ def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
 def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tuple[Tensor, list[list[float]]]:
     """The scaled logits [B, C, V], -inf where masked or removed, and their maxima [B][C]."""
     bounds = row_bounds(logits, filters)
-    if bounds is not None:
-        z = scale_kept(logits, inverse, bounds)
-        return z, z.amax(-1).tolist()
     z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
+    if bounds is not None:
+        if bounds.first is not None and not bounds.first.any():
+            # Where no tie is cut, one comparison decides.
+            bounds = bounds._replace(first=None)
+        z = torch.where(is_kept(logits, bounds), z, -math.inf)
     maximum = z.amax(-1).tolist()
     # NaN, infinite and overflown logits show in the maximum, which is NaN or infinite then. What has fallen below the
     # least float32 weighs nothing beside a larger maximum.
     if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
-        z = scale(logits, inverse)
+        z = scale_kept(logits, inverse, bounds)
         maximum = z.amax(-1).tolist()
     return z, maximum
 
