@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import checks
 from ..drafts import Draft
-from ..ops import filter_logits, verify_block, verify_exact, verify_sigmoid
+from ..ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
 
 __all__ = ["Verifier"]
@@ -54,6 +55,10 @@ class Verifier:
             num_accepted [B] int64.
         """
         temperature, filters = sampling.temperature, sampling.filters
+        if draft.tokens.shape[1] == 0:
+            # Every op then draws from the target's row, as `sample` does with less work.
+            tokens, _ = sample(target_logits[:, 0], uniforms[1], temperature, **filters)
+            return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
             # This op has no filters of its own, so both sides are filtered before.
             target_logits, filters = _filtered(target_logits, sampling), {}
