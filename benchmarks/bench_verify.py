@@ -1,4 +1,4 @@
-"""Time `torch_specops.verify_exact` against the way it is usually written, side by side in one run.
+"""Time `torch_specops.verify_exact`, or `verify_block`, against the way it is usually written, side by side in one run.
 
     python benchmarks/bench_verify.py [--device cuda] [--batch 1 8] [--vocab 50257] [--dtype bfloat16] [--out FILE.json]
 
@@ -142,29 +142,32 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
     return {"sampled": sampled, "one-hot": one_hot, "greedy": greedy}[kind]
 
 
-def specops_provider(kind: str, with_lse: bool = False) -> Provider:
+def specops_provider(kind: str, with_lse: bool = False, op: str = "verify_exact") -> Provider:
+    verify_op = getattr(torch_specops, op)
+
     def verify(inputs: Inputs) -> Result:
-        return torch_specops.verify_exact(**op_arguments(kind, inputs, with_lse))
+        return verify_op(**op_arguments(kind, inputs, with_lse))
 
     return verify
 
 
-def providers(kind: str, device: torch.device, compiled: bool = True) -> dict[str, Provider]:
+def providers(kind: str, device: torch.device, compiled: bool, op: str) -> dict[str, Provider]:
     draw = race if device.type == "cuda" else multinomial
-    eager = {"specops": specops_provider(kind), "softmax": softmax_provider(kind, draw)}
+    eager = {"specops": specops_provider(kind, op=op), "softmax": softmax_provider(kind, draw)}
     if kind == "sampled":
-        eager["specops, lse"] = specops_provider(kind, with_lse=True)
+        eager["specops, lse"] = specops_provider(kind, True, op)
     found = {f"{name} eager": f for name, f in eager.items()}
     if compiled:
         found |= {f"{name} compiled": torch.compile(f, fullgraph=True, dynamic=False) for name, f in eager.items()}
     return found
 
 
-def check(problem: Problem, found: dict[str, Provider], inputs: Inputs) -> None:
+def check(problem: Problem, found: dict[str, Provider], inputs: Inputs, op: str = "verify_exact") -> None:
     """Raise unless every provider is right: see the module's docstring."""
 
     def against_reference(name: str, provider: Provider, values: Inputs) -> None:
-        check_answer(name, problem, values, provider(values), with_lse=", lse" in name)
+        law = op if name.startswith("specops") else "verify_exact"
+        check_answer(name, problem, values, provider(values), ", lse" in name, law)
 
     for name, provider in found.items():
         against_reference(name, provider, determined(inputs))
@@ -186,11 +189,12 @@ def run_problem(
     roof: float,
     cache: str = "cold",
     compiled: bool = True,
+    op: str = "verify_exact",
 ) -> list[dict[str, Any]]:
     torch._dynamo.reset()
-    found = providers(problem.kind, device, compiled)
+    found = providers(problem.kind, device, compiled, op)
     first = make_inputs(problem, device, seed=0)
-    check(problem, found, first)
+    check(problem, found, first, op)
 
     sets = [first] * WARM_CALLS if cache == "warm" else copies(first, device)
     runs = {}
@@ -210,6 +214,7 @@ def run_problem(
         records.append(
             asdict(problem)
             | {
+                "op": op,
                 "acceptance_rate": problem.acceptance_rate,
                 "cache": cache,
                 "provider": name,
@@ -282,6 +287,7 @@ def problems_of(parser: ArgumentParser, options: Namespace, kinds: Sequence[str]
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = sizes_of(__doc__, ["float32", "bfloat16"], [None])
     parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--op", default="verify_exact", choices=["verify_exact", "verify_block"], help="of specops")
     parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
     options = parser.parse_args(arguments)
@@ -294,7 +300,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         report = Report(options.out, described)
         for problem, cache in problems:
             progress.update(task, description=f"{problem.kind} B={problem.batch} {problem.dtype} {cache}")
-            report.add(run_problem(problem, device, options.rounds, roof, cache, not options.no_compiled))
+            report.add(run_problem(problem, device, options.rounds, roof, cache, not options.no_compiled, options.op))
             progress.advance(task)
 
     show(described, report.records)

@@ -204,13 +204,15 @@ def checked_rows(batch: int, kind: str = "sampled") -> list[int]:
     return [b * (batch - 1) // (most - 1) for b in range(most)]
 
 
-def check_answer(name: str, problem: Problem, inputs: Inputs, answer: Result, with_lse: bool = False) -> None:
+def check_answer(
+    name: str, problem: Problem, inputs: Inputs, answer: Result, with_lse: bool = False, op: str = "verify_exact"
+) -> None:
     """Raise RuntimeError unless the checked sequences are those of the float64 reference."""
     rows = checked_rows(problem.batch, problem.kind)
     arguments = {
         key: value[rows] if isinstance(value, Tensor) else value
         for key, value in op_arguments(problem.kind, inputs, with_lse).items()
     }
-    comparison = compare(Case(name, "verify_exact", arguments), tuple(part[rows] for part in answer))
+    comparison = compare(Case(name, op, arguments), tuple(part[rows] for part in answer))
     if comparison.wrong:
         raise RuntimeError(f"{problem}: {name} is wrong in rows {[rows[r] for r in comparison.wrong]}")
