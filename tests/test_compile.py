@@ -85,6 +85,18 @@ def test_long_rows_are_left_to_an_eager_call(kind: str) -> None:
     assert (torch.ops.specops.verify_exact.default in called) == (kind == "long")
 
 
+def test_nothing_in_an_op_is_compiled() -> None:
+    """Where a compiled caller reaches it from Python, behind a graph break."""
+
+    @torch.compiler.disable(recursive=False)
+    def behind_a_break(logits: Tensor, uniforms: Tensor) -> Tensor:
+        return torch.ops.specops.sample(logits, uniforms)[0]
+
+    compiled = torch.compile(lambda *arguments: behind_a_break(*arguments) + 1, backend="eager")
+    compiled(torch.zeros(2, 300), torch.rand(2))
+    assert counters["stats"]["calls_captured"] == 1
+
+
 def test_a_large_allocation_is_seen() -> None:
     """The control: p written out for every position, as it is without the op."""
     compiled = torch.compile(lambda logits: logits.softmax(-1).cumsum(-1), fullgraph=True)

@@ -173,6 +173,8 @@ for op in torch_specops.verify_exact, torch_specops.verify_block, torch_specops.
     output, num_accepted = op(target, tokens.view(2, 2), draft, accept, torch.zeros(2))
     assert num_accepted.tolist() == [2, 2], num_accepted
 torch_specops.filter_logits(draft[:, 0], top_p=torch.tensor([0.5, 1.0]))
+# It takes seconds to import.
+assert "torch._dynamo" not in sys.modules
 """)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,12 +35,14 @@ def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Cal
     parameters = inspect.signature(public).parameters
 
     def register(body: Callable[..., Any]) -> Any:
-        # A compiled caller may reach the op after a graph break, and must not compile what is in it.
-        @_disable_dynamo
         def run(*args: Any) -> Any:
             # Outside of tracing a kernel is launched directly, which takes a tenth of the time.
             with set_wrap_triton_enabled(False):
                 return body(*args)
+
+        # A compiled caller must not compile what is in the op. `torch.compiler.disable` would do the same, but imports
+        # Dynamo in the first call, for seconds, and takes 10 us in every other.
+        set_code_exec_strategy(run.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """What a compiler sees of the op: its body, or the op itself. An exported program keeps the op."""

@@ -163,9 +163,9 @@ def _commit(
 
     is_emitted = index < count.unsqueeze(1)
     emitted = torch.where(is_emitted, output_tokens, -1)
-    slots = state.lengths.unsqueeze(1) + index
-    state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
+    # What is written behind the text is written again before anything reads it.
+    state.tokens.scatter_(1, state.lengths.unsqueeze(1) + index, emitted.clamp(min=0))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
-    return torch.cat([emitted, torch.stack([num_accepted, num_proposed, state.finished], 1)], 1)
+    return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)
