@@ -17,6 +17,7 @@ from .sglang import SGLang
 from .specops import Specops
 from .transformers import Transformers
 from .vllm import VLLM
+from .vllm_cpu import VLLMCPU
 
 __all__ = ["Peer", "Specops", "all_peers"]
 
@@ -31,6 +32,9 @@ def all_peers() -> Iterator[Peer]:
     yield FlashInfer()
     yield VLLM()
     yield VLLM(copied=False)
+    yield VLLMCPU()
+    yield VLLMCPU(given="draft")
+    yield VLLMCPU(given="all")
     yield SGLang()
     yield PaperExact()
     yield PaperSigmoid()
