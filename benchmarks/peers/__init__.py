@@ -27,6 +27,7 @@ def all_peers() -> Iterator[Peer]:
     yield Specops()
     yield Specops(with_lse=True)
     yield Specops(compiled=True)
+    yield Specops(with_lse=True, compiled=True)
     yield Transformers()
     yield Transformers(compiled=True)
     yield FlashInfer()
