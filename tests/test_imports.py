@@ -27,7 +27,7 @@ ALLOWED = {
     "parallel": {"arguments", "checks", "dense"},
     "checks": {"arguments"},
     "eager": {"arguments", "dense"},
-    "dense": {"arguments"},
+    "dense": {"arguments", "tracing"},
     "kernels": {"arguments"},
     "analysis": {"checks"},
     "schedules": {"checks"},

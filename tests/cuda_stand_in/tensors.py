@@ -76,7 +76,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch_specops.dense import filters
 
         op = func._schema.name.removeprefix("specops::")
-        body = filters.filter_bounds._init_fn if op == "filter_bounds" else getattr(ops, f"_{op}")
+        body = filters.filter_bounds if op == "filter_bounds" else getattr(ops, f"_{op}")
         with StandIn():
             return body(*args, **kwargs)
     given = tensors_in((args, kwargs))

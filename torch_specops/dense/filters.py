@@ -3,9 +3,9 @@
 Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
 kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
 
-The bounds are found by an op of their own, which Inductor calls and does not trace. It takes long rows one by one, so
-that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows, which is eight
-times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
+For a compiler they are found by an op of their own, which Inductor calls and does not trace. It takes long rows one by
+one, so that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows, which
+is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Filters
+from ..tracing import may_look
 from .rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
@@ -43,7 +44,8 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
     """[B, ..., V] and filters [B] -> the bounds [B, ...] of every row; None without a filter."""
     if not filters.removes_tokens:
         return None
-    cut, first = filter_bounds(logits, *filters)
+    find = filter_bounds if may_look(logits) else _filter_bounds_op
+    cut, first = find(logits, *filters)
     return Bounds(cut, None if filters.top_p is None else first)
 
 
@@ -87,7 +89,6 @@ def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
     return torch.where(kept, logits, -math.inf)
 
 
-@torch.library.custom_op("specops::filter_bounds", mutates_args=(), device_types="cpu")
 def filter_bounds(
     logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,12 @@ def _comparable(logits: Tensor) -> Tensor:
     return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-@filter_bounds.register_fake
+_filter_bounds_op = torch.library.custom_op(
+    "specops::filter_bounds", filter_bounds, mutates_args=(), device_types="cpu"
+)
+
+
+@_filter_bounds_op.register_fake
 def _(
     logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
