@@ -1,6 +1,8 @@
-"""Draft sources: prompt lookup against a plain loop; a draft model's law, and a cache that never lags."""
+"""Draft sources: prompt and suffix lookup against plain loops; a draft model's law, and a cache that never lags."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tiny_models import PairModel, raised, random_table
 from torch import Tensor
 
 import torch_specops
-from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
+from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup, SuffixLookup
 from torch_specops.sampling import SamplingTensors
 
 
@@ -59,6 +61,97 @@ def test_prompt_lookup_bad_ngrams() -> None:
         ((1, 2), ValueError, "max_ngram: expected a number >= min_ngram = 2"),
     ]
     assert raised(lambda ngrams: PromptLookup(*ngrams), cases) == []
+
+
+def suffix_lookup_by_loops(texts: list[list[int]], num_draft_tokens: int, max_ngram: int, least: float) -> list[int]:
+    """The last text is the row's own, and the others are remembered."""
+    own, places = texts[-1], []
+    for text in texts:
+        for end in range(len(text) - (text is own)):
+            length = 0
+            while length < min(max_ngram, end + 1, len(own)) and text[end - length] == own[-1 - length]:
+                length += 1
+            places.append((text, end, length))
+    longest = max((length for _, _, length in places), default=0)
+    # Of equal votes the newest place decides.
+    agree = [(text, end) for text, end, length in reversed(places) if length == longest]
+    drafts: list[int] = []
+    likely = 1.0
+    while longest > 0 and len(drafts) < num_draft_tokens:
+        votes = []
+        for text, end in agree:
+            ahead = len(drafts) % (len(own) - 1 - end) if text is own else len(drafts)
+            votes.append(text[end + 1 + ahead] if end + 1 + ahead < len(text) else -1)
+        counts = Counter(vote for vote in votes if vote >= 0)
+        if not counts:
+            break
+        token, count = counts.most_common(1)[0]
+        matched = longest + len(drafts)
+        likely *= count / len(votes) * matched / (matched + 1)
+        if likely < least:
+            break
+        drafts.append(token)
+        agree = [place for place, vote in zip(agree, votes, strict=True) if vote == token]
+    return drafts + [-1] * (num_draft_tokens - len(drafts))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    remembered=rows(3).map(lambda texts: texts[:2]),
+    texts=st.one_of(rows(2), rows(3)).filter(lambda texts: all(texts)),
+    num_draft_tokens=st.integers(0, 5),
+    max_ngram=st.integers(1, 5),
+    least=st.sampled_from([0.0, 0.11, 0.31]),
+)
+def test_suffix_lookup_is_the_plain_loop(
+    remembered: list[list[int]], texts: list[list[int]], num_draft_tokens: int, max_ngram: int, least: float
+) -> None:
+    width = max(len(text) for text in texts) + 1
+    tokens = torch.tensor([text + [text[-1]] * (width - len(text)) for text in texts])
+    lengths = torch.tensor([len(text) for text in texts])
+    draft = SuffixLookup(max_ngram, 1, least, memory=40)
+    for text in remembered:
+        draft.end(torch.tensor([[*text, 0]]), torch.tensor([len(text)]))
+    found = draft.propose(tokens, lengths, num_draft_tokens).tokens
+    expected = [suffix_lookup_by_loops([*remembered, text], num_draft_tokens, max_ngram, least) for text in texts]
+    assert found.tolist() == expected
+
+
+def test_suffix_lookup_remembers_the_newest() -> None:
+    """The ring forgets the oldest text, also one longer than itself; `forget` forgets all, and nothing is as well."""
+    draft = SuffixLookup(memory=6)
+    prompt, lengths = torch.tensor([[1, 2]]), torch.tensor([2])
+    for text in ([1, 2, 3, 4], [1, 2, 5, 6]):
+        draft.end(torch.tensor([text]), torch.tensor([4]))
+    assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[5, 6, -1]]
+    draft.end(torch.tensor([[0, 0, 0, 0, 0, 1, 2, 7]]), torch.tensor([8]))
+    assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[7, -1, -1]]
+    draft.forget()
+    assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[-1, -1, -1]]
+    SuffixLookup(memory=0).end(torch.tensor([[1, 2, 3]]), torch.tensor([3]))
+
+
+def test_suffix_lookup_in_the_loop() -> None:
+    """What is decoded again is copied from memory, and the tokens are the same; traced, too."""
+    model = PairModel(TABLE)
+    draft = SuffixLookup()
+    decoder = torch_specops.SpeculativeDecoder(model, draft, sampling=torch_specops.SamplingParams(temperature=0.0))
+    first, second = (decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=24) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert second.stats.num_steps < first.stats.num_steps
+    arguments = (first.sequences[:, :6].clone(), torch.tensor([6]), 4)
+    traced = torch.compile(draft.propose, fullgraph=True, backend="eager")
+    assert torch.equal(traced(*arguments).tokens, draft.propose(*arguments).tokens)
+
+
+def test_suffix_lookup_bad_arguments() -> None:
+    cases = [
+        ({"min_ngram": 0}, ValueError, "min_ngram: expected"),
+        ({"max_ngram": 1, "min_ngram": 2}, ValueError, "max_ngram: expected a number >= min_ngram = 2"),
+        ({"min_probability": 1.5}, ValueError, r"min_probability: expected a number in \[0, 1\]"),
+        ({"memory": -1}, ValueError, "memory: expected"),
+    ]
+    assert raised(lambda options: SuffixLookup(**options), cases) == []
 
 
 V = 9

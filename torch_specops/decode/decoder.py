@@ -308,6 +308,8 @@ class SpeculativeDecoder:
             step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
             self._num_eager_steps += not self.compiled
             num_draft_tokens = self._prepare(self.schedule.next(num_proposed, num_accepted))
+            if all(step.finished) and self.draft is not None:
+                self.draft.end(self._runner.state.tokens, self._runner.state.lengths)
             yield step
             if all(step.finished):
                 return

@@ -21,6 +21,7 @@ from .model import ModelDraft
 from .ngram import NGram
 from .prompt_lookup import PromptLookup
 from .quantised import quantised_copy
+from .suffix_lookup import SuffixLookup
 from .token_map import TokenMap
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ModelDraft",
     "NGram",
     "PromptLookup",
+    "SuffixLookup",
     "TokenMap",
     "quantised_copy",
 ]

@@ -79,6 +79,13 @@ class DraftSource(ABC):
             tokens, lengths: as in `propose`.
         """
 
+    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Called when every row of a batch has ended; not if the caller stops before. Runs eagerly.
+
+        Args:
+            tokens, lengths: as in `propose`, with all that was emitted.
+        """
+
     def static_tensors(self) -> Sequence[Tensor] | None:
         """The tensors that `propose` reads at the same addresses in every step (a cache, weights).
 

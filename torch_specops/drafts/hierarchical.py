@@ -88,6 +88,9 @@ class HierarchicalDraft(ModelDraft):
         super().start(tokens, lengths, capacity, inputs)
         self.inner.start(tokens, lengths, capacity, inputs)
 
+    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+        self.inner.end(tokens, lengths)
+
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model, self.inner)
 
