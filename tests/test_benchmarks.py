@@ -160,3 +160,14 @@ def test_overhead() -> None:
         assert 0 < record["steps"] <= 5 and record["forwards_us"] > record["elsewhere_us"] > 0
         assert (record["ops_us"] > 0) == record["loop"].startswith("specops")
     assert records[0]["steps"] == records[2]["steps"] == 5
+
+
+def test_lookup() -> None:
+    """The memory helps from the second prompt on."""
+    records = script("bench_lookup").main(
+        ["--target", "austen-bytes", "--prompts", "2", "--rounds", "1", "--new-tokens", "24"]
+    )
+    lengths = {(record["draft"], record["prompt"]): record["accepted_length"] for record in records}
+    assert lengths["no draft", 0] == lengths["no draft", 1] == 1
+    assert lengths["suffix lookup", 0] == lengths["suffix lookup, memory", 0] > 1
+    assert lengths["suffix lookup, memory", 1] != lengths["suffix lookup", 1] > 1
