@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tiny_loops import (
@@ -239,9 +240,12 @@ def test_the_seed_decides_a_sampled_text() -> None:
         return new_tokens(run(**arguments))
 
     assert texts(seed=1) == texts(seed=1) != texts(seed=5)
-    # Row b of an int seed is seeded with seed + b.
-    assert texts(seed=40) == texts(seed=torch.tensor([40, 41, 42]))
-    assert texts(seed=41)[0] == texts(seed=torch.tensor([41, 0, 0]))[0] != texts(seed=40)[0]
+    # The seeds of rows, in whatever form.
+    seeds = run(seed=40).stats.seeds
+    forms = (seeds, tuple(seeds), torch.tensor(seeds), numpy.array(seeds), [numpy.int64(seed) for seed in seeds])
+    for given in forms:
+        assert texts(seed=given) == texts(seed=40) and run(seed=given).stats.seeds == seeds
+    assert texts(seed=numpy.int32(40)) == texts(seed=40)
     # Without a seed, one is drawn from torch's generator and reported.
     torch.manual_seed(3)
     first, second = run(), run()
@@ -249,3 +253,9 @@ def test_the_seed_decides_a_sampled_text() -> None:
     assert texts(seed=torch.tensor(first.stats.seeds)) == new_tokens(first)
     torch.manual_seed(3)
     assert texts() == new_tokens(first)
+
+
+def test_rows_of_all_int_seeds_are_different_samples() -> None:
+    prompts = [PROMPTS[0]] * 8
+    runs = [decode(None, 0, sampling=SamplingParams(), prompts=prompts, seed=seed) for seed in range(8)]
+    assert len({tuple(row) for output in runs for row in new_tokens(output)}) == 64

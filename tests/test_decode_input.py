@@ -16,6 +16,7 @@ from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.verify import Verifier
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
 from torch_specops.sampling import SamplingTensors
+from torch_specops.uniforms import row_seeds
 
 
 class FailingRow(PairModel):
@@ -154,8 +155,11 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_new_tokens": [3, 2, 1]}, ValueError, "max_new_tokens: expected one number or 2, got 3"),
     ({"max_new_tokens": [2, 2.5]}, TypeError, "max_new_tokens: expected an int, got <class 'float'>"),
     ({"seed": 2**63}, ValueError, "seed: expected a 64-bit number, got 9223372036854775808"),
-    ({"seed": "x"}, TypeError, "seed: expected an int or an int64 tensor .* got <class 'str'>"),
-    ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int or a tensor \[2\], got shape \[3\]"),
+    ({"seed": [0, 2**63]}, ValueError, "seed: expected a 64-bit number, got 9223372036854775808"),
+    ({"seed": "x"}, TypeError, r"seed: expected an int, or int64 \[2\] .* got <class 'str'>"),
+    ({"seed": [1, 2.0]}, TypeError, r"seed: expected an int, or int64 \[2\] .* got <class 'float'>"),
+    ({"seed": torch.tensor([1.0, 2.0])}, TypeError, r"seed: expected an int, or int64 \[2\] .* got torch.float32"),
+    ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int, or int64 \[2\] .* got 3 numbers"),
     ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
     ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
     ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens for each of 2 rows, got 3"),
@@ -235,7 +239,7 @@ def test_generate_passes_everything_on() -> None:
     output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
     same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
     assert torch.equal(output.sequences, same.sequences)
-    assert output.stats.seeds == [3, 4, 5] and len(steps) == output.stats.num_steps
+    assert output.stats.seeds == row_seeds(3, 3).tolist() and len(steps) == output.stats.num_steps
     assert output.stats.compiled == "compile=False was asked for"
     # The default limit is 128 tokens.
     inputs = encoder_inputs("t5", slice(1))

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 import torch_specops
-from torch_specops.uniforms import STREAMS, _numbers, _philox
+from torch_specops.uniforms import STREAMS, _numbers, _philox, row_seeds
 
 # Every statistical test below rejects at this level; the numbers are a pure function of the seeds, so none can flake.
 ALPHA = 1e-3
@@ -121,6 +121,14 @@ def test_compiled_is_bit_identical() -> None:
         arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)
         with torch.compiler.set_stance("fail_on_recompile" if batch == 3 else "default"):
             assert torch.equal(compiled(*arguments), drawn(*arguments))
+
+
+def test_row_seeds_are_those_of_splitmix64() -> None:
+    # The published stream of seed 0: its first mix leaves 0 as it is.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [seed % 2**64 for seed in row_seeds(0, 4).tolist()] == published
+    ints = [*range(-500, 500), *(2**power for power in range(10, 63)), 2**63 - 1, -(2**63)]
+    assert len({seed for given in ints for seed in row_seeds(given, 64).tolist()}) == 64 * len(ints)
 
 
 def test_meta() -> None:

@@ -25,6 +25,9 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
+# Of SplitMix64: the odd step of its counter, and the factors of its mixing function.
+GOLDEN, MIX_0, MIX_1 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 # By a word: the high and the low word of each product.
 Multiply = Callable[[Any, int], tuple[Any, Any]]
@@ -74,6 +77,32 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         return _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])[:, :n]
     index = torch.arange(n, device=seeds.device)
     return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
+
+
+def row_seeds(seed: int, batch: int) -> Tensor:
+    """A seed for each row of a batch, by a hash of 64 bits: seed + row would give row 1 of seed 0 to row 0 of seed 1.
+
+    The hash is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), with arithmetic
+    modulo 2**64: row b gets mix(mix(seed) + (b + 1) * 0x9E3779B97F4A7C15). Rows of one seed never share a row seed.
+    Rows of two seeds may, as two random numbers of 64 bits may.
+
+    Args:
+        seed: in [-2**63, 2**63).
+        batch: B.
+
+    Returns:
+        [B] int64.
+    """
+    first = _mixed(seed & MASK_64)
+    mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
+    # The same 64 bits, as a number with a sign.
+    return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64)
+
+
+def _mixed(word: int) -> int:
+    word = ((word ^ word >> 30) * MIX_0) & MASK_64
+    word = ((word ^ word >> 27) * MIX_1) & MASK_64
+    return word ^ word >> 31
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:

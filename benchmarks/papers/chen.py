@@ -114,7 +114,7 @@ def written(
             output = own.generate(
                 tokens[rows], attention_mask=mask[rows], max_new_tokens=num_tokens,
                 # A method has numbers of its own: what is compared are laws.
-                seed=10_000 * (2 * seed + METHODS.index(method)) + first,
+                seed=10_000 * (2 * seed + METHODS.index(method)) + first + torch.arange(len(tokens[rows])),
                 eos_token_id=() if subject == "austen" else None,
             )  # fmt: skip
             for index in range(len(output.sequences)):
@@ -206,7 +206,7 @@ def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: 
             for number in order:
                 steps: list[Any] = []
                 decoders[number].generate(
-                    row, max_new_tokens=num_tokens, seed=1000 * turn + index, eos_token_id=(), streamer=steps.append
+                    row, max_new_tokens=num_tokens, seed=[1000 * turn + index], eos_token_id=(), streamer=steps.append
                 )
                 later = steps[1:]
                 seconds = [step.seconds for step in later]

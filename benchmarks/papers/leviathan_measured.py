@@ -178,7 +178,7 @@ def speed(
         steps: list[Any] = []
         started = time.perf_counter()
         for index, row in enumerate(rows):
-            decoder.generate(row, max_new_tokens=num_tokens, seed=index, eos_token_id=(), streamer=steps.append)
+            decoder.generate(row, max_new_tokens=num_tokens, seed=[index], eos_token_id=(), streamer=steps.append)
         return time.perf_counter() - started, steps
 
     steps = [run(decoder)[1] for decoder in decoders]

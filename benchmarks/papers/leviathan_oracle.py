@@ -139,7 +139,8 @@ def against_the_loop(rows: Sequence[str], num_draft_tokens: int, device: str, **
         sampling=torch_specops.SamplingParams(temperature=text["temperature"]),
     )
     input_ids = prompts("austen", text["num_prompts"], text["prompt_length"]).to(device)
-    stats = decoder.generate(input_ids, max_new_tokens=text["num_tokens"], seed=7, eos_token_id=()).stats
+    seeds = 7 + torch.arange(len(input_ids))
+    stats = decoder.generate(input_ids, max_new_tokens=text["num_tokens"], seed=seeds, eos_token_id=()).stats
     return {"trace": decoded(rows, Constant(num_draft_tokens), 0.0), "loop": stats.mean_acceptance_length}
 
 
@@ -184,7 +185,7 @@ def hierarchical(
             model.forwards = model.tokens_read = 0
             started = time.perf_counter()
             for index, row in enumerate(rows):
-                output = decoders[name].generate(row, max_new_tokens=num_tokens, seed=index, eos_token_id=())
+                output = decoders[name].generate(row, max_new_tokens=num_tokens, seed=[index], eos_token_id=())
                 stats.append(output.stats)
             results[name]["seconds"].append(time.perf_counter() - started)
             steps = sum(each.num_steps for each in stats)

@@ -107,7 +107,8 @@ def continuations(
     )
     sequences: list[list[int]] = []
     for rows in prompts(subject, num_prompts, prompt_length).to(device).split(BATCH):
-        output = decoder.generate(rows, max_new_tokens=num_tokens, seed=1000 + len(sequences), eos_token_id=())
+        seeds = 1000 + len(sequences) + torch.arange(len(rows))
+        output = decoder.generate(rows, max_new_tokens=num_tokens, seed=seeds, eos_token_id=())
         sequences += output.sequences.tolist()
     return sequences
 

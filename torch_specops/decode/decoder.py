@@ -16,12 +16,13 @@ from ..schedules import Schedule
 from .inputs import (
     BatchRequest,
     EosTokenIds,
+    Seed,
     as_draft_source,
     as_language_model,
     check_pair,
     check_room,
     read_prompts,
-    row_seeds,
+    read_seeds,
 )
 from .output import GenerationOutput, GenerationStats, Progress, RecordReader, Step, Streamer, streamer_calls
 from .runner import StepRunner, on_device, resolve_compile
@@ -128,7 +129,7 @@ class SpeculativeDecoder:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | None = None,
-        seed: int | Tensor | None = None,
+        seed: Seed = None,
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
@@ -141,9 +142,10 @@ class SpeculativeDecoder:
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
             sampling: for this call; None = the decoder's.
-            seed: an int (row b uses seed + b), or int64 [B]; None draws one, and `stats.seeds` reports it. With a
-                constant schedule, a row with the same seed gets the same tokens in any batch, up to the rounding of the
-                models.
+            seed: an int, which a hash of 64 bits turns into a seed for each row, another int into others; or the rows'
+                own seeds, int64 [B] as a tensor, list or array. None draws an int. `stats.seeds` are the rows' seeds:
+                given back they repeat the output. With a constant schedule, a row with the same row seed gets the same
+                tokens in any batch, up to the rounding of the models.
             eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
@@ -185,7 +187,7 @@ class SpeculativeDecoder:
         attention_mask: Tensor | None = None,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | None = None,
-        seed: int | Tensor | None = None,
+        seed: Seed = None,
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
@@ -225,7 +227,7 @@ class SpeculativeDecoder:
         """Check the request, make room in the models, and read the prompts."""
         prompts = read_prompts(self.target, request)
         batch, longest = prompts.tokens.shape
-        seeds = row_seeds(request.seed, batch)
+        seeds = read_seeds(request.seed, batch)
         sampling = (_checked(request.sampling) or self.sampling).tensors(batch)
         self._choose_compile(int((prompts.limits - prompts.lengths).max()))
         capacity = self._capacity(int(prompts.limits.max()))

@@ -10,7 +10,7 @@ from ..drafts import DraftSource, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .decoder import SpeculativeDecoder
-from .inputs import EosTokenIds
+from .inputs import EosTokenIds, Seed
 from .output import GenerationOutput, Streamer
 
 __all__ = ["generate"]
@@ -26,7 +26,7 @@ def generate(
     num_draft_tokens: int = 5,
     schedule: str | Schedule = "constant",
     sampling: SamplingParams | None = None,
-    seed: int | Tensor | None = None,
+    seed: Seed = None,
     eos_token_id: EosTokenIds = None,
     pad_token_id: int | None = None,
     verify: str = "exact",

@@ -12,20 +12,24 @@ from torch import Tensor, nn
 from .. import checks
 from ..drafts import DraftSource, LanguageModel, ModelDraft
 from ..sampling import SamplingParams
+from ..uniforms import row_seeds
 
 __all__ = [
     "BatchRequest",
     "EosTokenIds",
     "Prompts",
+    "Seed",
     "as_draft_source",
     "as_language_model",
     "check_pair",
     "check_room",
     "read_prompts",
-    "row_seeds",
+    "read_seeds",
 ]
 
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
+# Numpy's integers and arrays too, which are not named here because numpy need not be installed.
+Seed = int | Sequence[int] | Tensor | None
 
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
@@ -80,7 +84,7 @@ class BatchRequest:
     attention_mask: Tensor | None = None
     max_new_tokens: int | Sequence[int] = 128
     sampling: SamplingParams | None = None
-    seed: int | Tensor | None = None
+    seed: Seed = None
     eos_token_id: EosTokenIds = None
     pad_token_id: int | None = None
     inputs: Mapping[str, Tensor] | None = None
@@ -127,21 +131,31 @@ def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: i
     return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id)
 
 
-def row_seeds(seed: int | Tensor | None, batch: int) -> Tensor:
-    """[B] int64. An int seeds row b with seed + b; None draws one from torch's default generator."""
-    if seed is None:
-        seed = int(torch.randint(0, 2**62, (1,)))
-    if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64:
-            raise TypeError(f"seed: expected an int or an int64 tensor [{batch}], got {seed.dtype}")
-        if seed.shape != (batch,):
-            raise ValueError(f"seed: expected an int or a tensor [{batch}], got shape {list(seed.shape)}")
-        return seed.cpu()
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed: expected an int or an int64 tensor [{batch}], got {type(seed)}")
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: expected a 64-bit number, got {seed}")
-    return torch.tensor(seed) + torch.arange(batch)
+def read_seeds(seed: Seed, batch: int) -> Tensor:
+    """[B] int64: the seeds given, or those that `uniforms.row_seeds` makes of an int. None draws an int from torch's
+    default generator."""
+    expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
+    if isinstance(seed, Tensor) and seed.dtype != torch.int64:
+        raise TypeError(f"{expected}, got {seed.dtype}")
+    values = int(torch.randint(0, 2**62, (1,))) if seed is None else _as_python(seed)
+    numbers = values if isinstance(values, list) else [values]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{expected}, got {type(number)}")
+        if not -(2**63) <= number < 2**63:
+            raise ValueError(f"seed: expected a 64-bit number, got {number}")
+    if numbers is not values:
+        return row_seeds(numbers[0], batch)
+    if len(numbers) != batch:
+        raise ValueError(f"{expected}, got {len(numbers)} numbers")
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _as_python(value: Any) -> Any:
+    """Tensors, arrays, sequences and numpy's numbers as lists and Python's own numbers."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_as_python(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -181,9 +195,8 @@ def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) ->
 
 def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
     """One int or one per row -> [B] int64."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    values = list(value) if isinstance(value, Sequence) else [value] * batch
+    given = _as_python(value)
+    values = given if isinstance(given, list) else [given] * batch
     if len(values) != batch:
         raise ValueError(f"{name}: expected one number or {batch}, got {len(values)}")
     for number in values:
@@ -193,12 +206,13 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
 
 def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     """A token, several, or several for each row -> [B, E] int64, padded with -1."""
-    if isinstance(eos_token_id, str) or not isinstance(eos_token_id, Sequence):
-        rows: list[list[Any]] = [[eos_token_id]] * batch
-    elif not any(isinstance(item, Sequence) for item in eos_token_id):
-        rows = [list(eos_token_id)] * batch
+    given = _as_python(eos_token_id)
+    if not isinstance(given, list):
+        rows: list[list[Any]] = [[given]] * batch
+    elif not any(isinstance(item, list) for item in given):
+        rows = [given] * batch
     else:
-        rows = [list(item) if isinstance(item, Sequence) else [item] for item in eos_token_id]
+        rows = [item if isinstance(item, list) else [item] for item in given]
         if len(rows) != batch:
             raise ValueError(f"eos_token_id: expected tokens for each of {batch} rows, got {len(rows)} lists")
     for token in (token for row in rows for token in row):

@@ -29,6 +29,7 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
+from ..decode.inputs import Seed
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
@@ -50,7 +51,7 @@ def custom_generate(
     schedule: str | Schedule = "constant",
     verify: str = "exact",
     token_streamer: Any = None,
-    seed: int | Tensor | None = None,
+    seed: Seed = None,
     compile: bool | str = "auto",
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
