@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
+from ..decode.guard import evaluating
 from ..decode.inputs import (
     BatchRequest,
     EosTokenIds,
@@ -141,8 +142,9 @@ def beam_search(
         )
 
     search = _Search(model, draft_model, scorer, width, num_draft_tokens)
-    search.start(prompts.tokens.to(model.device), prompts.lengths.to(model.device), inputs)
-    search.run()
+    with evaluating(model, draft_model):
+        search.start(prompts.tokens.to(model.device), prompts.lengths.to(model.device), inputs)
+        search.run()
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():
         # 3, because `inference_mode` adds a frame between this one and the caller's.
@@ -251,6 +253,8 @@ class _Search:
         return levels
 
 
+# Outside inference mode, because users train on what was generated.
+@torch.inference_mode(False)
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer = search.scorer
     tokens, num_new, scores = scorer.result(num_sequences)
@@ -267,7 +271,7 @@ def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput
         lengths=prompt_lengths + num_new.flatten(),
         stats=search.stats,
         errors={row: f"target: no finite score after {int(counts[row])} new tokens" for row in failed},
-        scores=scores.flatten(),
+        scores=scores.flatten().clone(),
     )
 
 

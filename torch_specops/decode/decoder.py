@@ -13,6 +13,7 @@ from .. import checks, schedules
 from ..drafts import DraftSource, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
+from .guard import Guard
 from .inputs import (
     BatchRequest,
     EosTokenIds,
@@ -69,6 +70,8 @@ class SpeculativeDecoder:
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
+        RuntimeError: in every method, while another thread uses the decoder. Decoders in several threads may share
+            their models.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -116,6 +119,7 @@ class SpeculativeDecoder:
         self._num_eager_steps = 0
         self._choose_compile(0)
         self._num_streams = 0
+        self._guard = Guard(self.target, self.draft)
 
     @property
     def compiled(self) -> bool:
@@ -164,18 +168,21 @@ class SpeculativeDecoder:
         request = BatchRequest(
             input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
         )
-        steps = self._stream(request)
-        put, end = streamer_calls(streamer, input_ids)
-        interrupted = False
-        try:
-            for step in steps:
-                put(step)
-        except KeyboardInterrupt:
-            if streamer is None:
-                raise
-            interrupted = True
-        end()
-        output = self.output(interrupted)
+        with self._guard.working():
+            steps = self._stream(request)
+            stream = self._num_streams
+            put, end = streamer_calls(streamer, input_ids)
+            interrupted = False
+            try:
+                for step in steps:
+                    put(step)
+            except KeyboardInterrupt:
+                if streamer is None:
+                    raise
+                interrupted = True
+            end()
+            self._check_is_newest(stream)
+            output = self.output(interrupted)
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=2)
         return output
@@ -200,28 +207,40 @@ class SpeculativeDecoder:
             BatchRequest(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs)
         )
 
-    @torch.inference_mode()
+    # Outside inference mode, because users train on what was generated.
+    @torch.inference_mode(False)
     def output(self, interrupted: bool = False) -> GenerationOutput:
-        """The sequences and statistics so far."""
-        state = self._runner.state
-        progress = self._progress
-        # Up to the steps that the host has seen: on CUDA the state may be one step ahead.
-        lengths = torch.tensor(progress.lengths, device=state.tokens.device)
-        width = int(lengths.max())
-        inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
-        sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
+        """The sequences and statistics so far, of the newest stream."""
+        with self._guard.working():
+            state, progress = self._runner.state, self._progress
+            # Up to the steps that the host has seen: on CUDA the state may be one step ahead.
+            lengths = torch.tensor(progress.lengths, device=state.tokens.device)
+            width = int(lengths.max())
+            inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+            sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
+            failed = state.failed.nonzero().flatten().tolist()
+            prompt_lengths = self._prompt_lengths.clone()
         errors = {
             row: f"target: no finite logit after {progress.lengths[row]} tokens"
-            for row in state.failed.nonzero().flatten().tolist()
+            for row in failed
             if progress.finished[row]
         }
-        return GenerationOutput(sequences, self._prompt_lengths.clone(), lengths, progress.stats, errors, interrupted)
+        return GenerationOutput(sequences, prompt_lengths, lengths, progress.stats, errors, interrupted)
 
     def _stream(self, request: BatchRequest) -> Iterator[Step]:
-        self._num_streams += 1
-        with torch.inference_mode(), on_device(self.target.device):
+        with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
+            self._num_streams += 1
             self._start(request)
-        return self._steps(self._num_streams)
+        return self._guarded(self._steps(self._num_streams))
+
+    def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps. Between two of them any thread may use the decoder, which ends this stream."""
+        while True:
+            with self._guard.working():
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
 
     def _start(self, request: BatchRequest) -> None:
         """Check the request, make room in the models, and read the prompts."""

@@ -1,0 +1,126 @@
+"""What a decoder leaves to others: results that can be trained on, and a model that other threads use too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import GREEDY, expected_rows, limited, new_tokens
+from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny, tiny
+from torch import Tensor
+
+import torch_specops
+from torch_specops import SpeculativeDecoder
+from torch_specops.beam import beam_search
+
+IDS, MASK = padded(PROMPTS, "left")
+CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
+EXPECTED = limited(expected_rows(), [8] * 3)
+
+
+def in_a_thread(call: Callable[[], object]) -> object:
+    """What the call returns in a thread of its own, or the error that it raises there."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("call", ["generate", "beam search"])
+def test_a_model_learns_from_what_it_generated(call: str) -> None:
+    model = tiny("llama").train()
+    if call == "generate":
+        output = torch_specops.generate(model, IDS, draft=perturbed(model), **CALL)
+    else:
+        output = beam_search(model, IDS, num_beams=2, **CALL)
+    assert not any(value.is_inference() for value in vars(output).values() if isinstance(value, Tensor))
+    model(output.sequences, labels=output.sequences).loss.backward()
+    assert bool((model.lm_head.weight.grad != 0).any())
+
+
+def test_decoders_of_other_threads_share_the_model() -> None:
+    """One decodes while the other is inside a forward."""
+    model, others = tiny("llama"), list[object]()
+
+    def decode() -> list[list[int]]:
+        return new_tokens(torch_specops.generate(model, IDS, draft=model, sampling=GREEDY, **CALL))
+
+    def meanwhile(*call: object) -> None:
+        if not others:
+            others.append(None)
+            others.append(in_a_thread(decode))
+
+    with model.get_decoder().register_forward_hook(meanwhile):
+        assert decode() == EXPECTED
+    assert others[1] == EXPECTED
+
+
+class Interrupted(PairModel):
+    """Makes a call inside a forward."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        # The call may read the model too.
+        call, self.meanwhile = self.meanwhile, None
+        if call is not None:
+            call()
+        self.meanwhile = call
+        return super().forward(tokens, positions, num_logits)
+
+
+def test_one_thread_at_a_time_uses_a_decoder() -> None:
+    model = Interrupted(random_table(8, seed=5))
+    decoder = SpeculativeDecoder(model, sampling=GREEDY)
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    expected = decoder.generate(prompts, max_new_tokens=6).sequences
+    old = decoder.stream(prompts, max_new_tokens=6)
+    next(old)
+    calls = (
+        lambda: decoder.generate(prompts, max_new_tokens=6),
+        lambda: decoder.stream(prompts, max_new_tokens=6),
+        decoder.output,
+    )
+    errors: list[object] = []
+
+    def meanwhile(*step: object) -> None:
+        errors.extend(in_a_thread(call) for call in calls)
+
+    # Inside a step, and between two steps of `generate`.
+    model.meanwhile = lambda: errors.append(in_a_thread(lambda: next(old)))
+    decoder.generate(prompts, max_new_tokens=1)
+    assert len(errors) == 1
+    model.meanwhile = meanwhile
+    list(decoder.stream(prompts, max_new_tokens=2))
+    model.meanwhile = None
+    assert torch.equal(decoder.generate(prompts, max_new_tokens=6, streamer=meanwhile).sequences, expected)
+    assert len(errors) > 20 and all("another thread is using this decoder" in str(error) for error in errors)
+    # Afterwards it serves any thread.
+    again = in_a_thread(calls[0])
+    assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
+
+
+def test_a_call_inside_a_call_is_an_error() -> None:
+    """Also if it comes after the last step, when nothing is left to go wrong but the result."""
+    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
+    for when in (3, 8):
+        steps: list[object] = []
+
+        def nested(step: object, steps: list[object] = steps, when: int = when) -> None:
+            steps.append(step)
+            if len(steps) == when:
+                decoder.generate(IDS[:, :5], max_new_tokens=2)
+
+        with pytest.raises(RuntimeError, match="this decoder has begun another stream"):
+            decoder.generate(IDS, streamer=nested, **CALL)
