@@ -44,16 +44,17 @@ def main() -> None:
     expected = target.generate(**options)
     plain_seconds = time.perf_counter() - started
 
-    # All that changes. `assistant_model=` and `streamer=` do not reach a custom_generate function in transformers:
-    # here they are called draft_model and token_streamer. To sample, pass do_sample=True and top_k=0.
+    # All that changes. To sample, pass do_sample=True and top_k=0.
+    drafting = {"assistant_model": draft, "num_draft_tokens": 4, "return_dict_in_generate": True}
     started = time.perf_counter()
-    sequences = target.generate(**options, custom_generate=custom_generate, draft_model=draft, num_draft_tokens=4)
+    output = target.generate(**options, custom_generate=custom_generate, **drafting)
     seconds = time.perf_counter() - started
 
-    for row in sequences:
+    for row in output.sequences:
         print(row.tolist() if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True))
     # In 32 bits, two tokens that nearly tie may swap: a forward over five tokens rounds otherwise than one over one.
-    print(f"identical to transformers: {torch.equal(sequences, expected)}")
+    print(f"identical to transformers: {torch.equal(output.sequences, expected)}")
+    print(f"{output.stats.mean_acceptance_length:.2f} tokens per step")
     print(f"{plain_seconds:.2f} s with transformers alone, {seconds:.2f} s with drafts")
 
 

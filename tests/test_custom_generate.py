@@ -294,7 +294,8 @@ def test_what_is_not_done_is_an_error() -> None:
         ),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate: the sequences are the only output, got True"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores: expected False"),
+        ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
         ({"max_time": 1.0}, "stopping_criteria: expected a length and eos tokens, got MaxTimeCriteria"),
     ]
     wrong_values: list[tuple[dict[str, Any], str]] = [
@@ -313,6 +314,7 @@ def test_criteria_of_the_user_and_what_moves_no_maximum() -> None:
         **arguments("llama"),
         "max_new_tokens": 9,
         "renormalize_logits": True,
+        "remove_invalid_values": True,
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
     }
     # The prompts have seven tokens, and one comes at least.

@@ -160,7 +160,7 @@ def assisted_generation(
     Raises:
         ValueError: a method, next_token or constant out of range.
         RuntimeError: another version of transformers, or another function in place of its sampling function.
-        NotImplementedError: while generating, if `assistant_ensemble_weight` is set: that is another distribution.
+        NotImplementedError: while generating, if `assistant_ensemble_weight` is below 1: that is another distribution.
 
     Example:
         >>> from torch_specops.hf import assisted_generation
@@ -221,7 +221,8 @@ def _sample(
     """What `_speculative_sampling` does. `verify` gives tokens and their number accepted; with `multinomial` the number
     alone, and torch draws the next token.
     """
-    if assistant_ensemble_weight is not None:
+    # A weight of 1 is the target alone.
+    if assistant_ensemble_weight not in (None, 1.0):
         raise NotImplementedError(
             f"assistant_ensemble_weight: verifying against a mixture is another law, got {assistant_ensemble_weight}"
         )

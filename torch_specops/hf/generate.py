@@ -14,7 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
     GenerationConfig,
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -30,16 +33,33 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import Seed
+from ..decode.output import GenerationStats
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
+from .handover import takes_all_arguments
 from .model_copy import ModelCopy
 from .models import EncoderDecoderModel, language_model, placed
 
-__all__ = ["custom_generate"]
+__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "custom_generate"]
 
 
+@dataclass
+class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """What `return_dict_in_generate=True` gives: `sequences`, and the `stats` of `GenerationOutput`; the rest is None."""
+
+    stats: GenerationStats | None = None
+
+
+@dataclass
+class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same for an encoder-decoder model."""
+
+    stats: GenerationStats | None = None
+
+
+@takes_all_arguments
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -54,36 +74,41 @@ def custom_generate(
     seed: Seed = None,
     compile: bool | str = "auto",
     inputs_tensor: Tensor | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
-) -> Tensor:
+) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
     """Speculative decoding behind transformers' own `generate`.
 
-    `model.generate(..., custom_generate=torch_specops.hf.custom_generate, draft_model=...)` returns what
+    `model.generate(..., custom_generate=torch_specops.hf.custom_generate, assistant_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens of the same law.
-    transformers prepares the other arguments; a user passes those from `draft_model` to `compile`. Do not pass
-    `assistant_model` or `streamer`: transformers does not hand them on to such a function.
+    transformers prepares the other arguments; a user passes those from `draft_model` to `compile`.
 
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
-            everywhere or at the start; renormalisation.
+            everywhere or at the start; renormalisation; removal of invalid values, which changes nothing here.
         stopping_criteria: the longest length and eos tokens.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
+            `assistant_model=` is the same.
         num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept for
             the model's next call with the same draft and the same of these, as long as the model lives.
-        token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`.
+        token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`. A streamer of transformers is passed as
+            `streamer=`.
         seed: as there.
         inputs_tensor: the input of the encoder; transformers passes it.
+        tokenizer: not used.
         model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
 
     Returns:
-        [B, L] int64: `input_ids`, the new tokens, then the pad token.
+        [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
+        with these `sequences`, and with `stats`.
 
     Raises:
         NotImplementedError: a generation mode other than greedy decoding and sampling, a processor or criterion other
-            than those above, a filter with min_tokens_to_keep above 1, outputs besides the tokens.
+            than those above, a filter with min_tokens_to_keep above 1, scores, logits, attentions or hidden states, an
+            `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -130,7 +155,11 @@ def custom_generate(
     if kept.decoder.compiled:
         _kept[model] = kept
     new = [torch.tensor(output.new_tokens(row), dtype=torch.int64) for row in range(len(input_ids))]
-    return torch.cat([input_ids, pad_sequence(new, True, pad_token_id).to(input_ids.device)], 1)
+    sequences = torch.cat([input_ids, pad_sequence(new, True, pad_token_id).to(input_ids.device)], 1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    kind = EncoderDecoderOutput if model.config.is_encoder_decoder else DecoderOnlyOutput
+    return kind(sequences=sequences, stats=output.stats)
 
 
 class _Suppressing(LanguageModelWrapper):
@@ -210,19 +239,20 @@ def _check_mode(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
-    for name in (
-        "return_dict_in_generate",
-        "output_scores",
-        "output_logits",
-        "output_attentions",
-        "output_hidden_states",
-    ):
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise NotImplementedError(f"{name}: the sequences are the only output, got {getattr(config, name)}")
+            raise NotImplementedError(f"{name}: expected False, sequences and statistics are the only outputs")
+    weight = getattr(config, "assistant_ensemble_weight", None)
+    if weight not in (None, 1.0):
+        raise NotImplementedError(
+            f"assistant_ensemble_weight: verifying against a mixture is another law, got {weight}"
+        )
 
 
 # Processors that are understood, and their order: filters in another order keep other tokens.
 _PROCESSORS: dict[type, int] = {
+    # It changes logits that are not finite, whose meaning here is fixed (docs/law.md).
+    InfNanRemoveLogitsProcessor: 0,
     SuppressTokensLogitsProcessor: 0,
     SuppressTokensAtBeginLogitsProcessor: 0,
     TemperatureLogitsWarper: 1,
