@@ -14,7 +14,7 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.verify import Verifier
-from torch_specops.drafts import Draft, DraftSource, LanguageModel, PromptLookup
+from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, PromptLookup
 from torch_specops.sampling import SamplingTensors
 from torch_specops.uniforms import row_seeds
 
@@ -195,8 +195,16 @@ class Elsewhere(DraftSource):
 SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
 BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
-    ({"target": nn.Linear(2, 2)}, TypeError, "model: expected a transformers model, got .*Linear"),
-    ({"draft": "x"}, TypeError, "draft: expected a model, a DraftSource or None, got <class 'str'>"),
+    (
+        {"target": nn.Linear(2, 2)},
+        TypeError,
+        "target: expected .*, got .*Linear'> without vocab_size, device, max_length, start",
+    ),
+    ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
+    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource .* or None, got <class 'str'>"),
+    ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
+    ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
+    ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
     ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens"),
     ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),

@@ -76,6 +76,12 @@ def test_hf_generate(run: Run, models: tuple[str, str]) -> None:
     assert "identical to transformers: True" in run("hf_generate.py", *arguments)
 
 
+def test_own_model(run: Run) -> None:
+    output = run("own_model.py")
+    assert "identical to decoding without drafts: True" in output and "still in training mode: True" in output
+    assert re.search(r"^[2-5]\.\d\d tokens per step$", output, re.MULTILINE), output
+
+
 def test_quantised_draft(run: Run) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     output = run("quantised_draft.py", "--max-new-tokens", "16")

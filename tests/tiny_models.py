@@ -213,9 +213,6 @@ class PairModel:
     def remember(self, tokens: Tensor, positions: Tensor) -> None:
         self.memory.scatter_(1, positions, tokens)
 
-    def first_layers(self, num_layers: int) -> PairModel:
-        raise NotImplementedError
-
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(vocab + 1, vocab, vocab, generator=torch.Generator().manual_seed(seed))

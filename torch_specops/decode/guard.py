@@ -10,6 +10,7 @@ from torch import nn
 
 from ..drafts import DraftSource
 from ..drafts.base import LanguageModelWrapper
+from ..drafts.checked import CheckedDraft
 
 __all__ = ["Guard", "evaluating"]
 
@@ -66,5 +67,8 @@ def _modules_of(part: object) -> Iterator[nn.Module]:
     while part is not None:
         if isinstance(part, nn.Module):
             yield part
-        wraps = isinstance(part, (DraftSource, LanguageModelWrapper))
-        part = getattr(part, "model", None) if wraps else None
+        if isinstance(part, CheckedDraft):
+            part = part.source
+        else:
+            wraps = isinstance(part, (DraftSource, LanguageModelWrapper))
+            part = getattr(part, "model", None) if wraps else None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks
 from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..drafts.base import missing_members
+from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
 
@@ -34,23 +36,36 @@ Seed = int | Sequence[int] | Tensor | None
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
     """The model itself, or the adapter of a transformers model."""
-    if isinstance(model, nn.Module):
+    _refuse_class(name, model)
+    missing = missing_members(model)
+    if not missing:
+        return cast(LanguageModel, model)
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         # `hf` imports this package, so it is imported only when a transformers model arrives.
         from ..hf import language_model
 
         return language_model(model)
-    if isinstance(model, LanguageModel):
-        return model
-    raise TypeError(f"{name}: expected a transformers model or a LanguageModel, got {type(model)}")
+    raise TypeError(
+        f"{name}: expected a transformers model or a LanguageModel, got {type(model)} without {', '.join(missing)}"
+    )
 
 
 def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> DraftSource | None:
-    """The source itself, or a `ModelDraft` around a model."""
-    if draft is None or isinstance(draft, DraftSource):
-        return draft
-    if isinstance(draft, (nn.Module, LanguageModel)):
-        return ModelDraft(as_language_model("draft", draft))
-    raise TypeError(f"draft: expected a model, a DraftSource or None, got {type(draft)}")
+    """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
+    if draft is None:
+        return None
+    _refuse_class("draft", draft)
+    if not hasattr(draft, "propose"):
+        if isinstance(draft, nn.Module) or hasattr(draft, "forward"):
+            return ModelDraft(as_language_model("draft", draft))
+        raise TypeError(f"draft: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
+    is_own = isinstance(draft, DraftSource) and type(draft).propose.__module__.startswith("torch_specops.")
+    return cast(DraftSource, draft) if is_own else CheckedDraft(draft)
+
+
+def _refuse_class(name: str, given: object) -> None:
+    if isinstance(given, type):
+        raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:

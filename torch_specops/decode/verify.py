@@ -53,7 +53,16 @@ class Verifier:
         Returns:
             output_tokens [B, K+1] int64: accepted drafts, the next token, then -1.
             num_accepted [B] int64.
+
+        Raises:
+            ValueError: logits of another shape, which a model gives that ignores `num_logits`.
         """
+        expected = (draft.tokens.shape[0], draft.tokens.shape[1] + 1)
+        if target_logits.shape[:-1] != expected:
+            raise ValueError(
+                f"target: expected logits {[*expected, 'V']} from forward with num_logits = {expected[1]}, "
+                f"got shape {list(target_logits.shape)}"
+            )
         temperature, filters = sampling.temperature, sampling.filters
         if draft.tokens.shape[1] == 0:
             # Every op then draws from the target's row, as `sample` does with less work.

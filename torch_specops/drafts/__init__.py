@@ -1,9 +1,9 @@
-"""Where draft tokens come from: one file per draft. Every one is a `DraftSource`; a new one needs only `propose`.
+"""Where draft tokens come from: one file per draft. Every one is a `DraftSource`; one of your own needs only `propose`.
 
 Example:
     >>> import torch
-    >>> from torch_specops.drafts import Draft, DraftSource
-    >>> class Repeat(DraftSource):
+    >>> from torch_specops.drafts import Draft
+    >>> class Repeat:
     ...     def propose(self, tokens, lengths, num_draft_tokens, sampling, seeds):
     ...         newest = tokens.gather(1, (lengths - 1).unsqueeze(1))
     ...         return Draft(newest.expand(-1, num_draft_tokens))

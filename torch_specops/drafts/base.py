@@ -1,4 +1,7 @@
-"""The two interfaces of the package: `DraftSource`, which proposes tokens, and `LanguageModel`, which gives logits."""
+"""The two interfaces of the package: `DraftSource`, which proposes tokens, and `LanguageModel`, which gives logits.
+
+Both are structural: a class need not derive from them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ from torch import Tensor
 
 from ..sampling import SamplingTensors
 
-__all__ = ["Draft", "DraftSource", "LanguageModel", "LanguageModelWrapper", "static_tensors_of"]
+__all__ = [
+    "Draft",
+    "DraftSource",
+    "LanguageModel",
+    "LanguageModelWrapper",
+    "first_layers",
+    "missing_members",
+    "static_tensors_of",
+]
 
 
 @dataclass(frozen=True)
@@ -32,9 +43,12 @@ class Draft:
 
 
 class DraftSource(ABC):
-    """Where draft tokens come from. To write your own, derive from this class and write `propose`.
+    """Where draft tokens come from. To write your own, write a class with `propose`.
 
+    It may derive from this class. If it does not, each of these attributes and methods that it lacks is as here.
     `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
+    What it returns is checked. It gets a copy of the text; writing into that is an error in an eager step on a CPU, and
+    has no effect elsewhere.
 
     Attributes:
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
@@ -114,10 +128,15 @@ class DraftSource(ABC):
 @runtime_checkable
 class LanguageModel(Protocol):
     """A causal language model over ragged rows: each sequence has its own length, and the model keeps a static cache
-    that is written at any position.
+    that is written at any position. examples/own_model.py is one.
+
+    Any class with these attributes and methods is one, an `nn.Module` too: a loop puts it into evaluation mode while it
+    decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the
+    device.
 
     It may also have `static_tensors()`, as `DraftSource` has: its cache and its weights. Without it, every batch
-    captures its CUDA graphs anew.
+    captures its CUDA graphs anew. And it may have `first_layers(num_layers)`, which `EarlyExit` needs: the model that
+    stops after its first layers, with the same weights and a cache of its own.
     """
 
     @property
@@ -140,16 +159,31 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V], or the last num_logits.
+        """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V] in float32, bfloat16 or
+        float16, or the last num_logits of them.
 
         A token sees what was last written at the positions up to its own: to roll back, read at an earlier position
         again. A position may occur twice in one call only with the same token.
         """
         ...
 
-    def first_layers(self, num_layers: int) -> LanguageModel:
-        """The model that stops after its first layers, with the same weights and a cache of its own."""
-        ...
+
+def missing_members(model: object) -> list[str]:
+    """Those of a `LanguageModel` that an object lacks."""
+    return [name for name in ("vocab_size", "device", "max_length", "start", "forward") if not hasattr(model, name)]
+
+
+def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:
+    """The model that stops after its first layers.
+
+    Raises:
+        TypeError: a model without the method `first_layers`.
+    """
+    cut = getattr(model, "first_layers", None)
+    if cut is None:
+        raise TypeError(f"target: early exit needs the method first_layers, which {type(model).__name__} lacks")
+    layers: LanguageModel = cut(num_layers)
+    return layers
 
 
 class LanguageModelWrapper:
@@ -178,7 +212,7 @@ class LanguageModelWrapper:
         return self.model.forward(tokens, positions, num_logits)
 
     def first_layers(self, num_layers: int) -> LanguageModel:
-        return self.model.first_layers(num_layers)
+        return first_layers(self.model, num_layers)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .. import checks
-from .base import LanguageModel
+from .base import LanguageModel, first_layers
 from .model import ModelDraft
 
 __all__ = ["EarlyExit"]
@@ -23,7 +23,7 @@ class EarlyExit(ModelDraft):
         num_layers: how many of the target's layers run, >= 1; of an encoder-decoder model, layers of its decoder.
 
     Raises:
-        TypeError: `num_layers` is no int.
+        TypeError: `num_layers` is no int; in `bind`, a target without `first_layers`.
         ValueError: `num_layers` is below 1; in `bind`, above the target's.
 
     Example:
@@ -43,7 +43,7 @@ class EarlyExit(ModelDraft):
         self._is_bound = False
 
     def bind(self, target: LanguageModel) -> None:
-        super().__init__(target.first_layers(self.num_layers))
+        super().__init__(first_layers(target, self.num_layers))
         self._is_bound = True
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

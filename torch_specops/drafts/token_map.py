@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, LanguageModelWrapper
+from .base import LanguageModel, LanguageModelWrapper, first_layers
 
 __all__ = ["TokenMap", "twin_tokens"]
 
@@ -76,7 +76,7 @@ class TokenMap(LanguageModelWrapper):
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
 
     def first_layers(self, num_layers: int) -> TokenMap:
-        return TokenMap(self.model.first_layers(num_layers), self._draft_of_target, self.unknown)
+        return TokenMap(first_layers(self.model, num_layers), self._draft_of_target, self.unknown)
 
 
 def twin_tokens(

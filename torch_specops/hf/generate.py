@@ -47,7 +47,7 @@ __all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "custom_generate"]
 
 @dataclass
 class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate=True` gives: `sequences`, and the `stats` of `GenerationOutput`; the rest is None."""
+    """The output for `return_dict_in_generate=True`: `sequences` and `stats`; the other fields are None."""
 
     stats: GenerationStats | None = None
 

@@ -1,0 +1,149 @@
+"""Models and drafts that derive from nothing of ours: what they have to have, and what is said if they do wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import GREEDY, decode, expected_rows, new_tokens
+from tiny_models import PairModel, raised, random_table
+from torch import Tensor, nn
+
+import torch_specops
+from torch_specops import SpeculativeDecoder
+from torch_specops.drafts import Draft
+from torch_specops.drafts.base import LanguageModelWrapper
+
+TABLE = random_table(8, seed=5)
+PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+EXPECTED = torch_specops.generate(PairModel(TABLE), PROMPTS, max_new_tokens=10, sampling=GREEDY).sequences
+
+
+class Repeats:
+    """The newest token again and again."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        return Draft(tokens.gather(1, (lengths - 1).unsqueeze(1)).expand(-1, num_draft_tokens))
+
+
+def test_anything_with_propose_is_a_draft() -> None:
+    output = decode(Repeats(), 3)
+    assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
+
+
+class Learns(Repeats):
+    """Has all that a `DraftSource` may have, and learns some of it from the target."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def bind(self, target: Any) -> None:
+        self.vocab_size, self.device, self.max_length = target.vocab_size, target.device, 13
+
+    def start(self, *arguments: Any) -> None:
+        self.calls.append("start")
+
+    def catch_up(self, *arguments: Any) -> None:
+        self.calls.append("catch up")
+
+
+def test_what_a_draft_has_is_used() -> None:
+    draft = Learns()
+    decoder = SpeculativeDecoder(PairModel(TABLE), draft, sampling=GREEDY, schedule="optimal")
+    assert torch.equal(decoder.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
+    assert draft.calls[:2] == ["start", "catch up"]
+    with pytest.raises(ValueError, match="within the 13 that the draft reads, got 14"):
+        decoder.generate(PROMPTS, max_new_tokens=11)
+    draft.vocab_size = 7
+    draft.bind = lambda target: None  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"draft: .* vocabulary of the target \(8 tokens\), got 7"):
+        SpeculativeDecoder(PairModel(TABLE), draft)
+
+
+def writes(tokens: Tensor, lengths: Tensor) -> Draft:
+    tokens[:, 1] = 0
+    return Draft(tokens[:, :2])
+
+
+def moves(tokens: Tensor, lengths: Tensor) -> Draft:
+    lengths += 1
+    return Draft(tokens[:, :2])
+
+
+def test_a_draft_that_does_wrong_is_named() -> None:
+    def propose(function: Any) -> None:
+        draft = type("Wrong", (), {"propose": lambda self, tokens, lengths, *rest: function(tokens, lengths)})()
+        torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, num_draft_tokens=2, max_new_tokens=6)
+
+    cases = [
+        (lambda tokens, lengths: tokens[:, :2], TypeError, "draft: expected a Draft from Wrong.propose, got .*Tensor"),
+        (lambda tokens, lengths: Draft([[1, 2]]), TypeError, r"draft: expected int64 tokens \[B, K\] .* got .*list"),
+        (lambda tokens, lengths: Draft(tokens[:, :2].float()), TypeError, "draft: expected int64 .* got torch.float32"),
+        (lambda tokens, lengths: Draft(tokens[:1, :2]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[1, 2"),
+        (lambda tokens, lengths: Draft(tokens[:, :3]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[2, 3"),
+        (
+            lambda tokens, lengths: Draft(tokens[:, :2], torch.zeros(2, 2, 7)),
+            ValueError,
+            r"draft: expected logits \[2, 2, 8\] from Wrong.propose, got shape \[2, 2, 7\]",
+        ),
+        (
+            lambda tokens, lengths: Draft(tokens[:, :2], torch.zeros(2, 2, 8), torch.zeros(2)),
+            ValueError,
+            r"draft: expected lse \[2, 2\] from Wrong.propose, got shape \[2\]",
+        ),
+        (writes, ValueError, "draft: Wrong.propose wrote into tokens; it may only read them"),
+        (moves, ValueError, "draft: Wrong.propose wrote into lengths"),
+    ]
+    assert raised(propose, cases) == []
+
+
+class PairModule(nn.Module):
+    """A `PairModel` that is a module, and that in training mode answers at random."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.inner = PairModel(table)
+        self.frozen, self.dropout = nn.Dropout(1.0).eval(), nn.Dropout(1.0)
+        self.vocab_size, self.device, self.max_length = self.inner.vocab_size, self.inner.device, None
+        self.fails = False
+
+    def start(self, *arguments: Any) -> None:
+        self.inner.start(*arguments)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        assert not self.fails
+        return self.dropout(self.inner.forward(*arguments))
+
+    def modes(self) -> list[bool]:
+        return [module.training for module in self.modules()]
+
+
+def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
+    target, draft = PairModule(TABLE), PairModule(TABLE)
+    before = target.modes()
+    assert before == [True, False, True]
+    decoder = SpeculativeDecoder(target, LanguageModelWrapper(draft), num_draft_tokens=3, sampling=GREEDY)
+    during: list[list[bool]] = []
+    output = decoder.generate(PROMPTS, max_new_tokens=10, streamer=lambda step: during.append(target.modes()))
+    assert torch.equal(output.sequences, EXPECTED) and output.stats.acceptance_rate == 1.0
+    assert during[0] == [False] * 3 and target.modes() == draft.modes() == before
+    # A stream is a call per step.
+    for _ in decoder.stream(PROMPTS, max_new_tokens=4):
+        assert target.modes() == draft.modes() == before
+    target.fails = True
+    with pytest.raises(AssertionError):
+        decoder.generate(PROMPTS, max_new_tokens=10)
+    assert target.modes() == draft.modes() == before
+
+
+class IgnoresNumLogits(PairModel):
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        return super().forward(tokens, positions)
+
+
+def test_a_model_that_returns_other_logits_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"target: expected logits \[2, 1, 'V'\] .* num_logits = 1, got shape \[2, 3, 8"
+    ):
+        torch_specops.generate(IgnoresNumLogits(TABLE), PROMPTS, max_new_tokens=4)

@@ -1,0 +1,112 @@
+"""A user's draft source inside the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sampling import SamplingTensors
+from .base import Draft, DraftSource, LanguageModel
+
+__all__ = ["CheckedDraft"]
+
+
+class CheckedDraft(DraftSource):
+    """Asks another source, and checks what it does; what it lacks of a `DraftSource` is as there.
+
+    A wrong proposal would otherwise show as an error far from its cause, or as wrong text.
+
+    Args:
+        source: an object with `propose`.
+
+    Raises:
+        TypeError: in `propose`, something other than a `Draft`, or tokens that are no integers.
+        ValueError: in `propose`, tensors of other shapes; tokens or lengths that were written into, which is seen where
+            looking costs nothing.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._vocab_size: int | None = None
+
+    # Read from the source each time, because it may learn them when it is bound.
+    @property
+    def deterministic(self) -> bool:  # type: ignore[override]
+        return getattr(self.source, "deterministic", DraftSource.deterministic)
+
+    @property
+    def vocab_size(self) -> int | None:  # type: ignore[override]
+        return getattr(self.source, "vocab_size", DraftSource.vocab_size)
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        return getattr(self.source, "device", DraftSource.device)
+
+    @property
+    def max_length(self) -> int | None:  # type: ignore[override]
+        return getattr(self.source, "max_length", DraftSource.max_length)
+
+    @property
+    def compiles_itself(self) -> bool:  # type: ignore[override]
+        return getattr(self.source, "compiles_itself", DraftSource.compiles_itself)
+
+    @property
+    def model(self) -> object:
+        """The model that the source reads, if it has one under this name."""
+        return getattr(self.source, "model", None)
+
+    def bind(self, target: LanguageModel) -> None:
+        self._vocab_size = target.vocab_size
+        if hasattr(self.source, "bind"):
+            self.source.bind(target)
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        if hasattr(self.source, "start"):
+            self.source.start(tokens, lengths, capacity, inputs)
+
+    def compile(self, shape: Hashable | None) -> None:
+        if hasattr(self.source, "compile"):
+            self.source.compile(shape)
+
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        if hasattr(self.source, "catch_up"):
+            self.source.catch_up(tokens, lengths, num_steps)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        tensors: Sequence[Tensor] | None = (
+            self.source.static_tensors() if hasattr(self.source, "static_tensors") else None
+        )
+        return tensors
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        text, ends = tokens.clone(), lengths.clone()
+        draft = self.source.propose(text, ends, num_draft_tokens, sampling, seeds)
+        self._check(draft, tokens.shape[0], num_draft_tokens)
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            for name, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
+                if not torch.equal(copied, given):
+                    raise ValueError(f"draft: {self._name} wrote into {name}; it may only read them")
+        return draft
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self.source).__name__}.propose"
+
+    def _check(self, draft: object, batch: int, most: int) -> None:
+        if not isinstance(draft, Draft):
+            raise TypeError(f"draft: expected a Draft from {self._name}, got {type(draft)}")
+        tokens, logits, lse = draft.tokens, draft.logits, draft.lse
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+            found = getattr(tokens, "dtype", type(tokens))
+            raise TypeError(f"draft: expected int64 tokens [B, K] from {self._name}, got {found}")
+        shape = list(tokens.shape)
+        if len(shape) != 2 or shape[0] != batch or shape[1] > most:
+            raise ValueError(f"draft: expected tokens [{batch}, {most}] or fewer from {self._name}, got shape {shape}")
+        for name, value, expected in (("logits", logits, [*shape, self._vocab_size]), ("lse", lse, shape)):
+            if value is not None and list(value.shape) != expected:
+                raise ValueError(f"draft: expected {name} {expected} from {self._name}, got shape {list(value.shape)}")
