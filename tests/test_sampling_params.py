@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import raised
+from transformers import GenerationConfig
 
 from torch_specops import SamplingParams
+from torch_specops.sampling import _ALWAYS_READ, _READ_IF_SAMPLED
 
 NAN = math.nan
 FILTERS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
@@ -77,6 +79,47 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"top_p": value}, ValueError, r"top_p: expected numbers in \(0, 1\]") for value in (0.0, 1.0001, [0.5, NAN])),
     *(({"min_p": value}, ValueError, r"min_p: expected numbers in \[0, 1\]") for value in (-0.1, [0.5, 2.0], NAN)),
 ]
+
+
+def test_a_generation_config_means_what_transformers_means() -> None:
+    def taken(**fields: Any) -> SamplingParams:
+        return SamplingParams.from_generation_config(GenerationConfig(**fields))
+
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "num_beams": 1}
+    assert taken(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, **neutral) == SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.8, min_p=0.1
+    )
+    # Its defaults, which are in no config.
+    assert taken(do_sample=True) == SamplingParams(top_k=50)
+    # Greedy decoding reads no filter.
+    assert taken(temperature=0.7, top_k=20, typical_p=0.5) == taken() == SamplingParams(temperature=0.0)
+    with pytest.raises(ValueError, match=r"config: .* has no min_new_tokens = 3, no repetition_penalty = 1\.05"):
+        taken(repetition_penalty=1.05, min_new_tokens=3)
+    with pytest.raises(ValueError, match=r"config: SamplingParams has no typical_p = 0\.5"):
+        taken(do_sample=True, typical_p=0.5)
+    with pytest.raises(TypeError, match="config: expected a GenerationConfig of transformers, got <class 'dict'>"):
+        SamplingParams.from_generation_config({"do_sample": True})
+
+
+# How drafts are made, caches, beams, outputs, and what the loop is told in arguments of its own. The last two change no
+# law: logits that are not finite have a meaning here, and a softmax has no use for normalised logits.
+NO_PART_OF_THE_LAW = """
+assistant_confidence_threshold assistant_early_exit assistant_lookbehind is_assistant max_matching_ngram_size
+num_assistant_tokens num_assistant_tokens_schedule prompt_lookup_num_tokens speculation_type target_lookbehind use_mtp
+cache_config cache_implementation compile_config continuous_batching_config disable_compile low_memory max_cache_len
+prefill_chunk_size use_cache transformers_version
+diversity_penalty early_stopping length_penalty num_beam_groups num_return_sequences
+output_attentions output_hidden_states output_logits output_scores return_dict_in_generate
+bos_token_id decoder_start_token_id eos_token_id pad_token_id max_length max_new_tokens max_time stop_strings
+remove_invalid_values renormalize_logits
+"""
+
+
+def test_every_field_of_a_generation_config_is_known() -> None:
+    """A processor of a new release would otherwise be left out silently."""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    known = {"do_sample", "temperature", "top_k", "top_p", "min_p", *_ALWAYS_READ, *_READ_IF_SAMPLED}
+    assert fields - known == set(NO_PART_OF_THE_LAW.split()) & fields
 
 
 def test_bad_values() -> None:

@@ -11,6 +11,35 @@ from torch import Tensor
 
 __all__ = ["SamplingParams", "SamplingTensors"]
 
+# Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the value
+# besides None that changes nothing.
+_ALWAYS_READ: dict[str, Any] = {
+    "assistant_ensemble_weight": 1.0,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
+# Those that greedy decoding does not read.
+_READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -52,6 +81,39 @@ class SamplingParams:
             raise ValueError(f"top_p: expected numbers in (0, 1], got {self.top_p}")
         if not bool(((min_p >= 0) & (min_p <= 1)).all()):
             raise ValueError(f"min_p: expected numbers in [0, 1], got {self.min_p}")
+
+    @classmethod
+    def from_generation_config(cls, config: Any) -> SamplingParams:
+        """What transformers' `generate` does with a `GenerationConfig`: do_sample, temperature, top_k, top_p and min_p.
+
+        Without `do_sample` that is greedy decoding. Where the config has None, transformers' own defaults count: a
+        temperature of 1 and a top_k of 50. Lengths, stop strings and special tokens are arguments of the loop.
+
+        Args:
+            config: `model.generation_config`, or another one.
+
+        Raises:
+            TypeError: no `GenerationConfig`.
+            ValueError: fields that change the law of the text in other ways, by name; a value out of range.
+
+        Example:
+            >>> import transformers, torch_specops
+            >>> config = transformers.GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
+            >>> torch_specops.SamplingParams.from_generation_config(config)
+            SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.0)
+        """
+        if not hasattr(config, "do_sample"):
+            raise TypeError(f"config: expected a GenerationConfig of transformers, got {type(config)}")
+        read = _ALWAYS_READ | (_READ_IF_SAMPLED if config.do_sample else {})
+        values = {name: getattr(config, name, None) for name in read}
+        others = [f"{name} = {value!r}" for name, value in values.items() if value not in (None, [], read[name])]
+        if others:
+            raise ValueError(f"config: SamplingParams has no {', no '.join(others)}")
+        if not config.do_sample:
+            return cls(temperature=0.0)
+        defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        given = {name: getattr(config, name, None) for name in defaults}
+        return cls(**{name: defaults[name] if value is None else value for name, value in given.items()})
 
     def temperatures(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
         """[batch] float32, one temperature per sequence."""

@@ -55,7 +55,8 @@ class SpeculativeDecoder:
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
             fewer); "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the
             cost of a draft is measured once, before the first step); or a `Schedule`.
-        sampling: temperature 0 = greedy; None = temperature 1. `generate` can override it for one call.
+        sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
+            (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
         verify: "exact"; "block" (`verify_block`: the same law, and on average at least as many accepted drafts); or
             "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities).
         lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows. Below 1, "exact" is lossy as

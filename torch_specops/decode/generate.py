@@ -41,8 +41,9 @@ def generate(
     This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps what it compiled (on CUDA
     steps are compiled unless `compile=False`), while every call of this function compiles again.
 
-    Arguments, result and errors are those of `SpeculativeDecoder` and of its `generate`. Beam search is
-    `torch_specops.beam.beam_search`.
+    Arguments, result and errors are those of `SpeculativeDecoder` and of its `generate`. Of a transformers model's
+    generation config, eos and pad tokens are used and nothing else; `SamplingParams.from_generation_config` takes its
+    temperature and filters. Beam search is `torch_specops.beam.beam_search`.
 
     Example:
         >>> import torch, transformers, torch_specops
