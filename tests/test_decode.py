@@ -226,10 +226,14 @@ def test_dtypes_of_prompts_and_masks() -> None:
     """The caller's tensors are not changed."""
     input_ids, mask = padded(PROMPTS, "right")
     for dtype in (torch.bool, torch.int32, torch.float32):
-        given = input_ids.int(), mask.to(dtype)
+        given: tuple[Any, Any] = input_ids.int(), mask.to(dtype)
         output = new_decoder(sampling=GREEDY).generate(given[0], attention_mask=given[1], max_new_tokens=6)
         assert new_tokens(output) == limited(expected_rows(), [6] * 3)
         assert torch.equal(given[0].long(), input_ids) and torch.equal(given[1].long(), mask)
+    given = input_ids.numpy(), mask.numpy()
+    arguments = {"max_new_tokens": numpy.array([6, 6, 6]), "eos_token_id": numpy.array([], dtype=int)}
+    output = new_decoder(sampling=GREEDY).generate(given[0], attention_mask=given[1], **arguments)
+    assert new_tokens(output) == limited(expected_rows(), [6] * 3)
 
 
 def test_the_seed_decides_a_sampled_text() -> None:

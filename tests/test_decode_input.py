@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -162,6 +163,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int, or int64 \[2\] .* got 3 numbers"),
     ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
     ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
+    ({"eos_token_id": [1, 8]}, ValueError, r"eos_token_id: expected tokens in \[0, 8\), got 8"),
     ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens for each of 2 rows, got 3"),
     ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
     ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
@@ -205,10 +207,15 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
-    ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens"),
+    (
+        {"draft": PairModel(random_table(7, 0))},
+        ValueError,
+        r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens .*TokenMap",
+    ),
     ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
+    ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
     ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block' or 'sigmoid', got 'typical'"),
     ({"verify": "sigmoid", "draft": None}, ValueError, SIGMOID),
     ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, SIGMOID),
@@ -224,6 +231,26 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments_of_a_decoder() -> None:
     models = {"target": PairModel(TABLE), "draft": PairModel(TABLE)}
     assert raised(lambda bad: SpeculativeDecoder(**(models | bad)), BAD_DECODERS) == []
+
+
+def test_padding_without_a_mask_is_said() -> None:
+    class Padded(PairModel):
+        pad_token_id = 7
+
+    def warns(*rows: list[int], **options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch_specops.generate(Padded(TABLE), torch.tensor(rows), max_new_tokens=2, **options)
+        return [str(each.message) for each in caught]
+
+    for rows in ([[1, 2, 3], [7, 4, 5]], [[7, 1, 2], [7, 7, 3]], [[7, 7, 4]]):
+        assert [message[:53] for message in warns(*rows)] == [
+            f"attention_mask: none was given, and row {len(rows) - 1} begins with"
+        ]
+    # A model whose texts begin with its pad token; another pad token; and a mask.
+    assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == []
+    assert warns([1, 2, 3], [7, 4, 5], pad_token_id=6) == []
+    assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
 
 
 def test_generate_passes_everything_on() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 __all__ = ["SamplingParams", "SamplingTensors"]
 
-# Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the value
-# besides None that changes nothing.
+# Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the
+# value besides None that changes nothing.
 _ALWAYS_READ: dict[str, Any] = {
     "assistant_ensemble_weight": 1.0,
     "bad_words_ids": None,

@@ -105,7 +105,9 @@ class SpeculativeDecoder:
         if self.draft is not None:
             self.draft.bind(self.target)
         checks.check_int("num_draft_tokens", num_draft_tokens, 1)
-        self.schedule = schedules.Constant(0) if draft is None else schedules.as_schedule(schedule, num_draft_tokens)
+        self.schedule = schedules.as_schedule(schedule, num_draft_tokens)
+        if draft is None:
+            self.schedule = schedules.Constant(0)
         self._cost_is_measured = schedule != "optimal" or draft is None
         self.sampling = _checked(sampling) or SamplingParams()
         self.max_length = max_length
@@ -143,8 +145,10 @@ class SpeculativeDecoder:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: [B, P] int64, padded on either side; for an encoder-decoder model, the decoder's prompt.
-            attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
+            input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
+                the decoder's prompt.
+            attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
+                padded on the left.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
             sampling: for this call; None = the decoder's.
             seed: an int, which a hash of 64 bits turns into a seed for each row, another int into others; or the rows'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -74,7 +75,8 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
         return
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(
-            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens"
+            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "
+            "(torch_specops.drafts.TokenMap reads a draft with other tokens, or with padded logits)"
         )
     if draft.device is not None and draft.device != target.device:
         raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
@@ -134,13 +136,19 @@ def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: i
     tokens, lengths = _align(request.input_ids, request.attention_mask, target.vocab_size)
     batch = tokens.shape[0]
     max_new_tokens = _per_row("max_new_tokens", request.max_new_tokens, batch, min_new_tokens)
-    eos_token_id = request.eos_token_id
-    eos = _eos_tensor(getattr(target, "eos_token_ids", ()) if eos_token_id is None else eos_token_id, batch)
+    if request.eos_token_id is None:
+        eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
+    else:
+        eos = _eos_tensor(request.eos_token_id, batch)
+        if int(eos.max()) >= target.vocab_size:
+            raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
     pad_token_id = request.pad_token_id
     if pad_token_id is not None:
         checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = getattr(target, "pad_token_id", None)
+    if request.attention_mask is None and pad_token_id is not None:
+        _warn_of_padding(tokens, pad_token_id)
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
     return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id)
@@ -166,6 +174,11 @@ def read_seeds(seed: Seed, batch: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
+def _of_numpy(value: Any) -> Any:
+    """An array of numpy as a tensor of its own memory; anything else as it is."""
+    return torch.tensor(value) if type(value).__module__ == "numpy" else value
+
+
 def _as_python(value: Any) -> Any:
     """Tensors, arrays, sequences and numpy's numbers as lists and Python's own numbers."""
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -173,8 +186,22 @@ def _as_python(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _warn_of_padding(tokens: Tensor, pad_token_id: int) -> None:
+    """Some models use the pad token to begin a text: then every row begins with one."""
+    is_pad = tokens == pad_token_id
+    rows = is_pad[:, 0] & (is_pad[:, :2].sum(1) == 2) if bool(is_pad[:, 0].all()) else is_pad[:, 0]
+    if bool(rows.any()):
+        warnings.warn(
+            f"attention_mask: none was given, and row {int(rows.long().argmax())} begins with the pad token "
+            f"{pad_token_id}, which is read as text; pass the tokenizer's attention_mask",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
 def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Prompts padded on either side -> tokens [B, P] that begin at index 0, and lengths [B]."""
+    input_ids, attention_mask = _of_numpy(input_ids), _of_numpy(attention_mask)
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         found = getattr(input_ids, "dtype", type(input_ids))
         raise TypeError(f"input_ids: expected an int64 tensor [B, P], got {found}")

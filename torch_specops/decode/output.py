@@ -224,7 +224,7 @@ def streamer_calls(
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if input_ids.shape[0] != 1:
             raise ValueError(f"streamer: one with put and end takes a batch of one, got {input_ids.shape[0]} rows")
-        streamer.put(input_ids.cpu())
+        streamer.put(torch.as_tensor(input_ids).cpu())
         return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64)), streamer.end
     if callable(streamer):
         return streamer, lambda: None

@@ -146,7 +146,8 @@ def custom_generate(
         max_new_tokens=max(max_length - input_ids.shape[1], 1),
         sampling=_sampling(generation_config, processors),
         seed=seed,
-        eos_token_id=eos_token_ids,
+        # transformers minds no eos that the model cannot emit.
+        eos_token_id=[token for token in eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,
         streamer=token_streamer,
