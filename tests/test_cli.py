@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tiny_cli import TEXT, bench, demo, row, run, save_model
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
+import torch_specops
 from torch_specops import cli
 from torch_specops.cli import loading, models
 from torch_specops.cli.greedy import GreedyCheck, GreedyDifference
@@ -210,7 +212,17 @@ BAD = {
         (["--target", "/no/such/model"], "model: cannot load '/no/such/model': there is no such folder"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
         (["--temperature", "nan"], "temperature: expected finite numbers >= 0, got nan"),
-        (["--draft", "early-exit:9"], "num_layers: expected 1 to 2, got 9"),
+        (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),
+        (["--draft", "promt-lookup"], "draft: there is no 'promt-lookup'; did you mean 'prompt-lookup'?"),
+        (
+            ["--draft", "ngrams:text"],
+            "draft: 'ngrams:text' is no folder and no hub id; other values are prompt-lookup,",
+        ),
+        (
+            ["--draft", "austin-bytes-draft"],
+            "draft: there is no 'austin-bytes-draft'; did you mean 'austen-bytes-draft'?",
+        ),
+        (["--target", "smollm2-135m"], "target: there is no 'smollm2-135m'; did you mean 'smollm2-135m-instruct'?"),
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
         (["--prompt", ""], "prompt: expected a text, got an empty one"),
@@ -264,6 +276,11 @@ def test_help_explains_every_option() -> None:
         assert "[default: Here is" not in result.stdout
         # No word of the help is cut off at 80 columns.
         assert "…" not in result.stdout
+        # Explanations begin in the left half of the line, and each example has a line of its own.
+        options = [line for line in result.stdout.splitlines() if line.startswith("  --")]
+        assert options and all(re.match(r" {2}\S.{,26}  \S", line) or len(line) < 30 for line in options)
+        assert f"\n    torch-specops {command}\n" in result.stdout and len(max(result.stdout.splitlines(), key=len)) <= 80
+    assert run("--version").stdout == f"torch-specops {torch_specops.__version__}\n"
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
     assert row(run("env"), "torch") == torch.__version__
 

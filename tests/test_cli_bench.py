@@ -16,8 +16,8 @@ from tiny_cli import TEXT, bench, save_model
 from transformers import LlamaForCausalLM
 from typer.testing import Result
 
-from torch_specops.cli import loading, models
-from torch_specops.cli.comparison import Comparison, Workload, providers, turns
+from torch_specops.cli import loading, models, results
+from torch_specops.cli.comparison import Comparison, Measurement, Workload, providers, turns
 from torch_specops.cli.greedy import GreedyDifference
 from torch_specops.decode import SpeculativeDecoder
 from torch_specops.sampling import SamplingParams
@@ -55,11 +55,12 @@ ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
 def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[str, Any]]) -> None:
     result, document = measured
     # The last words of a line, behind columns of numbers.
-    lines = re.findall(r"^(batch \d|specops.*?|transformers.*?) {2,}.* (\w+) *$", result.stdout, re.MULTILINE)
-    one = ["transformers generate", *ASSISTED, *OURS]
+    lines = re.findall(r"^(batch \d|specops.*?|transformers.*?) {2,}.*?( =|st)$", result.stdout, re.MULTILINE)
+    one = ["transformers generate", "transformers assisted K=3", "transformers assisted own K", *OURS]
     two = ["transformers generate", *OURS]
     assert [name for name, _ in lines] == ["batch 1", *one, "batch 2", *two]
-    assert {word for name, word in lines if not name.startswith("batch")} == {"identical"}
+    assert {mark for name, mark in lines if not name.startswith("batch")} == {" ="}
+    assert "=: identical to plain greedy decoding" in result.stdout
     assert document["versions"]["torch"] == torch.__version__ and not document["interrupted"]
     assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
     for row in document["results"]:
@@ -68,6 +69,26 @@ def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[s
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / (sum(row["seconds"]) / 2))
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / generate["tokens_per_second"])
         assert row["outside_seconds_per_step"] > 0 and row["compile_seconds"] == 0
+    fastest = max(of_batch(document, 1)[name]["tokens_per_second"] for name in ASSISTED)
+    for row in of_batch(document, 1).values():
+        assert row["speedup_over_assisted"] == pytest.approx(row["tokens_per_second"] / fastest)
+    assert {row["speedup_over_assisted"] for row in of_batch(document, 2).values()} == {None}
+
+
+def test_the_tables_fit_into_80_columns() -> None:
+    """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
+    provider = Measurement("transformers assisted, own K", 32, True, 10**5, [1.1], 9, 8.5, 1.0, 0.0123)
+    other = Measurement("specops, no draft, compiled", 32, True, 10**5, [1.0], 9, 8.5, 1.0, 0.0123, 42.0, 10**11)
+    provider.greedy, other.greedy = "near ties", "different"
+    file = io.StringIO()
+    results.print_tables(Console(file=file, width=80), results.as_results([provider, other]))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 78
+    table = [line.split() for line in lines[1:4]]
+    assert table[0] == ["batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"]
+    assert table[1][4:] == ["90909.1", "1.00", "8.50", "100%", "12.30", "-", "~"]
+    assert table[2][4:] == ["100000.0", "1.10", "8.50", "100%", "12.30", "100000", "!"]
+    assert "specops, no draft, compiled, batch 32: 42.0 s compiling, not counted" in lines
 
 
 def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
@@ -85,9 +106,9 @@ def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
 def test_bench_samples_and_does_not_compare(target: str) -> None:
     result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("not compared") == 5
+    assert "sampled outputs are not compared" in result.stdout
     # Forwards of the target are also those of the draft, so they do not count steps.
-    assert len(re.findall(r"^transformers assisted.* - +- not compared", result.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^transformers assisted.* -( +-)+$", result.stdout, re.MULTILINE)) == 2
 
 
 def test_every_provider_has_the_filters(target: str, draft: str) -> None:
@@ -115,7 +136,8 @@ def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, 
     (tmp_path / "text.txt").write_text(TEXT)
     result = bench(str(tmp_path), "--batch-sizes", "1", "--draft", f"ngram:{tmp_path / 'text.txt'}")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("identical") == 3 and "transformers assisted" not in result.stdout
+    assert len(re.findall(r"  =$", result.stdout, re.MULTILINE)) == 3
+    assert "transformers assisted" not in result.stdout and "/asst" not in result.stdout.split("tok/s:")[0]
 
 
 def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +151,7 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(providers, "SpeculativeDecoder", Wrong)
     result = bench(target, "--batch-sizes", "2")
     assert result.exit_code == 1, result.output
-    assert re.findall(r"(identical|different) *$", result.stdout, re.MULTILINE) == ["identical"] * 2 + ["different"]
+    assert re.findall(r"  ([=~!])$", result.stdout, re.MULTILINE) == ["=", "=", "!"]
     assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
+
+from .. import __version__
 
 try:
     import typer
@@ -22,30 +25,46 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # The paragraphs of a docstring are wrapped to the width of the terminal.
-    rich_markup_mode="markdown",
+    # Rich would draw boxes, and leave half of 80 columns to the explanations.
+    rich_markup_mode=None,
 )
 
+# After "\b", lines stay as they are.
 app.command(
-    epilog="""Examples:
-
-    - torch-specops demo
-    - torch-specops demo --temperature 0.7 --seed 3
-    - torch-specops demo --target austen-bytes --draft austen-bytes-draft
-    - torch-specops demo --prompt "Write a haiku." --max-new-tokens 40
-    - torch-specops demo --target ./model --draft ./small-model
-    """
+    short_help="Write text by speculative decoding, drafts in colour.",
+    epilog="""\b
+Examples:
+  torch-specops demo
+  torch-specops demo --temperature 0.7 --seed 3
+  torch-specops demo --target austen-bytes --draft austen-bytes-draft
+  torch-specops demo --prompt "Write a haiku." --max-new-tokens 40
+  torch-specops demo --target ./model --draft ./small-model""",
 )(demo.demo)
 app.command(
-    epilog="""Examples:
-
-    - torch-specops bench
-    - torch-specops bench --batch-sizes 1 --json result.json
-    - torch-specops bench --target ./model --draft ./small-model
-    - torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32
-    """
+    short_help="Time this package beside transformers.",
+    epilog="""\b
+Examples:
+  torch-specops bench
+  torch-specops bench --batch-sizes 1 --json result.json
+  torch-specops bench --target ./model --draft ./small-model
+  torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32""",
 )(bench.bench)
 app.command()(env.env)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"torch-specops {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -76,14 +76,8 @@ def bench(
     and K, and with a draft model also with "own K", as transformers sets it up by default), and this package,
     "specops", without and with the draft. Assisted generation takes one prompt at a time.
 
-    After a warm-up they take turns. tokens/s counts the new tokens of the whole batch and includes reading the prompts,
-    but not compiling. "speedup" is relative to transformers generate. A terminal of 120 columns or more also shows the
-    milliseconds per step that are spent outside the models, the seconds spent compiling, and on CUDA the peak of memory
-    without the models.
-
-    At temperature 0 the outputs are compared. "identical": the same tokens as all others or as plain greedy
-    decoding. "near ties": different only where two logits are closer than float32 rounding. "rounding": different in a
-    16-bit dtype, where that cannot be told.
+    After a warm-up they take turns. The lines below the tables say what the columns are. Compiling is not part of
+    tok/s, and on CUDA "MB" is the peak of memory without the models. At temperature 0 the outputs are compared.
 
     Ctrl-C shows the rounds done so far. Exit codes: 1 an output differs beyond rounding, 2 a wrong argument or a
     missing package, 130 Ctrl-C.

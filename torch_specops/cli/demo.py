@@ -50,7 +50,6 @@ def demo(
     check: Annotated[
         bool,
         typer.Option(
-            rich_help_panel=options.SWITCHES,
             help="At temperature 0, decode again without the draft and compare the tokens.",
         ),
     ] = True,

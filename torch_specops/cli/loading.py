@@ -7,9 +7,11 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -85,6 +87,30 @@ def log_messages_off() -> Iterator[None]:
         logging.disable(before)
 
 
+def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
+    """Refuse at once what can be no model, because a hub id that does not exist is found out after many retries.
+
+    Args:
+        option: what the name was given for.
+        others: what the option takes besides names of models.
+
+    Raises:
+        ValueError: neither a known name, nor a folder, nor what a hub id may look like, or nearly a known name.
+    """
+    known = [*others, SMOLLM2, AUSTEN, AUSTEN_DRAFT]
+    if name in known or Path(name).is_dir():
+        return
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not _looks_like_a_path(name):
+        raise ValueError(f"{option}: {name!r} is no folder and no hub id; other values are {', '.join(known)}")
+    near = get_close_matches(name, known, 1, 0.7)
+    if near:
+        raise ValueError(f"{option}: there is no {name!r}; did you mean {near[0]!r}?")
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
 def is_folder(name: str | os.PathLike[str]) -> bool:
     """Whether the model is on this machine; otherwise it is a hub id."""
     return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
@@ -96,8 +122,7 @@ def _path(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextmanager
 def _reading(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    looks_like_a_path = str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1
-    if looks_like_a_path and not Path(path).is_dir():
+    if _looks_like_a_path(str(path)) and not Path(path).is_dir():
         raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
     try:
         # Reading a folder takes seconds; a download has something to show.

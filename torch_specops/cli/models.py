@@ -15,6 +15,7 @@ from .comparison import Models
 from .loading import (
     SMOLLM2,
     Tokenizer,
+    check_name,
     import_transformers,
     is_folder,
     load_model,
@@ -64,6 +65,9 @@ def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console says what takes time."""
+    check_name("target", target)
+    if not draft.startswith((NGRAM, EARLY_EXIT)):
+        check_name("draft", draft, (PROMPT_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N"))
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -88,6 +92,10 @@ def load_models(
         if not number.isdecimal():
             raise ValueError(f"draft: expected a number of layers after '{EARLY_EXIT}', got {number!r}")
         layers = int(number)
+        try:
+            model.first_layers(layers)
+        except ValueError as error:
+            raise ValueError(f"draft: {draft!r}: {error}") from error
         return Models(model, lambda: EarlyExit(layers), None, lambda count: {"assistant_early_exit": layers}), tokenizer
     with _loading(console, draft):
         if draft == INT8:

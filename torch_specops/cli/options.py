@@ -17,9 +17,6 @@ from .models import EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP
 # What a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
 
-# The part of the help for options that come in two forms, as "--check" and "--no-check": their column is wide.
-SWITCHES = "Switches"
-
 
 Target = Annotated[
     str,
@@ -84,7 +81,6 @@ Threads = Annotated[
 Compile = Annotated[
     bool | None,
     typer.Option(
-        rich_help_panel=SWITCHES,
         help="Compile this package's steps with torch.compile. It takes a while the first time.",
         show_default="on CUDA, and on a CPU for long texts",
     ),

@@ -9,54 +9,88 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from .comparison import GENERATE, Measurement
+from .comparison import ASSISTED, GENERATE, Measurement
 
-# (header, key of a result, format, factor); the last ones only where there is room.
+# (header, key of a result, format, factor). A column without any value is left out. All of them, the widest name and
+# the mark take 78 characters.
 COLUMNS = (
-    ("tokens/s", "tokens_per_second", ".1f", 1),
-    ("speedup", "speedup", ".2f", 1),
-    ("tokens\nper step", "mean_acceptance_length", ".2f", 1),
-    ("drafts\naccepted", "acceptance_rate", ".1%", 1),
+    ("tok/s", "tokens_per_second", "9.1f", 1),
+    ("/gen", "speedup", "6.2f", 1),
+    ("/asst", "speedup_over_assisted", "7.2f", 1),
+    ("len", "mean_acceptance_length", "6.2f", 1),
+    ("rate", "acceptance_rate", "6.0%", 1),
+    ("ms/st", "outside_seconds_per_step", "7.2f", 1e3),
+    ("MB", "peak_memory_bytes", "7.0f", 1e-6),
 )
-MORE_COLUMNS = (
-    ("outside\nms/step", "outside_seconds_per_step", ".2f", 1e3),
-    ("compiling\ns", "compile_seconds", ".1f", 1),
-    ("memory\nMB", "peak_memory_bytes", ".0f", 1e-6),
-)
-WIDE = 120
+# What stands behind a row, by how its output compares.
+MARKS = {
+    "identical": ("=", "identical to plain greedy decoding"),
+    "near ties": ("~", "identical but where two logits are closer than float32 rounding"),
+    "rounding": ("~", "different, and a 16-bit dtype cannot tell whether by rounding"),
+    "different": ("!", "different from plain greedy decoding"),
+    None: ("", "sampled outputs are not compared"),
+}
+LEGEND = """tok/s: new tokens per second of the whole batch, prompts included
+/gen, /asst: over transformers generate, over the fastest assisted generation
+len: tokens per step; rate: drafts accepted; ms/st: outside the models, a step"""
 
 
 def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Records of what was timed, each with its speedup over transformers generate at the same batch size."""
+    """Records of what was timed, each with its speedups over transformers at the same batch size: over `generate`, and
+    over the fastest assisted generation."""
     timed = [
         asdict(measured) | {"tokens_per_second": measured.new_tokens / statistics.median(measured.seconds)}
         for measured in measurements
         if measured.seconds
     ]
-    plain = {result["batch_size"]: result["tokens_per_second"] for result in timed if result["provider"] == GENERATE}
-    for result in timed:
-        # In an interrupted round it may not have had its turn.
-        base = plain.get(result["batch_size"])
-        result["speedup"] = result["tokens_per_second"] / base if base else None
+    for key, name in (("speedup", GENERATE), ("speedup_over_assisted", ASSISTED)):
+        base: dict[int, float] = {}
+        for result in timed:
+            if result["provider"].startswith(name):
+                size = result["batch_size"]
+                base[size] = max(result["tokens_per_second"], base.get(size, 0.0))
+        for result in timed:
+            # In an interrupted round transformers may not have had its turn.
+            fastest = base.get(result["batch_size"])
+            result[key] = result["tokens_per_second"] / fastest if fastest else None
     return timed
 
 
 def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """A table for each batch size."""
-    columns = COLUMNS + MORE_COLUMNS if console.width >= WIDE else COLUMNS
+    """A table for each batch size, and what the columns mean."""
     for batch_size, group in groupby(results, lambda result: result["batch_size"]):
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        table.add_column(f"\nbatch {batch_size}", no_wrap=True)
-        for header, *_ in columns:
-            table.add_column(header, justify="right", vertical="bottom")
-        table.add_column("\noutput")
-        for result in group:
-            cells = [format(result[key] * factor, form) if result[key] else "-" for _, key, form, factor in columns]
-            table.add_row(result["provider"], *cells, result["greedy"] or "not compared")
+        rows = list(group)
+        columns = [column for column in COLUMNS if any(row[column[1]] for row in rows)]
+        names = [row["provider"].replace(", K = ", " K=").replace(", own", " own") for row in rows]
+        width = max(map(len, [*names, f"batch {batch_size}"]))
+        header = f"{f'batch {batch_size}':{width}}" + "".join(f"{name:>{_width(form)}}" for name, _, form, _ in columns)
         console.print()
-        console.print(table)
+        console.print(header, style="bold", soft_wrap=True)
+        for name, row in zip(names, rows, strict=True):
+            cells = [
+                format(row[key] * factor, form) if row[key] else f"{'-':>{_width(form)}}"
+                for _, key, form, factor in columns
+            ]
+            console.print(f"{name:{width}}{''.join(cells)}  {MARKS[row['greedy']][0]}".rstrip(), soft_wrap=True)
+    console.print()
+    console.print(LEGEND, soft_wrap=True)
+    found = {result["greedy"] for result in results}
+    for verdict, meaning in MARKS.items():
+        if verdict in found:
+            console.print(": ".join(filter(None, meaning)), soft_wrap=True)
+    for result in results:
+        if result["compile_seconds"]:
+            console.print(
+                f"{result['provider']}, batch {result['batch_size']}: {result['compile_seconds']:.1f} s compiling, "
+                "not counted",
+                soft_wrap=True,
+            )
+
+
+def _width(form: str) -> int:
+    """Of a column: "9.1f" is 9 wide."""
+    return int(form[0])
 
 
 def print_differences(

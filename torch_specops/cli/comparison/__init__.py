@@ -5,8 +5,8 @@ Everybody decodes the same number of tokens and does not stop at an eos. Before 
 compared token for token; where they differ, plain greedy decoding says how far apart the logits are.
 """
 
-from .providers import GENERATE
+from .providers import ASSISTED, GENERATE
 from .turns import Comparison
 from .work import Measurement, Models, Workload
 
-__all__ = ["GENERATE", "Comparison", "Measurement", "Models", "Workload"]
+__all__ = ["ASSISTED", "GENERATE", "Comparison", "Measurement", "Models", "Workload"]
