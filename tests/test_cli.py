@@ -279,7 +279,9 @@ def test_help_explains_every_option() -> None:
         # Explanations begin in the left half of the line, and each example has a line of its own.
         options = [line for line in result.stdout.splitlines() if line.startswith("  --")]
         assert options and all(re.match(r" {2}\S.{,26}  \S", line) or len(line) < 30 for line in options)
-        assert f"\n    torch-specops {command}\n" in result.stdout and len(max(result.stdout.splitlines(), key=len)) <= 80
+        assert (
+            f"\n    torch-specops {command}\n" in result.stdout and len(max(result.stdout.splitlines(), key=len)) <= 80
+        )
     assert run("--version").stdout == f"torch-specops {torch_specops.__version__}\n"
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
     assert row(run("env"), "torch") == torch.__version__

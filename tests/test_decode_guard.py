@@ -15,6 +15,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import SpeculativeDecoder
 from torch_specops.beam import beam_search
+from torch_specops.drafts import PromptLookup
 
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
@@ -105,10 +106,30 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     list(decoder.stream(prompts, max_new_tokens=2))
     model.meanwhile = None
     assert torch.equal(decoder.generate(prompts, max_new_tokens=6, streamer=meanwhile).sequences, expected)
-    assert len(errors) > 20 and all("another thread is using this decoder" in str(error) for error in errors)
+    assert len(errors) > 20 and all(
+        "another thread is using this decoder or its target" in str(error) for error in errors
+    )
+    # A decoder of another kind with the same target, which has one cache.
+    other = SpeculativeDecoder(model, PromptLookup())
+    errors.clear()
+    decoder.generate(
+        prompts, max_new_tokens=6, streamer=lambda step: errors.append(in_a_thread(lambda: other.generate(prompts)))
+    )
+    assert len(errors) == 6 and all("or its target" in str(error) for error in errors)
     # Afterwards it serves any thread.
     again = in_a_thread(calls[0])
     assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
+
+
+def test_two_decoders_take_turns_with_a_target() -> None:
+    target = PairModel(random_table(8, seed=5))
+    first, second = SpeculativeDecoder(target, sampling=GREEDY), SpeculativeDecoder(target, sampling=GREEDY)
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    steps = first.stream(prompts, max_new_tokens=6)
+    next(steps)
+    second.generate(prompts + 1, max_new_tokens=6)
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        next(steps)
 
 
 def test_a_call_inside_a_call_is_an_error() -> None:
@@ -122,5 +143,5 @@ def test_a_call_inside_a_call_is_an_error() -> None:
             if len(steps) == when:
                 decoder.generate(IDS[:, :5], max_new_tokens=2)
 
-        with pytest.raises(RuntimeError, match="this decoder has begun another stream"):
+        with pytest.raises(RuntimeError, match="another one has begun with this decoder"):
             decoder.generate(IDS, streamer=nested, **CALL)

@@ -137,6 +137,15 @@ def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
     assert target.modes() == draft.modes() == before
 
 
+class Unhashable(PairModel):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_model_need_not_be_hashable() -> None:
+    output = torch_specops.generate(Unhashable(TABLE), PROMPTS, max_new_tokens=10, sampling=GREEDY)
+    assert torch.equal(output.sequences, EXPECTED)
+
+
 class IgnoresNumLogits(PairModel):
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         return super().forward(tokens, positions)

@@ -71,8 +71,8 @@ class SpeculativeDecoder:
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
-        RuntimeError: in every method, while another thread uses the decoder. Decoders in several threads may share
-            their models.
+        RuntimeError: in every method, while another thread uses the decoder or another one with the same
+            `LanguageModel` as its target. Decoders in several threads may share transformers models.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -121,7 +121,6 @@ class SpeculativeDecoder:
         self._compile = compile
         self._num_eager_steps = 0
         self._choose_compile(0)
-        self._num_streams = 0
         self._guard = Guard(self.target, self.draft)
 
     @property
@@ -174,8 +173,7 @@ class SpeculativeDecoder:
             input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
         )
         with self._guard.working():
-            steps = self._stream(request)
-            stream = self._num_streams
+            steps, stream = self._stream(request)
             put, end = streamer_calls(streamer, input_ids)
             interrupted = False
             try:
@@ -186,7 +184,7 @@ class SpeculativeDecoder:
                     raise
                 interrupted = True
             end()
-            self._check_is_newest(stream)
+            self._guard.check_is_newest(stream)
             output = self.output(interrupted)
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=2)
@@ -208,9 +206,10 @@ class SpeculativeDecoder:
 
         The arguments are those of `generate`. They are checked, and the prompts read, before the first step.
         """
-        return self._stream(
-            BatchRequest(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs)
+        request = BatchRequest(
+            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
         )
+        return self._stream(request)[0]
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
@@ -232,14 +231,15 @@ class SpeculativeDecoder:
         }
         return GenerationOutput(sequences, prompt_lengths, lengths, progress.stats, errors, interrupted)
 
-    def _stream(self, request: BatchRequest) -> Iterator[Step]:
+    def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
+        """The steps, and the number of the stream."""
         with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
-            self._num_streams += 1
+            stream = self._guard.begin_stream()
             self._start(request)
-        return self._guarded(self._steps(self._num_streams))
+        return self._guarded(self._steps(stream)), stream
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps. Between two of them any thread may use the decoder, which ends this stream."""
+        """The steps. Between two of them another thread may use the decoder, which ends this stream."""
         while True:
             with self._guard.working():
                 step = next(steps, None)
@@ -316,7 +316,7 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def _steps(self, stream: int) -> Iterator[Step]:
-        self._check_is_newest(stream)
+        self._guard.check_is_newest(stream)
         progress = self._progress
         reader = RecordReader(self._runner.state.tokens.device)
         if all(progress.finished):
@@ -339,7 +339,7 @@ class SpeculativeDecoder:
             yield step
             if all(step.finished):
                 return
-            self._check_is_newest(stream)
+            self._guard.check_is_newest(stream)
             # The time that the caller spent on the step does not count.
             before = time.perf_counter()
 
@@ -349,10 +349,6 @@ class SpeculativeDecoder:
         num_draft_tokens = self._runner.fewest(num_draft_tokens, max(self._progress.room - 1, 0))
         self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
         return num_draft_tokens
-
-    def _check_is_newest(self, stream: int) -> None:
-        if stream != self._num_streams:
-            raise RuntimeError("stream: this decoder has begun another stream, and has one state")
 
     def _measured_cost_ratio(self) -> float:
         """The time of one more draft / the time of a step without drafts. It has two parts: the draft's own forward,

@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..drafts import DraftSource
+from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..drafts.checked import CheckedDraft
 
 __all__ = ["Guard", "evaluating"]
 
 
+@dataclass(eq=False)
+class _Use:
+    """Of a target, by all decoders that read it, because it has one cache. A transformers model gets an adapter, and so
+    a cache, for each decoder."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    num_streams: int = 0
+
+
+_uses: WeakKeyDictionary[object, _Use] = WeakKeyDictionary()
+_uses_lock = threading.Lock()
+
+
 class Guard:
-    """Lets one thread at a time work with a target and a draft, in evaluation mode.
+    """Lets one thread at a time work with a target and a draft, in evaluation mode, and one stream at a time go on."""
 
-    Args:
-        parts: the target and the draft.
-    """
+    def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
+        self._parts = target, draft
+        self._use = _Use()
+        # What cannot be a key, such as a dataclass that compares by value, is only seen to be used twice by one decoder.
+        with _uses_lock, suppress(TypeError):
+            self._use = _uses.setdefault(target, self._use)
 
-    def __init__(self, *parts: object) -> None:
-        self._parts = parts
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[type[Guard], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | None]]:
         # A lock cannot be pickled.
         return Guard, self._parts
+
+    def begin_stream(self) -> int:
+        """The number of a new stream, which ends all others."""
+        self._use.num_streams += 1
+        return self._use.num_streams
+
+    def check_is_newest(self, stream: int) -> None:
+        if stream != self._use.num_streams:
+            raise RuntimeError("stream: another one has begun with this decoder or its target, which has one state")
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -37,16 +60,16 @@ class Guard:
         Raises:
             RuntimeError: another thread is at work.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._use.lock.acquire(blocking=False):
             raise RuntimeError(
-                "SpeculativeDecoder: another thread is using this decoder, which has one state; "
-                "make a decoder for each thread (they may share the models)"
+                "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; make a "
+                "decoder for each thread (they may share transformers models)"
             )
         try:
             with evaluating(*self._parts):
                 yield
         finally:
-            self._lock.release()
+            self._use.lock.release()
 
 
 @contextmanager
