@@ -25,7 +25,7 @@ from ..decode.inputs import (
     read_prompts,
 )
 from ..decode.output import GenerationOutput, GenerationStats
-from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from .scorer import BeamScorer
 from .tree import BeamTree, Level, TreeModel
 
@@ -54,7 +54,7 @@ def beam_search(
     input_ids: Tensor,
     *,
     num_beams: int,
-    draft: DraftSource | LanguageModel | nn.Module | None = None,
+    draft: AnyDraft = None,
     draft_beams: int | None = None,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
@@ -283,7 +283,7 @@ def _tree_model(name: str, model: LanguageModel) -> TreeModel:
     return model
 
 
-def _draft_model(draft: DraftSource | LanguageModel | nn.Module | None, target: TreeModel) -> TreeModel | None:
+def _draft_model(draft: AnyDraft, target: TreeModel) -> TreeModel | None:
     source = as_draft_source(draft)
     if source is None:
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import AnyDraft, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .guard import Guard
@@ -88,7 +88,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: LanguageModel | nn.Module,
-        draft: DraftSource | LanguageModel | nn.Module | None = None,
+        draft: AnyDraft = None,
         *,
         num_draft_tokens: int = 5,
         schedule: str | Schedule = "constant",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import AnyDraft, LanguageModel
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .decoder import SpeculativeDecoder
@@ -20,7 +20,7 @@ def generate(
     target: LanguageModel | nn.Module,
     input_ids: Tensor,
     *,
-    draft: DraftSource | LanguageModel | nn.Module | None = None,
+    draft: AnyDraft = None,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     num_draft_tokens: int = 5,

@@ -36,7 +36,7 @@ class Guard:
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
         self._use = _Use()
-        # What cannot be a key, such as a dataclass that compares by value, is only seen to be used twice by one decoder.
+        # What cannot be a key, such as a dataclass that compares by value, is watched in this decoder alone.
         with _uses_lock, suppress(TypeError):
             self._use = _uses.setdefault(target, self._use)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..drafts import DraftSource, LanguageModel, ModelDraft
+from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
 from ..drafts.base import missing_members
 from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
@@ -51,7 +51,7 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     )
 
 
-def as_draft_source(draft: DraftSource | LanguageModel | nn.Module | None) -> DraftSource | None:
+def as_draft_source(draft: AnyDraft) -> DraftSource | None:
     """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
     if draft is None:
         return None

@@ -14,7 +14,7 @@ A source that samples sets `deterministic = False`, uses the `sampling` and `see
 that it sampled from; `ModelDraft` in model.py shows how.
 """
 
-from .base import Draft, DraftSource, LanguageModel
+from .base import AnyDraft, Draft, DraftSource, LanguageModel
 from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
 from .model import ModelDraft
@@ -25,6 +25,7 @@ from .suffix_lookup import SuffixLookup
 from .token_map import TokenMap
 
 __all__ = [
+    "AnyDraft",
     "Draft",
     "DraftSource",
     "EarlyExit",

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..sampling import SamplingTensors
 
 __all__ = [
+    "AnyDraft",
     "Draft",
     "DraftSource",
     "LanguageModel",
     "LanguageModelWrapper",
+    "Proposer",
     "first_layers",
     "missing_members",
     "static_tensors_of",
@@ -166,6 +168,18 @@ class LanguageModel(Protocol):
         again. A position may occur twice in one call only with the same token.
         """
         ...
+
+
+class Proposer(Protocol):
+    """All that a draft has to have; `DraftSource` says what it may have."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft: ...
+
+
+# What a loop takes as a draft.
+AnyDraft = Proposer | LanguageModel | nn.Module | None
 
 
 def missing_members(model: object) -> list[str]:

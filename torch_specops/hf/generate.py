@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.generation import (
@@ -34,7 +34,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import Seed
 from ..decode.output import GenerationStats
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import AnyDraft, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
@@ -66,7 +66,7 @@ def custom_generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    draft_model: DraftSource | LanguageModel | nn.Module | None = None,
+    draft_model: AnyDraft = None,
     num_draft_tokens: int = 5,
     schedule: str | Schedule = "constant",
     verify: str = "exact",
@@ -212,7 +212,7 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 def _kept_decoder(
     model: PreTrainedModel,
-    draft_model: DraftSource | LanguageModel | nn.Module | None,
+    draft_model: AnyDraft,
     suppresses: bool,
     choices: dict[str, Any],
 ) -> _Kept:
