@@ -209,7 +209,7 @@ class SpeculativeDecoder:
         request = BatchRequest(
             input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
         )
-        return self._stream(request)[0]
+        return self._guarded(self._stream(request)[0])
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
@@ -236,7 +236,7 @@ class SpeculativeDecoder:
         with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
             stream = self._guard.begin_stream()
             self._start(request)
-        return self._guarded(self._steps(stream)), stream
+        return self._steps(stream), stream
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps. Between two of them another thread may use the decoder, which ends this stream."""
