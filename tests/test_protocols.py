@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import GREEDY, decode, expected_rows, new_tokens
-from tiny_models import PairModel, raised, random_table
+from tiny_models import PairModel, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.drafts import Draft
+from torch_specops.drafts import Draft, HierarchicalDraft
 from torch_specops.drafts.base import LanguageModelWrapper
+from torch_specops.hf import language_model
 
 TABLE = random_table(8, seed=5)
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -28,8 +29,10 @@ class Repeats:
 
 
 def test_anything_with_propose_is_a_draft() -> None:
-    output = decode(Repeats(), 3)
-    assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
+    # Also of a draft.
+    for draft in (Repeats(), HierarchicalDraft(language_model(shared_tiny("llama", seed=3)), Repeats())):
+        output = decode(draft, 3)
+        assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
 
 
 class Learns(Repeats):

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from .. import checks
 from ..ops import verify_exact
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, LanguageModel, static_tensors_of
+from .base import Draft, DraftSource, LanguageModel, Proposer, static_tensors_of
+from .checked import CheckedDraft
 from .model import ModelDraft
 from .prompt_lookup import PromptLookup
 
@@ -57,7 +58,7 @@ class HierarchicalDraft(ModelDraft):
     def __init__(
         self,
         model: LanguageModel,
-        inner: DraftSource | None = None,
+        inner: Proposer | None = None,
         *,
         num_inner_tokens: int = 3,
         num_forwards: int = 3,
@@ -65,7 +66,9 @@ class HierarchicalDraft(ModelDraft):
         super().__init__(model)
         inner = PromptLookup() if inner is None else inner
         if not isinstance(inner, DraftSource):
-            raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
+            if not hasattr(inner, "propose"):
+                raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
+            inner = CheckedDraft(inner)
         if not inner.deterministic:
             # It would draw the numbers that this source uses at a later step.
             raise ValueError("inner: expected a deterministic source, got one that samples")
