@@ -61,7 +61,7 @@ def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
     """A table for each batch size, and what the columns mean."""
     for batch_size, group in groupby(results, lambda result: result["batch_size"]):
         rows = list(group)
-        columns = [column for column in COLUMNS if any(row[column[1]] for row in rows)]
+        columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
         names = [row["provider"].replace(", K = ", " K=").replace(", own", " own") for row in rows]
         width = max(map(len, [*names, f"batch {batch_size}"]))
         header = f"{f'batch {batch_size}':{width}}" + "".join(f"{name:>{_width(form)}}" for name, _, form, _ in columns)
@@ -69,7 +69,7 @@ def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
         console.print(header, style="bold", soft_wrap=True)
         for name, row in zip(names, rows, strict=True):
             cells = [
-                format(row[key] * factor, form) if row[key] else f"{'-':>{_width(form)}}"
+                f"{'-':>{_width(form)}}" if row[key] is None else format(row[key] * factor, form)
                 for _, key, form, factor in columns
             ]
             console.print(f"{name:{width}}{''.join(cells)}  {MARKS[row['greedy']][0]}".rstrip(), soft_wrap=True)
