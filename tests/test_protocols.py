@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.drafts import Draft, HierarchicalDraft
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft
 from torch_specops.drafts.base import LanguageModelWrapper
+from torch_specops.drafts.checked import CheckedDraft
 from torch_specops.hf import language_model
 
 TABLE = random_table(8, seed=5)
@@ -62,6 +63,11 @@ def test_what_a_draft_has_is_used() -> None:
     draft.bind = lambda target: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"draft: .* vocabulary of the target \(8 tokens\), got 7"):
         SpeculativeDecoder(PairModel(TABLE), draft)
+
+
+def test_all_that_a_draft_source_may_have_is_asked_for() -> None:
+    names = {name for name in vars(DraftSource) if not name.startswith("_")}
+    assert len(names) > 10 and names <= vars(CheckedDraft).keys()
 
 
 def writes(tokens: Tensor, lengths: Tensor) -> Draft:

@@ -75,6 +75,10 @@ class CheckedDraft(DraftSource):
         if hasattr(self.source, "catch_up"):
             self.source.catch_up(tokens, lengths, num_steps)
 
+    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+        if hasattr(self.source, "end"):
+            self.source.end(tokens, lengths)
+
     def static_tensors(self) -> Sequence[Tensor] | None:
         tensors: Sequence[Tensor] | None = (
             self.source.static_tensors() if hasattr(self.source, "static_tensors") else None
