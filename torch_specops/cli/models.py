@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import EarlyExit, NGram, PromptLookup, quantised_copy
+from ..drafts import EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .comparison import Models
 from .loading import (
     SMOLLM2,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..hf import TransformersModel
 
 # Names of drafts.
-PROMPT_LOOKUP = "prompt-lookup"
+PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 NGRAM, EARLY_EXIT, INT8 = "ngram:", "early-exit:", "int8"
 
 # Most of the answer can be copied from the question.
@@ -58,7 +58,7 @@ def default_num_draft_tokens(draft: str) -> int:
     On a CPU a forward over 4 or more tokens costs about two forwards over one token, and little more from there on.
     Looked-up drafts cost nothing, so long ones pay. A model's drafts cost forwards of their own.
     """
-    return 10 if draft == PROMPT_LOOKUP else 2
+    return 10 if draft in (PROMPT_LOOKUP, SUFFIX_LOOKUP) else 2
 
 
 def load_models(
@@ -67,7 +67,7 @@ def load_models(
     """The target, the draft and the target's tokenizer; the console says what takes time."""
     check_name("target", target)
     if not draft.startswith((NGRAM, EARLY_EXIT)):
-        check_name("draft", draft, (PROMPT_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N"))
+        check_name("draft", draft, (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N"))
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -79,8 +79,10 @@ def load_models(
         model, tokenizer = load_model(target, device), load_tokenizer(target)
         model.model.to(dtype)
 
-    if draft == PROMPT_LOOKUP:
-        return Models(model, PromptLookup, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
+    if draft in (PROMPT_LOOKUP, SUFFIX_LOOKUP):
+        # A memory would hold the text itself from the second round on. Assisted generation has only prompt lookup.
+        source = PromptLookup if draft == PROMPT_LOOKUP else lambda: SuffixLookup(memory=0)
+        return Models(model, source, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
     if draft.startswith(NGRAM):
         with console.status(f"counting {draft}"):
             text = _read_text(draft.removeprefix(NGRAM))

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP
+from .models import EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP
 
 # What a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -30,7 +30,8 @@ Draft = Annotated[
     str,
     typer.Option(
         metavar="DRAFT",
-        help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far; '{NGRAM}FILE' counts "
+        help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far; '{SUFFIX_LOOKUP}' "
+        f"looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
@@ -41,7 +42,7 @@ NumDraftTokens = Annotated[
     typer.Option(
         metavar="K",
         help="How many tokens the draft guesses per step.",
-        show_default=f"10 for {PROMPT_LOOKUP}, 2 otherwise",
+        show_default=f"10 for {PROMPT_LOOKUP} and {SUFFIX_LOOKUP}, 2 otherwise",
     ),
 ]
 Schedule = Annotated[
