@@ -139,7 +139,7 @@ class TransformersModel:
             use_grouped_attention(config)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
-        if self._config.model_type in TESTED_FAMILIES:
+        if self._config.model_type in TESTED_FAMILIES and not self.model.config.is_encoder_decoder:
             compile_once(layers_of(self.prepared))
 
     @property
