@@ -55,4 +55,5 @@ def test_one_region_stands_for_the_layers_of_two_forwards(family: str, inductor:
                 [*logits, *(tensor.clone() for layer in model.key_values for tensor in (layer.keys, layer.values))]
             )
     assert len(regions_called) == 2 * LAYERS and len(set(regions_called)) == 1
-    torch.testing.assert_close(found[1], found[0])
+    # Rotary embeddings are float32.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["compile_once"]
 
 # torch 2.11 and 2.12 have regions too, but refuse those that write to their inputs, as a layer writes to its cache.
-ARE_AVAILABLE = torch.__version__ >= (2, 13)
+ARE_AVAILABLE = torch.__version__ >= "2.13"
 
 
 def compile_once(layers: Iterable[nn.Module]) -> None:
