@@ -23,8 +23,10 @@ def compile_once(layers: Iterable[nn.Module]) -> None:
     """Make each layer a region, where torch can. What a layer computes stays the same; eager calls and exported
     programs contain no regions."""
     for layer in layers if ARE_AVAILABLE else ():
-        # A layer that has a forward of its own keeps it.
-        vars(layer).setdefault("forward", MethodType(_forward, layer))
+        # AOTAutograd takes quantised weights apart, and does so outside of regions alone.
+        if all(type(weight) is nn.Parameter for weight in layer.parameters()):
+            # A layer that has a forward of its own keeps it.
+            vars(layer).setdefault("forward", MethodType(_forward, layer))
 
 
 def _forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
