@@ -2,14 +2,14 @@
 
     python benchmarks/bench_compile.py
     python benchmarks/bench_compile.py --num-draft-tokens 1 5 10 --form pieces --out out.json
-    python benchmarks/bench_compile.py --models 8 32 --num-draft-tokens 0 --form pieces
+    python benchmarks/bench_compile.py --models 8 32 --num-draft-tokens 1 --form pieces
     python benchmarks/bench_compile.py --models smollm2-135m-instruct --num-draft-tokens 10 --form pieces --every-layer
 
 Each measurement is a fresh process with an empty compile cache: models are loaded, a prompt is read, and the time to
 compile everything that a step runs is taken (`stats.compile_seconds`), beside the processor time of the process and of
 the compilers that it calls. The same process then decodes eagerly and compiled, so that the gain of compiling stands
 beside its price. Models: the byte-level pair that comes with the package, SmolLM2 with prompt lookup, or a random Llama
-of so many layers without a draft (K = 0). `--every-layer` compiles each layer by itself, as before torch 2.13.
+of so many layers without a draft, whatever K is. `--every-layer` compiles each layer by itself, as before torch 2.13.
 """
 
 from __future__ import annotations

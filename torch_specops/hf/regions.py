@@ -26,10 +26,11 @@ def compile_once(layers: Iterable[nn.Module]) -> None:
         # AOTAutograd takes quantised weights apart, and does so outside of regions alone.
         if all(type(weight) is nn.Parameter for weight in layer.parameters()):
             # A layer that has a forward of its own keeps it.
-            vars(layer).setdefault("forward", MethodType(_forward, layer))
+            vars(layer).setdefault("forward", MethodType(forward, layer))
 
 
-def _forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+# Pickle finds a method by its name, and then finds the one of the layer's class.
+def forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     # On CUDA a layer also fuses with its neighbours, and what that is worth was not measured.
     if (
         torch.compiler.is_dynamo_compiling()
