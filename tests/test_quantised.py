@@ -101,7 +101,9 @@ def test_a_quantised_target_and_draft_in_one_compiled_step(
     model = tiny("llama", num_hidden_layers=1).float()
     target, draft = quantised(model, target_weights), quantised(model, "int4")
     counter, compile = CompileCounterWithBackend(backend), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, **(options | {"backend": counter})))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **given: compile(f, **(given | {"backend": counter, "options": None}))
+    )
     decoder = torch_specops.SpeculativeDecoder(
         target, draft, num_draft_tokens=num_drafts, sampling=GREEDY, compile=True, one_graph=True
     )

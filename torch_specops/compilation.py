@@ -15,7 +15,8 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
     """`torch.compile(function, fullgraph=True)` with a recompilation limit of its own.
 
     torch counts graphs by code object, for all callers together, and refuses the ninth. Decoders of many models, batch
-    sizes and K would reach that limit, so each compiles a copy of the code.
+    sizes and K would reach that limit, so each compiles a copy of the code. Inductor's code does not check the strides
+    of weights and caches again: guards have done so, and the checks of a small model take a tenth of a forward.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     copied = types.FunctionType(
@@ -23,6 +24,8 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
     )
     copied.__kwdefaults__ = plain.__kwdefaults__
     alone: Any = types.MethodType(copied, function.__self__) if isinstance(function, types.MethodType) else copied
+    if "backend" not in options:
+        options["options"] = {"size_asserts": False} | options.get("options", {})
     return torch.compile(alone, fullgraph=True, dynamic=dynamic, **options)
 
 

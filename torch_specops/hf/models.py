@@ -14,6 +14,7 @@ from .architecture import layers_of, max_length, relative_bias, why_not_compiled
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .model_copy import ModelCopy
+from .regions import compile_once
 
 __all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
 
@@ -138,6 +139,8 @@ class TransformersModel:
             use_grouped_attention(config)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
+        if self._config.model_type in TESTED_FAMILIES and not self.model.config.is_encoder_decoder:
+            compile_once(layers_of(self.prepared))
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,48 @@
+"""Decoder layers that are compiled once, whatever their number.
+
+The layers of a model differ in their weights and in their part of the cache, and in nothing that a compiler has to
+know. A nested region tells torch so: it lowers the first layer alone, and calls what came of it for every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["compile_once"]
+
+# torch 2.11 and 2.12 have regions too, but refuse those that write to their inputs, as a layer writes to its cache.
+ARE_AVAILABLE = torch.__version__ >= "2.13"
+
+
+def compile_once(layers: Iterable[nn.Module]) -> None:
+    """Make each layer a region, where torch can. What a layer computes stays the same; eager calls and exported
+    programs contain no regions."""
+    for layer in layers if ARE_AVAILABLE else ():
+        # AOTAutograd takes quantised weights apart, and does so outside of regions alone.
+        if all(type(weight) is nn.Parameter for weight in layer.parameters()):
+            # A layer that has a forward of its own keeps it.
+            vars(layer).setdefault("forward", MethodType(forward, layer))
+
+
+# Pickle finds a method by its name, and then finds the one of the layer's class.
+def forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # On CUDA a layer also fuses with its neighbours, and what that is worth was not measured.
+    if (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and hidden_states.device.type == "cpu"
+    ):
+        return _region(layer, hidden_states, *args, **kwargs)
+    return type(layer).forward(layer, hidden_states, *args, **kwargs)
+
+
+def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+_region = torch.compiler.nested_compile_region(_own_forward) if ARE_AVAILABLE else _own_forward
