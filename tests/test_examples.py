@@ -143,3 +143,11 @@ def test_tensor_parallel() -> None:
     assert received == 8 * 2 * 23 and logits == 2 * 4 * 125 * 4
     texts = [eval(line) for line in output.splitlines() if line.startswith("[")]
     assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
+
+
+def test_rollouts(run: Run, models: tuple[str, str]) -> None:
+    """What the sampler says of its tokens is what a training forward says."""
+    target, draft = models
+    for arguments in ((), ("--target", target, "--draft", draft, "--prompt", "1 17 5", "--samples", "3")):
+        found = re.search(r"1 to within (\S+)", run("rollouts.py", *arguments))
+        assert found and float(found[1]) < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,7 @@ class SpeculativeDecoder:
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        logprobs: str | None = None,
         streamer: Streamer | None = None,
     ) -> GenerationOutput:
         """Continue every prompt to its eos or limit.
@@ -158,6 +160,9 @@ class SpeculativeDecoder:
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
             inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`).
+            logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
+                target's logits as they come; "processed" = after temperature and filters (0 for greedy rows); None =
+                none are computed.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
 
         Returns:
@@ -170,7 +175,7 @@ class SpeculativeDecoder:
                 read.
         """
         request = BatchRequest(
-            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
+            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs
         )
         with self._guard.working():
             steps, stream = self._stream(request)
@@ -201,13 +206,14 @@ class SpeculativeDecoder:
         eos_token_id: EosTokenIds = None,
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        logprobs: str | None = None,
     ) -> Iterator[Step]:
         """The steps of `generate`, one by one; `output` returns the sequences at any time.
 
         The arguments are those of `generate`. They are checked, and the prompts read, before the first step.
         """
         request = BatchRequest(
-            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs
+            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs
         )
         return self._guarded(self._stream(request)[0])
 
@@ -224,12 +230,13 @@ class SpeculativeDecoder:
             sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
             failed = state.failed.nonzero().flatten().tolist()
             prompt_lengths = self._prompt_lengths.clone()
+            logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
         errors = {
             row: f"target: no finite logit after {progress.lengths[row]} tokens"
             for row in failed
             if progress.finished[row]
         }
-        return GenerationOutput(sequences, prompt_lengths, lengths, progress.stats, errors, interrupted)
+        return GenerationOutput(sequences, prompt_lengths, lengths, progress.stats, errors, interrupted, logprobs)
 
     def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
         """The steps, and the number of the stream."""
@@ -253,6 +260,8 @@ class SpeculativeDecoder:
         batch, longest = prompts.tokens.shape
         seeds = read_seeds(request.seed, batch)
         sampling = (_checked(request.sampling) or self.sampling).tensors(batch)
+        if request.logprobs not in (None, "raw", "processed"):
+            raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {request.logprobs!r}")
         self._choose_compile(int((prompts.limits - prompts.lengths).max()))
         capacity = self._capacity(int(prompts.limits.max()))
         self._pad_token_id = prompts.pad_token_id
@@ -272,6 +281,8 @@ class SpeculativeDecoder:
                 seeds=seeds,
                 sampling=sampling,
                 is_sampled=bool((sampling.temperature > 0).any()),
+                logprobs=None if request.logprobs is None else torch.full(tokens.shape, math.nan),
+                logprobs_of=request.logprobs,
             ),
             request.inputs or {},
         )

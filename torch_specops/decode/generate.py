@@ -34,6 +34,7 @@ def generate(
     argmax_lenience: float = 1.0,
     compile: bool | str = "auto",
     inputs: Mapping[str, Tensor] | None = None,
+    logprobs: str | None = None,
     streamer: Streamer | None = None,
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
@@ -76,5 +77,6 @@ def generate(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         inputs=inputs,
+        logprobs=logprobs,
         streamer=streamer,
     )

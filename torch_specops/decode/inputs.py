@@ -105,6 +105,7 @@ class BatchRequest:
     eos_token_id: EosTokenIds = None
     pad_token_id: int | None = None
     inputs: Mapping[str, Tensor] | None = None
+    logprobs: str | None = None
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class GenerationOutput:
         stats: counts and times.
         errors: row -> why it ended early; empty when every row ended normally.
         interrupted: True when a KeyboardInterrupt ended the decode. The output then holds the tokens generated so far.
+        logprobs: [B, L] float32, of every new token in `sequences` its log-probability under the target, NaN elsewhere;
+            None if they were not asked for.
 
     Example:
         >>> import torch, torch_specops
@@ -138,6 +140,7 @@ class GenerationOutput:
     stats: GenerationStats
     errors: dict[int, str] = field(default_factory=dict)
     interrupted: bool = False
+    logprobs: Tensor | None = None
 
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""

@@ -117,7 +117,7 @@ class StepRunner:
         self.unread_length = None
         self._num_undrafted = 0
         new = _tensors_of(values)
-        if self._state is not None and self._state.is_sampled == values.is_sampled:
+        if self._state is not None and _constants_of(self._state) == _constants_of(values):
             old = _tensors_of(self._state)
             if {name: tensor.shape for name, tensor in old.items()} == {name: t.shape for name, t in new.items()}:
                 for name, tensor in new.items():
@@ -260,7 +260,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
     """Everything that a compiled piece takes as constant for a batch, without K."""
     tensors = _tensors_of(state) | dict(inputs)
-    return state.is_sampled, tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return _constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def _constants_of(state: DecodeState) -> Hashable:
+    """What is no tensor, and decides what a step computes."""
+    return state.is_sampled, state.logprobs_of
 
 
 def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ can be compiled as one graph, or captured into a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from ..uniforms import verification_uniforms
 from .ragged import can_read_rows, read_ragged
-from .verify import Verifier
+from .verify import Verifier, log_probabilities
 
 __all__ = [
     "DecodeState",
@@ -41,6 +42,9 @@ class DecodeState:
         seeds: [B] int64.
         sampling: temperature and filters of each row.
         is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
+        logprobs: [B, W] float32, of every emitted token its log-probability under the target, NaN elsewhere; None = not
+            wanted.
+        logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
     """
 
     tokens: Tensor
@@ -52,6 +56,8 @@ class DecodeState:
     seeds: Tensor
     sampling: SamplingTensors
     is_sampled: bool
+    logprobs: Tensor | None = None
+    logprobs_of: str | None = None
 
 
 def speculative_step(
@@ -103,7 +109,10 @@ def verify_and_commit(
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
     output_tokens, num_accepted = verify(target_logits, proposal, _uniforms(state, num_draft_tokens), state.sampling)
-    return _commit(state, room, output_tokens, num_accepted, num_proposed)
+    logprobs = None
+    if state.logprobs_of is not None:
+        logprobs = log_probabilities(target_logits, output_tokens, state.sampling, state.logprobs_of)
+    return _commit(state, room, output_tokens, num_accepted, num_proposed, logprobs)
 
 
 def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
@@ -147,9 +156,15 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
 
 
 def _commit(
-    state: DecodeState, room: Tensor, output_tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor
+    state: DecodeState,
+    room: Tensor,
+    output_tokens: Tensor,
+    num_accepted: Tensor,
+    num_proposed: Tensor,
+    logprobs: Tensor | None,
 ) -> Tensor:
-    """Append what was accepted and drawn [B, K+1] to the unfinished rows; returns the step's record."""
+    """Append what was accepted and drawn [B, K+1], and its log-probabilities [B, K+1] if they are wanted, to the
+    unfinished rows. Returns the step's record."""
     width = output_tokens.shape[1]
     index = torch.arange(width, device=output_tokens.device)
     num_tokens = (output_tokens >= 0).sum(1)
@@ -164,7 +179,10 @@ def _commit(
     is_emitted = index < count.unsqueeze(1)
     emitted = torch.where(is_emitted, output_tokens, -1)
     # What is written behind the text is written again before anything reads it.
-    state.tokens.scatter_(1, state.lengths.unsqueeze(1) + index, emitted.clamp(min=0))
+    slots = state.lengths.unsqueeze(1) + index
+    state.tokens.scatter_(1, slots, emitted.clamp(min=0))
+    if logprobs is not None and state.logprobs is not None:
+        state.logprobs.scatter_(1, slots, torch.where(is_emitted, logprobs, math.nan))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))

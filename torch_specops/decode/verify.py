@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from ..drafts import Draft
 from ..ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
 
-__all__ = ["Verifier"]
+__all__ = ["Verifier", "log_probabilities"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,26 @@ class Verifier:
         if self.op == "block":
             return verify_block(*arguments, **filters)
         return verify_exact(*arguments, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
+
+
+def log_probabilities(target_logits: Tensor, tokens: Tensor, sampling: SamplingTensors, logprobs: str) -> Tensor:
+    """[B, n] float32, the log-probability of each token under its row of logits; of a token -1 anything.
+
+    Args:
+        target_logits: [B, n, V].
+        tokens: [B, n] int64.
+        sampling: temperature and filters of each row.
+        logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.
+    """
+    temperature = torch.ones_like(sampling.temperature)
+    if logprobs == "processed":
+        target_logits = _filtered(target_logits, sampling)
+        temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # As the ops read logits: NaN masks a token, and infinity is the largest float32.
+    largest = torch.finfo(torch.float32).max
+    z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
+    found = z.gather(2, tokens.clamp(min=0).unsqueeze(2)).squeeze(2) - z.logsumexp(2)
+    return torch.where((sampling.temperature == 0).unsqueeze(1), 0.0, found) if logprobs == "processed" else found
 
 
 def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
