@@ -105,7 +105,13 @@ def test_several_eos_tokens_and_those_of_each_row() -> None:
         (None, [[]] * 3),
         (in_prompt, [[in_prompt]] * 3),
     ):
-        assert new_tokens(decode("itself", 4, eos_token_id=eos)) == cut(rows, per_row)
+        output = decode("itself", 4, eos_token_id=eos)
+        assert new_tokens(output) == cut(rows, per_row)
+        ended = [bool(set(new) & set(own)) for new, own in zip(new_tokens(output), per_row, strict=True)]
+        assert output.finish_reasons == ["eos" if end else "length" for end in ended]
+    # An eos that ends the prompt ends nothing.
+    output = decode("itself", 4, eos_token_id=PROMPTS[0][-1], max_new_tokens=(0, 1, 1))
+    assert output.finish_reasons[0] == "length"
 
 
 @pytest.mark.parametrize("draft", ["itself", "perturbed"])

@@ -88,7 +88,7 @@ def test_a_model_that_fails_on_one_row_works_for_the_next_batch() -> None:
     with pytest.warns(RuntimeWarning, match="row 1: target: no finite logit after 12 tokens"):
         output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
     assert new_tokens(output) == [expected[0], [], expected[2]]
-    assert list(output.errors) == [1]
+    assert list(output.errors) == [1] and output.finish_reasons == ["length", "error", "length"]
     input_ids, mask = padded(PROMPTS, "left")
     output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
     assert new_tokens(output) == expected and output.errors == {}

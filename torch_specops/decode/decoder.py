@@ -228,15 +228,18 @@ class SpeculativeDecoder:
             width = int(lengths.max())
             inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
             sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
-            failed = state.failed.nonzero().flatten().tolist()
+            failed = [row for row in state.failed.nonzero().flatten().tolist() if progress.finished[row]]
+            newest = state.tokens.gather(1, (lengths - 1).unsqueeze(1))
+            ends_with_eos = ((newest == state.eos).any(1) & (lengths > self._prompt_lengths)).tolist()
             prompt_lengths = self._prompt_lengths.clone()
             logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
-        errors = {
-            row: f"target: no finite logit after {progress.lengths[row]} tokens"
-            for row in failed
-            if progress.finished[row]
-        }
-        return GenerationOutput(sequences, prompt_lengths, lengths, progress.stats, errors, interrupted, logprobs)
+        errors = {row: f"target: no finite logit after {progress.lengths[row]} tokens" for row in failed}
+        reasons = [
+            "error" if row in errors else "eos" if is_eos else "length" if progress.finished[row] else None
+            for row, is_eos in enumerate(ends_with_eos)
+        ]
+        stats = progress.stats
+        return GenerationOutput(sequences, prompt_lengths, lengths, stats, errors, interrupted, logprobs, reasons)
 
     def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
         """The steps, and the number of the stream."""

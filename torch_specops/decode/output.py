@@ -124,6 +124,7 @@ class GenerationOutput:
         interrupted: True when a KeyboardInterrupt ended the decode. The output then holds the tokens generated so far.
         logprobs: [B, L] float32, of every new token in `sequences` its log-probability under the target, NaN elsewhere;
             None if they were not asked for.
+        finish_reasons: why each row ended: "eos", "length", "error"; None = it has not ended.
 
     Example:
         >>> import torch, torch_specops
@@ -141,6 +142,7 @@ class GenerationOutput:
     errors: dict[int, str] = field(default_factory=dict)
     interrupted: bool = False
     logprobs: Tensor | None = None
+    finish_reasons: list[str | None] = field(default_factory=list)
 
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""
