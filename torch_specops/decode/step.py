@@ -178,9 +178,8 @@ def _commit(
 
     is_emitted = index < count.unsqueeze(1)
     emitted = torch.where(is_emitted, output_tokens, -1)
-    # What is written behind the text is written again before anything reads it.
     slots = state.lengths.unsqueeze(1) + index
-    state.tokens.scatter_(1, slots, emitted.clamp(min=0))
+    state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
     if logprobs is not None and state.logprobs is not None:
         state.logprobs.scatter_(1, slots, torch.where(is_emitted, logprobs, math.nan))
     state.lengths.add_(count)
