@@ -32,6 +32,7 @@ TENSORS = {
     "top_p": ("float32", "[B]"),
     "min_p": ("float32", "[B]"),
 }
+FLAGS = ("filter_draft",)
 # argument -> (what is expected, values out of range)
 NUMBERS = {
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
@@ -87,6 +88,9 @@ def bad_kinds(op: str, name: str) -> Iterator[tuple[object, str]]:
     if name in NUMBERS:
         yield from ((value, "a number") for value in (None, "1.0", [1.0], True, 1j, torch.tensor(1.0)))
         return
+    if name in FLAGS:
+        yield from ((value, "a bool") for value in (None, 1, "True", torch.tensor(True)))
+        return
     yield from ((value, "a tensor") for value in ([1.0, 2.0], "logits", 1.0, good(op)[name].numpy()))
     optional = {argument.name for argument in schema_of(op).arguments if str(argument.type).startswith("Optional")}
     if name not in optional:
@@ -108,7 +112,7 @@ def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type[B
 @pytest.mark.parametrize("op", OPS)
 def test_metadata_and_ranges(op: str) -> None:
     failures = []
-    for name in good(op):
+    for name in good(op).keys() - set(FLAGS):
         cases = bad_numbers(op, name) if name in NUMBERS else bad_metadata(op, name)
         for value, error, said in cases:
             for through in ("function", "op"):
@@ -130,7 +134,7 @@ def test_kinds(op: str) -> None:
                 f"{name}: expected {expected}, got {type(value)}",
             ):
                 failures.append((name, value))
-            if name not in NUMBERS and outcome(function(op, "op"), good(op) | {name: value})[0] is None:
+            if name not in (*NUMBERS, *FLAGS) and outcome(function(op, "op"), good(op) | {name: value})[0] is None:
                 failures.append((name, value, "op"))
     assert not failures
 
@@ -156,9 +160,10 @@ def test_the_schema_is_the_contract() -> None:
     temperature, result = "Tensor? temperature=None", "-> (Tensor, Tensor)"
     assert {op: str(schema_of(op)) for op in OPS} == {
         "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1.) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1., "
+        f"bool filter_draft=True) {result}",
         "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, bool filter_draft=True) {result}",
         "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
         f"float alpha=-1000., float beta=1000., {temperature}) {result}",
         "sample": f"specops::sample(Tensor logits, Tensor uniforms, {temperature}, {filters}) {result}",
@@ -186,6 +191,7 @@ def unreachable(*_: object) -> None:
     [
         ("verify_exact", "draft_tokens", torch.zeros(B, 2).long(), "expected [B, K] = [2, 3], got shape [2, 2]"),
         ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
+        ("verify_block", "filter_draft", 0, "expected a bool, got <class 'int'>"),
         ("verify_sigmoid", "alpha", True, "expected a number, got <class 'bool'>"),
         ("sample", "uniforms", [0.5, 0.5], "expected a tensor, got <class 'list'>"),
         ("filter_logits", "min_p", torch.ones(B).double(), "expected float32, got float64"),

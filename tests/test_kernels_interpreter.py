@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).with_name("interpret_kernels.py")
 # The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
-FILTERED_VERIFY = "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law"
+FILTERED_VERIFY = (
+    "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
+    "target_filters,target_filters_temperature,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
+)
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
 BLOCK = (
     "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
@@ -33,11 +36,11 @@ FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token"
 QUICK_RUNS = [
     (
         "verify_exact",
-        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature",
+        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature,target_filters_lse",
         32,
         (45,),
     ),
-    ("verify_block", FEW_VERIFY + ",one_hot,lse_nonfinite,long,filters_one_hot", 32, (45,)),
+    ("verify_block", FEW_VERIFY + ",one_hot,lse_nonfinite,long,filters_one_hot,target_filters_temperature", 32, (45,)),
     ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
     ("sample", FEW + ",filters_temperature", 32, (67,)),
     ("filter_logits", FEW_FILTERS, 32, (67,)),

@@ -142,14 +142,18 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
+FLAGS = ("filter_draft",)
 
 
 def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
-    """Numbers are numbers, everything else is None or a tensor, plain unless said otherwise. The dispatcher would
-    refuse the rest without naming the argument, or take a bool for a number."""
+    """Numbers are numbers, a flag is a bool, everything else None or a tensor, plain unless said otherwise. The
+    dispatcher would refuse the rest without naming the argument, or take a bool for a number."""
     for name, value in zip(given._fields, given, strict=True):
         if name in NUMBERS:
             check_number(name, value)
+        elif name in FLAGS:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected a bool, got {type(value)}")
         elif value is not None:
             check_tensor(name, value, plain)
 

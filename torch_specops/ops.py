@@ -36,6 +36,7 @@ def verify_exact(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
     argmax_lenience: float = 1.0,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
 
@@ -46,7 +47,9 @@ def verify_exact(
     and padded input too.
 
     With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
-    sampling with the same filters. No filtered copy is written.
+    sampling with the same filters. If the drafts were sampled without them, say so by `filter_draft=False`: q is then
+    the softmax of all draft logits, as it was for the drafts. Else the emitted tokens have another law, and nothing
+    shows it. No filtered copy is written either way.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
@@ -59,23 +62,27 @@ def verify_exact(
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
         temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. Where it is negative or NaN,
             nothing is accepted and the next token is -1.
-        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it, with the same filters.
-            With it only one draft row is read, unless there are filters. A value that is not finite makes q zero.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: of the tokens that the
+            filters keep, or of all with `filter_draft=False`. With it only one draft row is read, unless the draft is
+            filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature.
+        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature, unless
+            `filter_draft` is False.
         top_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
         min_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
             then differ from the target's greedy one. Sampled rows ignore it.
+        filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
+            q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
         num_accepted [B] int64 in 0..K: accepted drafts only.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a lenience or argmax_lenience out of range.
 
     Example:
@@ -98,6 +105,7 @@ def verify_exact(
         top_p,
         min_p,
         argmax_lenience,
+        filter_draft,
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_exact.default(*given)
@@ -115,6 +123,7 @@ def verify_block(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
 
@@ -140,12 +149,13 @@ def verify_block(
         top_k: [B] int64 or int32, as in `verify_exact`.
         top_p: [B] float32, as in `verify_exact`.
         min_p: [B] float32, as in `verify_exact`.
+        filter_draft: as in `verify_exact`.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a lenience other than 1.
 
     Example:
@@ -170,9 +180,10 @@ def verify_block(
         top_k,
         top_p,
         min_p,
+        filter_draft=filter_draft,
     )
     checks.check_kinds(given)
-    return torch.ops.specops.verify_block.default(*given[:-1])
+    return torch.ops.specops.verify_block.default(*given[:-2], filter_draft)
 
 
 def verify_sigmoid(
@@ -286,7 +297,7 @@ def filter_logits(
     """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
 
     These are the filters of transformers' `generate`, ties included. `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for filters of only one of the two models. The law
+    and write no filtered copy, so this op is for other samplers, and for drafts with filters of their own. The law
     is in docs/math.md, section 15.
 
     Args:
@@ -341,7 +352,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(verify_block, whole_from=2**15)
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
-    given = VerifyArguments(*args)
+    given = VerifyArguments.of_block(*args)
     checks.check_verify_block(given)
     if given.target_logits.device.type != "cuda":
         form = eager if may_look(given.target_logits) else dense

@@ -175,6 +175,7 @@ def verify_exact(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
     argmax_lenience: float = 1.0,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
     batch, num_drafts = draft_tokens.shape
@@ -185,6 +186,7 @@ def verify_exact(
     for b in range(batch):
         t = 1.0 if temperature is None else float(temperature[b])
         filters = _filters(b, top_k, top_p, min_p)
+        draft_filters = filters if filter_draft else _filters(b, None, None, None)
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -195,7 +197,7 @@ def verify_exact(
                 accepted = accepts_greedily(target_logits[b, i], x, argmax_lenience)
             else:
                 p = probabilities(filtered(target_logits[b, i], t, *filters), t)
-                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
+                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
                 accepted = bool(q[x] > 0) and float(accept_uniforms[b, i]) * lenience * float(q[x]) < float(p[x])
             if not accepted:
                 break
@@ -209,7 +211,7 @@ def verify_exact(
         else:
             weights = probabilities(filtered(target_logits[b, n], t, *filters), t)
             if n < num_drafts and 0 <= (x := int(draft_tokens[b, n])) < vocab_size:
-                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, filters, vocab_size)
+                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, draft_filters, vocab_size)
                 residual = (weights - q).clamp(min=0)
                 weights = residual if residual.sum() > 0 else weights
             next_token = inverse_cdf(weights, s)
@@ -230,6 +232,7 @@ def verify_block(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
     batch, num_drafts = draft_tokens.shape
@@ -247,6 +250,7 @@ def verify_block(
             continue
 
         filters = _filters(b, top_k, top_p, min_p)
+        draft_filters = filters if filter_draft else _filters(b, None, None, None)
         targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
         drafts = []
         # P_0, P_1 .. to the end of the block: a position without a draft, or where the target has no law.
@@ -255,7 +259,7 @@ def verify_block(
             x = int(draft_tokens[b, i])
             if not 0 <= x < vocab_size:
                 break
-            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
+            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
             if p.sum() == 0:
                 break
             drafts.append(q)

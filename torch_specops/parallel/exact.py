@@ -58,7 +58,7 @@ def verify_exact(
             seed, or sent by one rank.
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.parallel.sample` returned it.
-        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p) are not offered here.
+        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not offered here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
             DTensors, else the default group.
         shard_sizes: columns of every rank, which may differ or be 0 (then V_r = 0). None = as a DTensor is split, else
