@@ -29,7 +29,9 @@ BLOCK = (
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
 # One of every kind of input: what `make test` has time for.
 FEW = "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
-FEW_FILTERS = "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_strided,filters_nonfinite,min_p"
+FEW_FILTERS = (
+    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,tie_top_p_met,filters_strided,filters_nonfinite,min_p"
+)
 FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.

@@ -306,7 +306,8 @@ def filter_logits(
             Greedy rows (0) keep every token.
         top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
         top_p: [N] float32: of what top_k kept, in descending order (equal logits: higher index first), keep each token
-            before which the probabilities sum to less than top_p; >= 1 keeps all, <= 0 only the first.
+            before which the probabilities sum to less than top_p (by more than its rounding to float32); >= 1 keeps
+            all, <= 0 only the first.
         min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
             maxima.
 

@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# The share of top_p from which a mass counts as having reached it. float32(0.8), for one, lies above 0.8, so that eight
+# of ten equal tokens would not reach it.
+TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
@@ -112,7 +115,7 @@ def filter_bounds(
         weights = [math.exp(z[v] - z_max) for v in kept]
         total = sum(weights)
         num_kept, before = 1, weights[0]
-        while num_kept < len(kept) and before < top_p * total:
+        while num_kept < len(kept) and before < top_p * TOP_P_REACHED * total:
             before += weights[num_kept]
             num_kept += 1
         kept = kept[:num_kept]
