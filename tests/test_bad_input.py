@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import FILTERS, OPS, VERIFY_OPS, op_arguments
+from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, op_arguments
 from torch import Tensor
 
 import torch_specops
@@ -206,20 +206,29 @@ def test_traced(op: str, name: str, value: object, said: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_a_uniform_out_of_range(op: str) -> None:
-    """No law, but no crash, and no token that is out of range or masked."""
-    for value in (-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN):
-        arguments = good(op)
-        for name in arguments:
-            if name.endswith("uniforms"):
-                arguments[name] = torch.full_like(arguments[name], value)
-            if name.endswith("logits"):
-                arguments[name][..., [0, V - 1]] = -INF
-        tokens, second = function(op, "op")(**arguments)
+@pytest.mark.parametrize("value", [-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN])
+def test_a_uniform_out_of_range(op: str, value: float) -> None:
+    """No law, but no crash, and no token that is out of range, masked or removed by a filter, though it was drafted."""
+    arguments = good(op)
+    for name in arguments:
+        if name.endswith("uniforms"):
+            arguments[name] = torch.full_like(arguments[name], value)
+    logits = arguments["logits" if op == "sample" else "target_logits"]
+    logits[..., 0], logits[..., V - 1] = -30.0, -INF
+    least = 0
+    if "top_k" in arguments:
+        least = 1
+        arguments |= {"top_k": torch.full((B,), V - 2)}
+    if op in VERIFY_OPS[:2]:
+        arguments["filter_draft"] = False
+    if op in VERIFY_OPS:
+        arguments["draft_tokens"] = torch.tensor([[V - 1] * K, [0] * K])
+    for form in (call, call_traced):
+        tokens, second = form(op, arguments)
         emitted = tokens
-        if op != "sample":
+        if op in VERIFY_OPS:
             assert bool((second >= 0).all()) and bool((second <= K).all())
             kept = torch.arange(K + 1) <= second.unsqueeze(1)
             emitted = tokens[kept]
             assert bool((tokens[~kept] == -1).all())
-        assert bool((emitted >= 1).all()) and bool((emitted < V - 1).all()), value
+        assert bool((emitted >= least).all()) and bool((emitted < V - 1).all())

@@ -21,6 +21,7 @@ FILTERED_VERIFY = (
 )
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
 BLOCK = (
+    "uniforms_out_of_range_masked,"
     "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
     "pad_ragged,target_nan,draft_inf,mixed_nonfinite,masked,overflow_fp16,greedy_mixed,bad_temperature,opposite,"
     "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot"
@@ -30,9 +31,10 @@ ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_
 # One of every kind of input: what `make test` has time for.
 FEW = "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
 FEW_FILTERS = (
-    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,tie_top_p_met,filters_strided,filters_nonfinite,min_p"
+    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_strided,filters_nonfinite,min_p,"
+    "tie_top_p_met"
 )
-FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token"
+FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_masked"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
 QUICK_RUNS = [

@@ -156,6 +156,11 @@ def filter_logits(
     return output
 
 
+def accepts(u: float, p_x: float, q_x: float) -> bool:
+    """u q(x) < p(x). Drafts of p(x) = 0 or q(x) = 0 fail whatever u is, also one outside [0, 1)."""
+    return p_x > 0 and q_x > 0 and u * q_x < p_x
+
+
 def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
     """Whether a greedy row takes x: the argmax, or with lenience l < 1 any x of p(x) >= l max p, p the softmax at
     temperature 1 (Leviathan et al. appendix A.5)."""
@@ -201,7 +206,7 @@ def verify_exact(
             else:
                 p = probabilities(filtered(target_logits[b, i], t, *filters), t)
                 q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
-                accepted = bool(q[x] > 0) and float(accept_uniforms[b, i]) * lenience * float(q[x]) < float(p[x])
+                accepted = accepts(float(accept_uniforms[b, i]) * lenience, float(p[x]), float(q[x]))
             if not accepted:
                 break
             output_tokens[b, i] = x
@@ -275,7 +280,7 @@ def verify_block(
                 h = reach[i]
             else:
                 h = float(residuals[i].sum() / (residuals[i].sum() + 1 - reach[i]))
-            if float(accept_uniforms[b, i - 1]) < h:
+            if reach[i] > 0 and float(accept_uniforms[b, i - 1]) < h:
                 n = i
         weights = residuals[n] if n < end and residuals[n].sum() > 0 else targets[n]
         output_tokens[b, :n] = draft_tokens[b, :n]
@@ -338,7 +343,7 @@ def verify_sigmoid(
             else:
                 p_hat = sigmoid_scores(target_logits[b, i], t, alpha, beta)
                 q_hat = sigmoid_scores(draft_logits[b, i], t, alpha, beta)
-                accepted = bool(q_hat[x] > 0) and float(accept_uniforms[b, i]) * float(q_hat[x]) < float(p_hat[x])
+                accepted = accepts(float(accept_uniforms[b, i]), float(p_hat[x]), float(q_hat[x]))
             if not accepted:
                 break
             output_tokens[b, i] = x
