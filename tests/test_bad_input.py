@@ -37,8 +37,8 @@ FLAGS = ("filter_draft",)
 NUMBERS = {
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
     "argmax_lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
-    "alpha": ("a finite number below 0", (0.0, 1.0, -INF, INF, NAN)),
-    "beta": ("a finite number above 0", (0.0, -1.0, INF, -INF, NAN)),
+    "alpha": ("(-1e36, -1e-36)", (0.0, 1.0, -1e-38, -1e38, -INF, INF, NAN)),
+    "beta": ("(1e-36, 1e36)", (0.0, -1.0, 1e-38, 1e38, INF, -INF, NAN)),
 }
 
 

@@ -3,8 +3,6 @@ no synchronisation and holds for fake tensors too."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -56,10 +54,11 @@ def check_verify_sigmoid(given: SigmoidArguments) -> None:
     check_tensor("draft_logits", given.draft_logits, plain=False)
     _check_verify(given)
     _check_filters(Filters(given.temperature), given.target_logits, "[B]")
-    if not (-math.inf < given.alpha < 0.0):
-        raise ValueError(f"alpha: expected a finite number below 0, got {given.alpha}")
-    if not (0.0 < given.beta < math.inf):
-        raise ValueError(f"beta: expected a finite number above 0, got {given.beta}")
+    # So that 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), are float32 numbers.
+    if not (-1e36 < given.alpha < -1e-36):
+        raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {given.alpha}")
+    if not (1e-36 < given.beta < 1e36):
+        raise ValueError(f"beta: expected a number in (1e-36, 1e36), got {given.beta}")
 
 
 def check_sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> None:

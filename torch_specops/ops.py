@@ -209,8 +209,8 @@ def verify_sigmoid(
         draft_logits: [B, K, V], as in `verify_exact` but required.
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
-        alpha: finite, below 0, in units of a scaled logit.
-        beta: finite, above 0.
+        alpha: in (-1e36, -1e-36), in units of a scaled logit.
+        beta: in (1e-36, 1e36).
         temperature: [B], as in `verify_exact`; greedy rows (0) are exact.
 
     Returns:

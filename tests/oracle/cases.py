@@ -341,6 +341,8 @@ CASES: dict[str, Options] = {
     "scale_asymmetric": {"scale": (-0.5, 30.0), "accept": LATE, "temperature": MIXED_TEMPERATURE},
     "scale_1e3": {"scale": (-1e3, 1e3), "accept": LATE, "num_drafts": 8},
     "scale_1e4": {"scale": (-1e4, 1e4), "accept": LATE, "dtypes": HALVES},
+    "scale_largest": {"scale": (-0.99e36, 0.99e36), "accept": LATE, "edit": edits.overflow},
+    "scale_smallest": {"scale": (-1.01e-36, 1.01e-36), "edit": edits.plateaus, "num_drafts": 8},
     "scale_1e4_far": {"scale": (-1e4, 1e4), "accept": (BELOW_ONE,), "noise": (3.0,), "num_drafts": 1},
     "far_below": {"scale": (-5.0, 5.0), "edit": edits.far_below},
 }
