@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, op_arguments
+from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, equal, op_arguments
 from torch import Tensor
 
 import torch_specops
+from torch_specops import reference
 from torch_specops.arguments import SigmoidArguments, VerifyArguments
 
 B, K, V = 2, 3, 11
@@ -33,6 +34,13 @@ TENSORS = {
     "min_p": ("float32", "[B]"),
 }
 FLAGS = ("filter_draft",)
+# argument -> (values out of range, other kinds); a number stands for all rows
+ROW_NUMBERS = {
+    "temperature": ((-1e-9, 1e39, INF, NAN), "a tensor or a number"),
+    "top_k": ((-1, 2**63), "a tensor or an int"),
+    "top_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+    "min_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+}
 # argument -> (what is expected, values out of range)
 NUMBERS = {
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
@@ -90,6 +98,10 @@ def bad_kinds(op: str, name: str) -> Iterator[tuple[object, str]]:
         return
     if name in FLAGS:
         yield from ((value, "a bool") for value in (None, 1, "True", torch.tensor(True)))
+        return
+    if name in ROW_NUMBERS:
+        more = (1.0,) if name == "top_k" else ()
+        yield from ((value, ROW_NUMBERS[name][1]) for value in ([1.0, 2.0], "0.5", True, good(op)[name].numpy(), *more))
         return
     yield from ((value, "a tensor") for value in ([1.0, 2.0], "logits", 1.0, good(op)[name].numpy()))
     optional = {argument.name for argument in schema_of(op).arguments if str(argument.type).startswith("Optional")}
@@ -150,6 +162,39 @@ def test_good_input_passes(op: str) -> None:
     if "draft_lse" in good(op):
         with pytest.raises(ValueError, match=r"^draft_lse: expected None when draft_logits is None .*got"):
             function(op, "function")(**good(op) | {"draft_logits": None})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_number_stands_for_all_rows(op: str) -> None:
+    """In the functions, mapped too, and in the oracle; the ops take tensors alone."""
+    numbers: dict[str, Any] = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 1}
+    numbers = {name: value for name, value in numbers.items() if name in good(op)}
+    dtypes = {"top_k": torch.int64}
+    tensors = {name: torch.full((B,), x, dtype=dtypes.get(name, torch.float32)) for name, x in numbers.items()}
+    expected = call(op, good(op) | tensors)
+    assert equal(call(op, good(op) | numbers), expected)
+    got, want = (getattr(reference, op)(**good(op) | values) for values in (numbers, tensors))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    given = {name: value for name, value in good(op).items() if name not in numbers}
+    tensors = {name: value.unsqueeze(0) for name, value in given.items() if isinstance(value, Tensor)}
+    mapped = torch.func.vmap(lambda *values: call(op, given | dict(zip(tensors, values, strict=True)) | numbers))
+    assert equal(tuple(each[0] for each in mapped(*tensors.values())), expected)
+    for name, (out_of_range, _) in ROW_NUMBERS.items() if op != "verify_sigmoid" else ():
+        for value in out_of_range:
+            error, message = outcome(function(op, "function"), good(op) | {name: value})
+            assert error is ValueError and message.startswith(f"{name}: expected a number in [0, ")
+            assert message.endswith(f", got {value}")
+        assert outcome(function(op, "op"), good(op) | {name: 0.5})[0] is not None
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_graph_for_all_numbers() -> None:
+    compiled = torch.compile(torch_specops.sample, fullgraph=True, backend="aot_eager")
+    for i, (temperature, top_k, top_p) in enumerate([(0.5, 3, 0.9), (1.5, 4, 0.8), (2.5, 5, 0.7), (0.0, 6, 0.6)]):
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": None}
+        # The first numbers are taken for constants.
+        with torch.compiler.set_stance("fail_on_recompile" if i > 1 else "default"):
+            assert equal(compiled(**good("sample") | numbers), call("sample", good("sample") | numbers))
 
 
 def test_the_schema_is_the_contract() -> None:

@@ -3,6 +3,8 @@ no synchronisation and holds for fake tensors too."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ __all__ = [
     "check_verify_block",
     "check_verify_exact",
     "check_verify_sigmoid",
+    "filters_of",
 ]
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,8 +143,33 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def filters_of(name: str, logits: Tensor, *filters: Any, plain: bool = True) -> Filters:
+    """The filters of rows of logits as tensors. A number, whose range is checked, stands for all rows; what is neither
+    a number nor a tensor is left for `check_kinds` to refuse."""
+    check_tensor(name, logits, plain)
+    given = Filters(*filters)
+    return Filters(*(_per_row(name, value, logits) for name, value in zip(given._fields, given, strict=True)))
+
+
+LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "top_p": 1, "min_p": 1}
+
+
+def _per_row(name: str, value: Any, logits: Tensor) -> Any:
+    kinds: Any = int if name == "top_k" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return value
+    largest = LARGEST[name]
+    if not 0 <= value <= largest:
+        raise ValueError(f"{name}: expected a number in [0, {largest}], got {value}")
+    dtype = torch.int64 if name == "top_k" else torch.float32
+    # A compiler traces a product for every number, and `torch.full` for the one that it is given.
+    return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
+
+
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
 FLAGS = ("filter_draft",)
+# Those that may be given as a number, and what is said of other kinds.
+KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
 def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
@@ -154,17 +182,17 @@ def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected a bool, got {type(value)}")
         elif value is not None:
-            check_tensor(name, value, plain)
+            check_tensor(name, value, plain, KINDS.get(name, "a tensor"))
 
 
 # The dispatch of these subclasses would refuse the op, without naming the argument.
 REFUSED_KINDS = {"DTensor": "; torch_specops.parallel takes sharded logits", "NestedTensor": "", "MaskedTensor": ""}
 
 
-def check_tensor(name: str, value: object, plain: bool = True) -> None:
+def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:
     """A tensor; a plain one is none of the kinds above. Other subclasses pass: their own dispatch decides."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {type(value)}")
     if plain:
         kind = "NestedTensor" if value.is_nested else type(value).__name__
         if kind in REFUSED_KINDS:

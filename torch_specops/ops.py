@@ -9,7 +9,7 @@ the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from .tracing import may_look
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
+if TYPE_CHECKING:
+    PerRow = Tensor | float | None
+else:
+    # The ops take tensors, and their schemas come from the functions' signatures.
+    PerRow = Tensor | None
+
 
 def verify_exact(
     target_logits: Tensor,
@@ -29,12 +35,12 @@ def verify_exact(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -60,17 +66,17 @@ def verify_exact(
             logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
         accept_uniforms: [B, K] float32 or float64 in [0, 1).
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
-        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. Where it is negative or NaN,
-            nothing is accepted and the next token is -1.
+        temperature: [B] float32 >= 0, or a number for all rows; applied to both sides. None = 1, 0 = greedy row. Where
+            it is negative or NaN, nothing is accepted and the next token is -1.
         draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: of the tokens that the
             filters keep, or of all with `filter_draft=False`. With it only one draft row is read, unless the draft is
             filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature, unless
+        top_k: [B] int64 or int32, or an int; as in `filter_logits`. Applied to both sides, like the temperature, unless
             `filter_draft` is False.
-        top_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
-        min_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
+        top_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
+        min_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
             then differ from the target's greedy one. Sampled rows ignore it.
@@ -83,7 +89,7 @@ def verify_exact(
 
     Raises:
         TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a lenience or argmax_lenience out of range.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -92,18 +98,19 @@ def verify_exact(
         >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
         (tensor([[ 2,  3, -1]]), tensor([1]))
     """
+    filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     given = VerifyArguments(
         target_logits,
         draft_tokens,
         draft_logits,
         accept_uniforms,
         sample_uniforms,
-        temperature,
+        filters.temperature,
         draft_lse,
         lenience,
-        top_k,
-        top_p,
-        min_p,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
         argmax_lenience,
         filter_draft,
     )
@@ -117,12 +124,12 @@ def verify_block(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
@@ -142,13 +149,13 @@ def verify_block(
         draft_logits: [B, K, V] or None, as in `verify_exact`.
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
-        temperature: [B], as in `verify_exact`; greedy rows (0) are verified token by token, as there.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
         draft_lse: [B, K], as in `verify_exact`. Here the draft rows are still read once with it, else twice.
         lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
             `verify_exact`.
-        top_k: [B] int64 or int32, as in `verify_exact`.
-        top_p: [B] float32, as in `verify_exact`.
-        min_p: [B] float32, as in `verify_exact`.
+        top_k: [B] int64 or int32, or an int, as in `verify_exact`.
+        top_p: [B] float32, or a number, as in `verify_exact`.
+        min_p: [B] float32, or a number, as in `verify_exact`.
         filter_draft: as in `verify_exact`.
 
     Returns:
@@ -156,7 +163,8 @@ def verify_block(
 
     Raises:
         TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a lenience other than 1.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
+            than 1.
 
     Example:
         >>> import torch, torch_specops
@@ -168,18 +176,19 @@ def verify_block(
         >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
         (tensor([[0, 1, 1]]), tensor([2]))
     """
+    filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     given = VerifyArguments(
         target_logits,
         draft_tokens,
         draft_logits,
         accept_uniforms,
         sample_uniforms,
-        temperature,
+        filters.temperature,
         draft_lse,
         lenience,
-        top_k,
-        top_p,
-        min_p,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
         filter_draft=filter_draft,
     )
     checks.check_kinds(given)
@@ -194,7 +203,7 @@ def verify_sigmoid(
     sample_uniforms: Tensor,
     alpha: float = -1e3,
     beta: float = 1e3,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
     """Verify with sigmoid scores in place of probabilities: LOSSY, but it reads two logits per draft instead of rows.
 
@@ -211,14 +220,14 @@ def verify_sigmoid(
         sample_uniforms: [B], as in `verify_exact`.
         alpha: in (-1e36, -1e-36), in units of a scaled logit.
         beta: in (1e-36, 1e36).
-        temperature: [B], as in `verify_exact`; greedy rows (0) are exact.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
         TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, alpha or beta out of range.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -236,7 +245,7 @@ def verify_sigmoid(
         sample_uniforms,
         alpha,
         beta,
-        temperature,
+        checks.filters_of("target_logits", target_logits, temperature).temperature,
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_sigmoid.default(*given)
@@ -245,10 +254,10 @@ def verify_sigmoid(
 def sample(
     logits: Tensor,
     uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
@@ -260,10 +269,10 @@ def sample(
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
             largest float32.
         uniforms: [N] float32 or float64 in [0, 1).
-        temperature: [N] float32 >= 0; None = 1, 0 = argmax (lowest index of the maximum).
-        top_k: [N] int64 or int32, as in `filter_logits`.
-        top_p: [N] float32, as in `filter_logits`.
-        min_p: [N] float32, as in `filter_logits`.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum).
+        top_k: [N] int64 or int32, or an int, as in `filter_logits`.
+        top_p: [N] float32, or a number, as in `filter_logits`.
+        min_p: [N] float32, or a number, as in `filter_logits`.
 
     Returns:
         tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
@@ -271,17 +280,18 @@ def sample(
         lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
-        TypeError: an argument that is not a tensor, or has another dtype.
-        ValueError: a shape that does not fit, or tensors on several devices.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
         >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
+        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=2.0, top_k=1)[0]
+        tensor([1, 1])
     """
-    filters = Filters(temperature, top_k, top_p, min_p)
-    checks.check_tensor("logits", logits)
+    filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_tensor("uniforms", uniforms)
     checks.check_kinds(filters)
     return torch.ops.specops.sample.default(logits, uniforms, *filters)
@@ -289,10 +299,10 @@ def sample(
 
 def filter_logits(
     logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
 ) -> Tensor:
     """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
 
@@ -302,22 +312,23 @@ def filter_logits(
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.
-        temperature: [N] float32 >= 0; None = 1. It changes what top_p and min_p keep; the logits stay undivided.
-            Greedy rows (0) keep every token.
-        top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
-        top_p: [N] float32: of what top_k kept, in descending order (equal logits: higher index first), keep each token
-            before which the probabilities sum to less than top_p (by more than its rounding to float32); >= 1 keeps
-            all, <= 0 only the first.
-        min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
-            maxima.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes what top_p and min_p keep; the
+            logits stay undivided. Greedy rows (0) keep every token.
+        top_k: [N] int64 or int32, or an int: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps
+            all.
+        top_p: [N] float32, or a number: of what top_k kept, in descending order (equal logits: higher index first),
+            keep each token before which the probabilities sum to less than top_p (by more than its rounding to
+            float32); >= 1 keeps all, <= 0 only the first.
+        min_p: [N] float32, or a number: keep tokens of at least min_p times the largest probability; <= 0 keeps all,
+            >= 1 the maxima.
 
     Returns:
         [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit unchanged. A
         negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
 
     Raises:
-        TypeError: an argument that is not a tensor, or has another dtype.
-        ValueError: a shape that does not fit, or tensors on several devices.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -326,8 +337,7 @@ def filter_logits(
         tensor([[-inf, 3., 2., 2.],
                 [-inf, 3., -inf, 2.]])
     """
-    filters = Filters(temperature, top_k, top_p, min_p)
-    checks.check_tensor("logits", logits)
+    filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_kinds(filters)
     return torch.ops.specops.filter_logits.default(logits, *filters)
 

@@ -133,25 +133,28 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     return torch.where(kept & (x > -math.inf), logits, -math.inf)
 
 
-def _filters(r: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> tuple[int, float, float]:
-    return (
-        0 if top_k is None else int(top_k[r]),
-        1.0 if top_p is None else float(top_p[r]),
-        0.0 if min_p is None else float(min_p[r]),
-    )
+def _of_row(values: Tensor | float | None, r: int, default: float) -> float:
+    """The number of row r; one number stands for all rows, None for the default."""
+    return default if values is None else float(values[r]) if isinstance(values, Tensor) else values
+
+
+def _filters(
+    r: int, top_k: Tensor | float | None, top_p: Tensor | float | None, min_p: Tensor | float | None
+) -> tuple[int, float, float]:
+    return int(_of_row(top_k, r, 0)), _of_row(top_p, r, 1.0), _of_row(min_p, r, 0.0)
 
 
 def filter_logits(
     logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
 ) -> Tensor:
     """`specops::filter_logits` by its law; shapes and dtypes as in `torch_specops.filter_logits`."""
     output = torch.empty(logits.shape, dtype=logits.dtype)
     for r in range(logits.shape[0]):
-        t = 1.0 if temperature is None else float(temperature[r])
+        t = _of_row(temperature, r, 1.0)
         output[r] = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
     return output
 
@@ -176,12 +179,12 @@ def verify_exact(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -192,7 +195,7 @@ def verify_exact(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         filters = _filters(b, top_k, top_p, min_p)
         draft_filters = filters if filter_draft else _filters(b, None, None, None)
         s = float(sample_uniforms[b])
@@ -234,12 +237,12 @@ def verify_block(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
@@ -249,7 +252,7 @@ def verify_block(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         if not t > 0:
             # A greedy row, or one without a law.
             row = slice(b, b + 1)
@@ -322,7 +325,7 @@ def verify_sigmoid(
     sample_uniforms: Tensor,
     alpha: float = -1e3,
     beta: float = 1e3,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_sigmoid` by its law; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
     batch, num_drafts = draft_tokens.shape
@@ -331,7 +334,7 @@ def verify_sigmoid(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -369,16 +372,16 @@ def verify_sigmoid(
 def sample(
     logits: Tensor,
     uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::sample` by its law; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
     for r in range(logits.shape[0]):
-        t = 1.0 if temperature is None else float(temperature[r])
+        t = _of_row(temperature, r, 1.0)
         kept = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
         z = scaled_logits(kept, t)
         if not t >= 0 or not (z > -math.inf).any():
