@@ -143,12 +143,25 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def filters_of(name: str, logits: Tensor, *filters: Any, plain: bool = True) -> Filters:
+def filters_of(
+    name: str,
+    logits: Tensor,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    *,
+    plain: bool = True,
+) -> Filters:
     """The filters of rows of logits as tensors. A number, whose range is checked, stands for all rows; what is neither
     a number nor a tensor is left for `check_kinds` to refuse."""
     check_tensor(name, logits, plain)
-    given = Filters(*filters)
-    return Filters(*(_per_row(name, value, logits) for name, value in zip(given._fields, given, strict=True)))
+    return Filters(
+        _per_row("temperature", temperature, logits),
+        _per_row("top_k", top_k, logits),
+        _per_row("top_p", top_p, logits),
+        _per_row("min_p", min_p, logits),
+    )
 
 
 LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "top_p": 1, "min_p": 1}
@@ -156,7 +169,7 @@ LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "t
 
 def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     kinds: Any = int if name == "top_k" else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
+    if value is None or isinstance(value, (Tensor, bool)) or not isinstance(value, kinds):
         return value
     largest = LARGEST[name]
     if not 0 <= value <= largest:

@@ -99,20 +99,14 @@ def verify_exact(
         (tensor([[ 2,  3, -1]]), tensor([1]))
     """
     filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     given = VerifyArguments(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        accept_uniforms,
-        sample_uniforms,
-        filters.temperature,
-        draft_lse,
-        lenience,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
-        argmax_lenience,
-        filter_draft,
+        *step,
+        **filters._asdict(),
+        draft_lse=draft_lse,
+        lenience=lenience,
+        argmax_lenience=argmax_lenience,
+        filter_draft=filter_draft,
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_exact.default(*given)
@@ -177,19 +171,9 @@ def verify_block(
         (tensor([[0, 1, 1]]), tensor([2]))
     """
     filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     given = VerifyArguments(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        accept_uniforms,
-        sample_uniforms,
-        filters.temperature,
-        draft_lse,
-        lenience,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
-        filter_draft=filter_draft,
+        *step, **filters._asdict(), draft_lse=draft_lse, lenience=lenience, filter_draft=filter_draft
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_block.default(*given[:-2], filter_draft)
