@@ -68,12 +68,13 @@ VOCABULARIES = {
 ABSENT_WITH = {
     "UNIT_STRIDE": ("stride_v", "stride_target_v", "stride_draft_v"),
     "FIRST": ("previous_ptr", "previous_search_ptr"),
-    "ONE_HOT": ("draft_ptr", "draft_lse_ptr"),
+    "ONE_HOT": ("draft_ptr", "draft_lse_ptr", "draft_bounds_ptr"),
     "DRAFT_ROWS": ("draft_lse_ptr",),
+    "UNFILTERED_DRAFT": ("draft_bounds_ptr",),
 }
 ABSENT_WITHOUT = {
     "HAS_TEMPERATURE": ("temperature_ptr",),
-    "FILTERED": ("bounds_ptr",),
+    "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
 }
 TYPES = {
@@ -138,6 +139,7 @@ def builds() -> Iterator[Build]:
         {"UNIT_STRIDE": False},
         {"BLOCK_K": 64},
         {"FILTERED": True, "ARGMAX_LENIENT": True},
+        {"FILTERED": True, "UNFILTERED_DRAFT": True},
         {"tokens": "i32", "uniforms": "fp64"},
         {"sizes": "static"},
         {"sizes": "i64"},

@@ -61,10 +61,11 @@ def op_arguments(
         "top_k": torch.arange(batch) % 3 * (vocab_size // 4),
         "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch // 4 + 1)[:batch],
         "min_p": torch.tensor([0.0, 0.02, 0.1, 0.0]).repeat(batch // 4 + 1)[:batch],
+        "filter_draft": op == "verify_exact",
     }
     schema = getattr(torch.ops.specops, op).default._schema
-    names = [argument.name for argument in schema.arguments if filtered or argument.name not in FILTERS]
-    return {name: values[name] for name in names}
+    left_out = () if filtered else (*FILTERS, "filter_draft")
+    return {each.name: values[each.name] for each in schema.arguments if each.name not in left_out}
 
 
 def call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:

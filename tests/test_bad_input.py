@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import FILTERS, OPS, VERIFY_OPS, op_arguments
+from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, equal, op_arguments
 from torch import Tensor
 
 import torch_specops
+from torch_specops import reference
 from torch_specops.arguments import SigmoidArguments, VerifyArguments
 
 B, K, V = 2, 3, 11
@@ -32,12 +33,20 @@ TENSORS = {
     "top_p": ("float32", "[B]"),
     "min_p": ("float32", "[B]"),
 }
+FLAGS = ("filter_draft",)
+# argument -> (values out of range, other kinds); a number stands for all rows
+ROW_NUMBERS = {
+    "temperature": ((-1e-9, 1e39, INF, NAN), "a tensor or a number"),
+    "top_k": ((-1, 2**63), "a tensor or an int"),
+    "top_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+    "min_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+}
 # argument -> (what is expected, values out of range)
 NUMBERS = {
     "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
     "argmax_lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
-    "alpha": ("a finite number below 0", (0.0, 1.0, -INF, INF, NAN)),
-    "beta": ("a finite number above 0", (0.0, -1.0, INF, -INF, NAN)),
+    "alpha": ("(-1e36, -1e-36)", (0.0, 1.0, -1e-38, -1e38, -INF, INF, NAN)),
+    "beta": ("(1e-36, 1e36)", (0.0, -1.0, 1e-38, 1e38, INF, -INF, NAN)),
 }
 
 
@@ -87,6 +96,13 @@ def bad_kinds(op: str, name: str) -> Iterator[tuple[object, str]]:
     if name in NUMBERS:
         yield from ((value, "a number") for value in (None, "1.0", [1.0], True, 1j, torch.tensor(1.0)))
         return
+    if name in FLAGS:
+        yield from ((value, "a bool") for value in (None, 1, "True", torch.tensor(True)))
+        return
+    if name in ROW_NUMBERS:
+        more = (1.0,) if name == "top_k" else ()
+        yield from ((value, ROW_NUMBERS[name][1]) for value in ([1.0, 2.0], "0.5", True, good(op)[name].numpy(), *more))
+        return
     yield from ((value, "a tensor") for value in ([1.0, 2.0], "logits", 1.0, good(op)[name].numpy()))
     optional = {argument.name for argument in schema_of(op).arguments if str(argument.type).startswith("Optional")}
     if name not in optional:
@@ -108,7 +124,7 @@ def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type[B
 @pytest.mark.parametrize("op", OPS)
 def test_metadata_and_ranges(op: str) -> None:
     failures = []
-    for name in good(op):
+    for name in good(op).keys() - set(FLAGS):
         cases = bad_numbers(op, name) if name in NUMBERS else bad_metadata(op, name)
         for value, error, said in cases:
             for through in ("function", "op"):
@@ -130,7 +146,7 @@ def test_kinds(op: str) -> None:
                 f"{name}: expected {expected}, got {type(value)}",
             ):
                 failures.append((name, value))
-            if name not in NUMBERS and outcome(function(op, "op"), good(op) | {name: value})[0] is None:
+            if name not in (*NUMBERS, *FLAGS) and outcome(function(op, "op"), good(op) | {name: value})[0] is None:
                 failures.append((name, value, "op"))
     assert not failures
 
@@ -148,6 +164,39 @@ def test_good_input_passes(op: str) -> None:
             function(op, "function")(**good(op) | {"draft_logits": None})
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_number_stands_for_all_rows(op: str) -> None:
+    """In the functions, mapped too, and in the oracle; the ops take tensors alone."""
+    numbers: dict[str, Any] = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 1}
+    numbers = {name: value for name, value in numbers.items() if name in good(op)}
+    dtypes = {"top_k": torch.int64}
+    tensors = {name: torch.full((B,), x, dtype=dtypes.get(name, torch.float32)) for name, x in numbers.items()}
+    expected = call(op, good(op) | tensors)
+    assert equal(call(op, good(op) | numbers), expected)
+    got, want = (getattr(reference, op)(**good(op) | values) for values in (numbers, tensors))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    given = {name: value for name, value in good(op).items() if name not in numbers}
+    tensors = {name: value.unsqueeze(0) for name, value in given.items() if isinstance(value, Tensor)}
+    mapped = torch.func.vmap(lambda *values: call(op, given | dict(zip(tensors, values, strict=True)) | numbers))
+    assert equal(tuple(each[0] for each in mapped(*tensors.values())), expected)
+    for name, (out_of_range, _) in ROW_NUMBERS.items() if op != "verify_sigmoid" else ():
+        for value in out_of_range:
+            error, message = outcome(function(op, "function"), good(op) | {name: value})
+            assert error is ValueError and message.startswith(f"{name}: expected a number in [0, ")
+            assert message.endswith(f", got {value}")
+        assert outcome(function(op, "op"), good(op) | {name: 0.5})[0] is not None
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_graph_for_all_numbers() -> None:
+    compiled = torch.compile(torch_specops.sample, fullgraph=True, backend="aot_eager")
+    for i, (temperature, top_k, top_p) in enumerate([(0.5, 3, 0.9), (1.5, 4, 0.8), (2.5, 5, 0.7), (0.0, 6, 0.6)]):
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": None}
+        # The first numbers are taken for constants.
+        with torch.compiler.set_stance("fail_on_recompile" if i > 1 else "default"):
+            assert equal(compiled(**good("sample") | numbers), call("sample", good("sample") | numbers))
+
+
 def test_the_schema_is_the_contract() -> None:
     """Names, order and defaults are what callers rely on, and the same in signatures, argument objects and schemas."""
     drafts = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
@@ -156,9 +205,10 @@ def test_the_schema_is_the_contract() -> None:
     temperature, result = "Tensor? temperature=None", "-> (Tensor, Tensor)"
     assert {op: str(schema_of(op)) for op in OPS} == {
         "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1.) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1., "
+        f"bool filter_draft=True) {result}",
         "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}) {result}",
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, bool filter_draft=True) {result}",
         "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
         f"float alpha=-1000., float beta=1000., {temperature}) {result}",
         "sample": f"specops::sample(Tensor logits, Tensor uniforms, {temperature}, {filters}) {result}",
@@ -186,6 +236,7 @@ def unreachable(*_: object) -> None:
     [
         ("verify_exact", "draft_tokens", torch.zeros(B, 2).long(), "expected [B, K] = [2, 3], got shape [2, 2]"),
         ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
+        ("verify_block", "filter_draft", 0, "expected a bool, got <class 'int'>"),
         ("verify_sigmoid", "alpha", True, "expected a number, got <class 'bool'>"),
         ("sample", "uniforms", [0.5, 0.5], "expected a tensor, got <class 'list'>"),
         ("filter_logits", "min_p", torch.ones(B).double(), "expected float32, got float64"),
@@ -200,20 +251,29 @@ def test_traced(op: str, name: str, value: object, said: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_a_uniform_out_of_range(op: str) -> None:
-    """No law, but no crash, and no token that is out of range or masked."""
-    for value in (-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN):
-        arguments = good(op)
-        for name in arguments:
-            if name.endswith("uniforms"):
-                arguments[name] = torch.full_like(arguments[name], value)
-            if name.endswith("logits"):
-                arguments[name][..., [0, V - 1]] = -INF
-        tokens, second = function(op, "op")(**arguments)
+@pytest.mark.parametrize("value", [-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN])
+def test_a_uniform_out_of_range(op: str, value: float) -> None:
+    """No law, but no crash, and no token that is out of range, masked or removed by a filter, though it was drafted."""
+    arguments = good(op)
+    for name in arguments:
+        if name.endswith("uniforms"):
+            arguments[name] = torch.full_like(arguments[name], value)
+    logits = arguments["logits" if op == "sample" else "target_logits"]
+    logits[..., 0], logits[..., V - 1] = -30.0, -INF
+    least = 0
+    if "top_k" in arguments:
+        least = 1
+        arguments |= {"top_k": torch.full((B,), V - 2)}
+    if op in VERIFY_OPS[:2]:
+        arguments["filter_draft"] = False
+    if op in VERIFY_OPS:
+        arguments["draft_tokens"] = torch.tensor([[V - 1] * K, [0] * K])
+    for form in (call, call_traced):
+        tokens, second = form(op, arguments)
         emitted = tokens
-        if op != "sample":
+        if op in VERIFY_OPS:
             assert bool((second >= 0).all()) and bool((second <= K).all())
             kept = torch.arange(K + 1) <= second.unsqueeze(1)
             emitted = tokens[kept]
             assert bool((tokens[~kept] == -1).all())
-        assert bool((emitted >= 1).all()) and bool((emitted < V - 1).all()), value
+        assert bool((emitted >= least).all()) and bool((emitted < V - 1).all())

@@ -154,6 +154,32 @@ def test_wrong_sampler_is_caught(name: str, wrong: Verify, report: Report) -> No
     expect(report, f"filters, {name}", chain_p_values(tokens, target, **ALL))
 
 
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block"])
+def test_drafts_sampled_without_the_filters(op: str) -> None:
+    """The law of the first token by enumeration: every draft, and a grid of both uniforms. Drafts of the unfiltered q
+    verified against the filtered one, as an engine that filters the target alone might call it, have another law."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    grid = (torch.arange(200) + 0.5) / 200
+    x, u, s = torch.cartesian_prod(torch.arange(3.0), grid, grid).unbind(1)
+    arguments = (
+        p.log().expand(len(x), 2, 3),
+        x.long().unsqueeze(1),
+        q.log().expand(len(x), 1, 3),
+        u.unsqueeze(1),
+        s,
+    )
+    right, naive = (torch.tensor(law, dtype=torch.float64) for law in ([0.625, 0.375, 0.0], [0.7, 0.3, 0.0]))
+    top_k, lse = torch.full((len(x),), 2), torch.zeros(len(x), 1)
+    for options, expected in (
+        ({}, naive),
+        ({"filter_draft": False}, right),
+        ({"filter_draft": False, "draft_lse": lse}, right),
+    ):
+        output, _ = getattr(torch_specops, op)(*arguments, top_k=top_k, **options)
+        law = torch.bincount(output[:, 0], weights=q[x.long()].double(), minlength=3) / len(grid) ** 2
+        torch.testing.assert_close(law, expected, rtol=0, atol=0.005)
+
+
 @pytest.mark.parametrize("argmax_lenience", [1.0, 0.9, 0.45, 0.3, 0.01])
 def test_argmax_lenience(argmax_lenience: float) -> None:
     """x is accepted iff p(x) >= l max p, and else the argmax is emitted. None of these l is a ratio of two counts."""

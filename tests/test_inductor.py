@@ -36,8 +36,8 @@ Prepare = Callable[[Tensor], Tensor]
 
 def inputs(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Logits with ties, -inf, +inf and NaN; drafts that are accepted, rejected and padding."""
-    more = ("temperature", "draft_lse", "lenience", "argmax_lenience", "alpha", "beta")
     given = op_arguments(op, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype, filtered=False)
+    more = {name for name, value in given.items() if not isinstance(value, Tensor)} | {"temperature", "draft_lse"}
     given = {name: value for name, value in given.items() if name not in more}
     rows = given["logits" if op == "sample" else "target_logits"]
     rows[::5, ..., 7], rows[1::7, ..., 3], rows[2::7, ..., 5], rows[3::9] = -torch.inf, torch.inf, torch.nan, 0.0

@@ -142,6 +142,16 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(
     assert searched == BATCH * (NUM_DRAFTS + 1 + (NUM_DRAFTS if option != "one-hot" else 0))
 
 
+@pytest.mark.parametrize("op", VERIFY_OPS[:2])
+def test_rows_of_an_unfiltered_draft_are_not_searched(op: str, launched: list[Launch]) -> None:
+    with FakeTensorMode():
+        getattr(torch_specops, op)(**empty_arguments(op, "filters", dtype=torch.float32), filter_draft=False)
+    # Those of the target are float32.
+    narrow = [math.prod(grid) for name, grid, _ in launched if name == "narrow_kernel"]
+    (finish,) = (math.prod(grid) for name, grid, _ in launched if name == "finish_kernel")
+    assert len(narrow) == 16 and finish == BATCH * (NUM_DRAFTS + 1)
+
+
 def test_tiles_of_a_program() -> None:
     """One, until there are enough programs; never so many that programs are few."""
     few = launch.RESIDENT_PROGRAMS

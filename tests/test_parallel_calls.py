@@ -43,16 +43,17 @@ def run_dtensors(vocab_size: int) -> list[tuple[Tensor, ...]]:
         (square, whole + shard, whole + shard, {}),
         (square, whole + shard, whole + whole, {}),
         (square, whole + whole, whole + whole, {"group": square["model"]}),
-        (line, shard, None, {}),
+        (line, shard, None, {"temperature": 0.7}),
     ):
         placements = {"target_logits": target, "draft_logits": draft, "draft_tokens": whole * mesh.ndim}
         placed = {
             name: args[name] if placement is None else distribute_tensor(args[name], mesh, placement)
             for name, placement in placements.items()
         }
-        results.append(parallel.verify_exact(**args | placed, **extra))
+        results.append(parallel.verify_exact(**args | placed | extra))
     whole_logits = distribute_tensor(args["target_logits"][:, 0], line, shard)
     results.append(parallel.sample(whole_logits, args["sample_uniforms"], args["temperature"]))
+    results.append(parallel.sample(whole_logits, args["sample_uniforms"], 0.7))
     return results
 
 
@@ -60,9 +61,11 @@ def test_dtensors(report: Report) -> None:
     """5 tokens over 4 ranks leave the last without a column."""
     vocab_size = 5
     args = base_case(vocab_size, draft_lse=None)
-    cases = [Case(f"DTensor {i}", "verify_exact", args) for i in range(8)]
+    same = torch.full_like(args["temperature"], 0.7)
+    cases = [Case(f"DTensor {i}", "verify_exact", args) for i in range(7)]
+    cases.append(Case("a number as temperature", "verify_exact", args | {"temperature": same}))
     sampled = {"logits": args["target_logits"][:, 0], "uniforms": args["sample_uniforms"]}
-    cases.append(Case("DTensor", "sample", sampled | {"temperature": args["temperature"]}))
+    cases += [Case("DTensor", "sample", sampled | {"temperature": each}) for each in (args["temperature"], same)]
     check(zip(cases, agreed(in_ranks(run_dtensors, vocab_size)), strict=True), report)
 
 
@@ -221,7 +224,7 @@ def bad_calls() -> list[tuple[str, str]]:
     samples: list[tuple[tuple[Any, ...], str]] = [
         ((local, uniforms), r"ValueError: logits: expected 2 dimensions"),
         ((logits, uniforms[:3]), r"ValueError: uniforms: expected \[N\] = \[64\]"),
-        ((logits, uniforms, 1.0), r"TypeError: temperature: expected a tensor"),
+        ((logits, uniforms, [1.0]), r"TypeError: temperature: expected a tensor or a number"),
     ]
     got = [(raised(partial(parallel.verify_exact, **args | changes)), said) for changes, said in verifications]
     got += [(raised(partial(parallel.sample, *values)), said) for values, said in samples]

@@ -5,7 +5,7 @@ Names, order, defaults and meaning are those of the public functions in `ops.py`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ class Filters(NamedTuple):
 
 
 class VerifyArguments(NamedTuple):
-    """The arguments of `verify_exact`; `verify_block` has all but the last."""
+    """The arguments of `verify_exact`; `verify_block` has all but `argmax_lenience`."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]
@@ -44,10 +44,22 @@ class VerifyArguments(NamedTuple):
     top_p: Tensor | None = None  # [B]
     min_p: Tensor | None = None  # [B]
     argmax_lenience: float = 1.0
+    filter_draft: bool = True
+
+    @classmethod
+    def of_block(cls, *args: Any) -> VerifyArguments:
+        """From the arguments of `verify_block` in their order."""
+        names = (name for name in cls._fields if name != "argmax_lenience")
+        return cls(**dict(zip(names, args, strict=False)))
 
     @property
     def filters(self) -> Filters:
+        """Those of the target's rows."""
         return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def draft_filters(self) -> Filters:
+        return self.filters if self.filter_draft else Filters(self.temperature)
 
 
 class SigmoidArguments(NamedTuple):

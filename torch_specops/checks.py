@@ -3,7 +3,7 @@ no synchronisation and holds for fake tensors too."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "check_verify_block",
     "check_verify_exact",
     "check_verify_sigmoid",
+    "filters_of",
 ]
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,10 +57,11 @@ def check_verify_sigmoid(given: SigmoidArguments) -> None:
     check_tensor("draft_logits", given.draft_logits, plain=False)
     _check_verify(given)
     _check_filters(Filters(given.temperature), given.target_logits, "[B]")
-    if not (-math.inf < given.alpha < 0.0):
-        raise ValueError(f"alpha: expected a finite number below 0, got {given.alpha}")
-    if not (0.0 < given.beta < math.inf):
-        raise ValueError(f"beta: expected a finite number above 0, got {given.beta}")
+    # So that 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), are float32 numbers.
+    if not (-1e36 < given.alpha < -1e-36):
+        raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {given.alpha}")
+    if not (1e-36 < given.beta < 1e36):
+        raise ValueError(f"beta: expected a number in (1e-36, 1e36), got {given.beta}")
 
 
 def check_sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> None:
@@ -141,27 +143,69 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def filters_of(
+    name: str,
+    logits: Tensor,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    *,
+    plain: bool = True,
+) -> Filters:
+    """The filters of rows of logits as tensors. A number, whose range is checked, stands for all rows; what is neither
+    a number nor a tensor is left for `check_kinds` to refuse."""
+    check_tensor(name, logits, plain)
+    return Filters(
+        _per_row("temperature", temperature, logits),
+        _per_row("top_k", top_k, logits),
+        _per_row("top_p", top_p, logits),
+        _per_row("min_p", min_p, logits),
+    )
+
+
+LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "top_p": 1, "min_p": 1}
+
+
+def _per_row(name: str, value: Any, logits: Tensor) -> Any:
+    kinds: Any = int if name == "top_k" else (int, float)
+    if value is None or isinstance(value, (Tensor, bool)) or not isinstance(value, kinds):
+        return value
+    largest = LARGEST[name]
+    if not 0 <= value <= largest:
+        raise ValueError(f"{name}: expected a number in [0, {largest}], got {value}")
+    dtype = torch.int64 if name == "top_k" else torch.float32
+    # A compiler traces a product for every number, and `torch.full` for the one that it is given.
+    return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
+
+
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
+FLAGS = ("filter_draft",)
+# Those that may be given as a number, and what is said of other kinds.
+KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
 def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
-    """Numbers are numbers, everything else is None or a tensor, plain unless said otherwise. The dispatcher would
-    refuse the rest without naming the argument, or take a bool for a number."""
+    """Numbers are numbers, a flag is a bool, everything else None or a tensor, plain unless said otherwise. The
+    dispatcher would refuse the rest without naming the argument, or take a bool for a number."""
     for name, value in zip(given._fields, given, strict=True):
         if name in NUMBERS:
             check_number(name, value)
+        elif name in FLAGS:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected a bool, got {type(value)}")
         elif value is not None:
-            check_tensor(name, value, plain)
+            check_tensor(name, value, plain, KINDS.get(name, "a tensor"))
 
 
 # The dispatch of these subclasses would refuse the op, without naming the argument.
 REFUSED_KINDS = {"DTensor": "; torch_specops.parallel takes sharded logits", "NestedTensor": "", "MaskedTensor": ""}
 
 
-def check_tensor(name: str, value: object, plain: bool = True) -> None:
+def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:
     """A tensor; a plain one is none of the kinds above. Other subclasses pass: their own dispatch decides."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {type(value)}")
     if plain:
         kind = "NestedTensor" if value.is_nested else type(value).__name__
         if kind in REFUSED_KINDS:

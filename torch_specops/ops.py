@@ -9,7 +9,7 @@ the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from .tracing import may_look
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
+if TYPE_CHECKING:
+    PerRow = Tensor | float | None
+else:
+    # The ops take tensors, and their schemas come from the functions' signatures.
+    PerRow = Tensor | None
+
 
 def verify_exact(
     target_logits: Tensor,
@@ -29,13 +35,14 @@ def verify_exact(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
     argmax_lenience: float = 1.0,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
 
@@ -46,7 +53,9 @@ def verify_exact(
     and padded input too.
 
     With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
-    sampling with the same filters. No filtered copy is written.
+    sampling with the same filters. If the drafts were sampled without them, say so by `filter_draft=False`: q is then
+    the softmax of all draft logits, as it was for the drafts. Else the emitted tokens have another law, and nothing
+    shows it. No filtered copy is written either way.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
@@ -57,26 +66,30 @@ def verify_exact(
             logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
         accept_uniforms: [B, K] float32 or float64 in [0, 1).
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
-        temperature: [B] float32 >= 0, applied to both sides; None = 1, 0 = greedy row. Where it is negative or NaN,
-            nothing is accepted and the next token is -1.
-        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it, with the same filters.
-            With it only one draft row is read, unless there are filters. A value that is not finite makes q zero.
+        temperature: [B] float32 >= 0, or a number for all rows; applied to both sides. None = 1, 0 = greedy row. Where
+            it is negative or NaN, nothing is accepted and the next token is -1.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: of the tokens that the
+            filters keep, or of all with `filter_draft=False`. With it only one draft row is read, unless the draft is
+            filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, as in `filter_logits`; applied to both sides, like the temperature.
-        top_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
-        min_p: [B] float32, as in `filter_logits`. NaN has the effect of a NaN temperature.
+        top_k: [B] int64 or int32, or an int; as in `filter_logits`. Applied to both sides, like the temperature, unless
+            `filter_draft` is False.
+        top_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
+        min_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
             then differ from the target's greedy one. Sampled rows ignore it.
+        filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
+            q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
         num_accepted [B] int64 in 0..K: accepted drafts only.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a lenience or argmax_lenience out of range.
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -85,19 +98,15 @@ def verify_exact(
         >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
         (tensor([[ 2,  3, -1]]), tensor([1]))
     """
+    filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     given = VerifyArguments(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        accept_uniforms,
-        sample_uniforms,
-        temperature,
-        draft_lse,
-        lenience,
-        top_k,
-        top_p,
-        min_p,
-        argmax_lenience,
+        *step,
+        **filters._asdict(),
+        draft_lse=draft_lse,
+        lenience=lenience,
+        argmax_lenience=argmax_lenience,
+        filter_draft=filter_draft,
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_exact.default(*given)
@@ -109,12 +118,13 @@ def verify_block(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
 
@@ -133,20 +143,22 @@ def verify_block(
         draft_logits: [B, K, V] or None, as in `verify_exact`.
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
-        temperature: [B], as in `verify_exact`; greedy rows (0) are verified token by token, as there.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
         draft_lse: [B, K], as in `verify_exact`. Here the draft rows are still read once with it, else twice.
         lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
             `verify_exact`.
-        top_k: [B] int64 or int32, as in `verify_exact`.
-        top_p: [B] float32, as in `verify_exact`.
-        min_p: [B] float32, as in `verify_exact`.
+        top_k: [B] int64 or int32, or an int, as in `verify_exact`.
+        top_p: [B] float32, or a number, as in `verify_exact`.
+        min_p: [B] float32, or a number, as in `verify_exact`.
+        filter_draft: as in `verify_exact`.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a lenience other than 1.
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
+            than 1.
 
     Example:
         >>> import torch, torch_specops
@@ -158,21 +170,13 @@ def verify_block(
         >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
         (tensor([[0, 1, 1]]), tensor([2]))
     """
+    filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     given = VerifyArguments(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        accept_uniforms,
-        sample_uniforms,
-        temperature,
-        draft_lse,
-        lenience,
-        top_k,
-        top_p,
-        min_p,
+        *step, **filters._asdict(), draft_lse=draft_lse, lenience=lenience, filter_draft=filter_draft
     )
     checks.check_kinds(given)
-    return torch.ops.specops.verify_block.default(*given[:-1])
+    return torch.ops.specops.verify_block.default(*given[:-2], filter_draft)
 
 
 def verify_sigmoid(
@@ -183,7 +187,7 @@ def verify_sigmoid(
     sample_uniforms: Tensor,
     alpha: float = -1e3,
     beta: float = 1e3,
-    temperature: Tensor | None = None,
+    temperature: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
     """Verify with sigmoid scores in place of probabilities: LOSSY, but it reads two logits per draft instead of rows.
 
@@ -198,16 +202,16 @@ def verify_sigmoid(
         draft_logits: [B, K, V], as in `verify_exact` but required.
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
-        alpha: finite, below 0, in units of a scaled logit.
-        beta: finite, above 0.
-        temperature: [B], as in `verify_exact`; greedy rows (0) are exact.
+        alpha: in (-1e36, -1e-36), in units of a scaled logit.
+        beta: in (1e-36, 1e36).
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
         TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, alpha or beta out of range.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -225,7 +229,7 @@ def verify_sigmoid(
         sample_uniforms,
         alpha,
         beta,
-        temperature,
+        checks.filters_of("target_logits", target_logits, temperature).temperature,
     )
     checks.check_kinds(given)
     return torch.ops.specops.verify_sigmoid.default(*given)
@@ -234,10 +238,10 @@ def verify_sigmoid(
 def sample(
     logits: Tensor,
     uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
@@ -249,10 +253,10 @@ def sample(
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
             largest float32.
         uniforms: [N] float32 or float64 in [0, 1).
-        temperature: [N] float32 >= 0; None = 1, 0 = argmax (lowest index of the maximum).
-        top_k: [N] int64 or int32, as in `filter_logits`.
-        top_p: [N] float32, as in `filter_logits`.
-        min_p: [N] float32, as in `filter_logits`.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum).
+        top_k: [N] int64 or int32, or an int, as in `filter_logits`.
+        top_p: [N] float32, or a number, as in `filter_logits`.
+        min_p: [N] float32, or a number, as in `filter_logits`.
 
     Returns:
         tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
@@ -260,17 +264,18 @@ def sample(
         lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
-        TypeError: an argument that is not a tensor, or has another dtype.
-        ValueError: a shape that does not fit, or tensors on several devices.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
         >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
+        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=2.0, top_k=1)[0]
+        tensor([1, 1])
     """
-    filters = Filters(temperature, top_k, top_p, min_p)
-    checks.check_tensor("logits", logits)
+    filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_tensor("uniforms", uniforms)
     checks.check_kinds(filters)
     return torch.ops.specops.sample.default(logits, uniforms, *filters)
@@ -278,34 +283,36 @@ def sample(
 
 def filter_logits(
     logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
 ) -> Tensor:
     """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
 
     These are the filters of transformers' `generate`, ties included. `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for filters of only one of the two models. The law
+    and write no filtered copy, so this op is for other samplers, and for drafts with filters of their own. The law
     is in docs/math.md, section 15.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.
-        temperature: [N] float32 >= 0; None = 1. It changes what top_p and min_p keep; the logits stay undivided.
-            Greedy rows (0) keep every token.
-        top_k: [N] int64 or int32: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps all.
-        top_p: [N] float32: of what top_k kept, in descending order (equal logits: higher index first), keep each token
-            before which the probabilities sum to less than top_p; >= 1 keeps all, <= 0 only the first.
-        min_p: [N] float32: keep tokens of at least min_p times the largest probability; <= 0 keeps all, >= 1 the
-            maxima.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes what top_p and min_p keep; the
+            logits stay undivided. Greedy rows (0) keep every token.
+        top_k: [N] int64 or int32, or an int: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps
+            all.
+        top_p: [N] float32, or a number: of what top_k kept, in descending order (equal logits: higher index first),
+            keep each token before which the probabilities sum to less than top_p (by more than its rounding to
+            float32); >= 1 keeps all, <= 0 only the first.
+        min_p: [N] float32, or a number: keep tokens of at least min_p times the largest probability; <= 0 keeps all,
+            >= 1 the maxima.
 
     Returns:
         [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit unchanged. A
         negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
 
     Raises:
-        TypeError: an argument that is not a tensor, or has another dtype.
-        ValueError: a shape that does not fit, or tensors on several devices.
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
     Example:
         >>> import torch, torch_specops
@@ -314,8 +321,7 @@ def filter_logits(
         tensor([[-inf, 3., 2., 2.],
                 [-inf, 3., -inf, 2.]])
     """
-    filters = Filters(temperature, top_k, top_p, min_p)
-    checks.check_tensor("logits", logits)
+    filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_kinds(filters)
     return torch.ops.specops.filter_logits.default(logits, *filters)
 
@@ -341,7 +347,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(verify_block, whole_from=2**15)
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
-    given = VerifyArguments(*args)
+    given = VerifyArguments.of_block(*args)
     checks.check_verify_block(given)
     if given.target_logits.device.type != "cuda":
         form = eager if may_look(given.target_logits) else dense

@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# The share of top_p from which a mass counts as having reached it. float32(0.8), for one, lies above 0.8, so that eight
+# of ten equal tokens would not reach it.
+TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
@@ -112,7 +115,7 @@ def filter_bounds(
         weights = [math.exp(z[v] - z_max) for v in kept]
         total = sum(weights)
         num_kept, before = 1, weights[0]
-        while num_kept < len(kept) and before < top_p * total:
+        while num_kept < len(kept) and before < top_p * TOP_P_REACHED * total:
             before += weights[num_kept]
             num_kept += 1
         kept = kept[:num_kept]
@@ -130,27 +133,35 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     return torch.where(kept & (x > -math.inf), logits, -math.inf)
 
 
-def _filters(r: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> tuple[int, float, float]:
-    return (
-        0 if top_k is None else int(top_k[r]),
-        1.0 if top_p is None else float(top_p[r]),
-        0.0 if min_p is None else float(min_p[r]),
-    )
+def _of_row(values: Tensor | float | None, r: int, default: float) -> float:
+    """The number of row r; one number stands for all rows, None for the default."""
+    return default if values is None else float(values[r]) if isinstance(values, Tensor) else values
+
+
+def _filters(
+    r: int, top_k: Tensor | float | None, top_p: Tensor | float | None, min_p: Tensor | float | None
+) -> tuple[int, float, float]:
+    return int(_of_row(top_k, r, 0)), _of_row(top_p, r, 1.0), _of_row(min_p, r, 0.0)
 
 
 def filter_logits(
     logits: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
 ) -> Tensor:
     """`specops::filter_logits` by its law; shapes and dtypes as in `torch_specops.filter_logits`."""
     output = torch.empty(logits.shape, dtype=logits.dtype)
     for r in range(logits.shape[0]):
-        t = 1.0 if temperature is None else float(temperature[r])
+        t = _of_row(temperature, r, 1.0)
         output[r] = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
     return output
+
+
+def accepts(u: float, p_x: float, q_x: float) -> bool:
+    """u q(x) < p(x). Drafts of p(x) = 0 or q(x) = 0 fail whatever u is, also one outside [0, 1)."""
+    return p_x > 0 and q_x > 0 and u * q_x < p_x
 
 
 def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
@@ -168,13 +179,14 @@ def verify_exact(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
     argmax_lenience: float = 1.0,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
     batch, num_drafts = draft_tokens.shape
@@ -183,8 +195,9 @@ def verify_exact(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         filters = _filters(b, top_k, top_p, min_p)
+        draft_filters = filters if filter_draft else _filters(b, None, None, None)
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -195,8 +208,8 @@ def verify_exact(
                 accepted = accepts_greedily(target_logits[b, i], x, argmax_lenience)
             else:
                 p = probabilities(filtered(target_logits[b, i], t, *filters), t)
-                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
-                accepted = bool(q[x] > 0) and float(accept_uniforms[b, i]) * lenience * float(q[x]) < float(p[x])
+                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
+                accepted = accepts(float(accept_uniforms[b, i]) * lenience, float(p[x]), float(q[x]))
             if not accepted:
                 break
             output_tokens[b, i] = x
@@ -209,7 +222,7 @@ def verify_exact(
         else:
             weights = probabilities(filtered(target_logits[b, n], t, *filters), t)
             if n < num_drafts and 0 <= (x := int(draft_tokens[b, n])) < vocab_size:
-                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, filters, vocab_size)
+                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, draft_filters, vocab_size)
                 residual = (weights - q).clamp(min=0)
                 weights = residual if residual.sum() > 0 else weights
             next_token = inverse_cdf(weights, s)
@@ -224,12 +237,13 @@ def verify_block(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
     batch, num_drafts = draft_tokens.shape
@@ -238,7 +252,7 @@ def verify_block(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         if not t > 0:
             # A greedy row, or one without a law.
             row = slice(b, b + 1)
@@ -247,6 +261,7 @@ def verify_block(
             continue
 
         filters = _filters(b, top_k, top_p, min_p)
+        draft_filters = filters if filter_draft else _filters(b, None, None, None)
         targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
         drafts = []
         # P_0, P_1 .. to the end of the block: a position without a draft, or where the target has no law.
@@ -255,7 +270,7 @@ def verify_block(
             x = int(draft_tokens[b, i])
             if not 0 <= x < vocab_size:
                 break
-            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, filters, vocab_size)
+            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
             if p.sum() == 0:
                 break
             drafts.append(q)
@@ -268,7 +283,7 @@ def verify_block(
                 h = reach[i]
             else:
                 h = float(residuals[i].sum() / (residuals[i].sum() + 1 - reach[i]))
-            if float(accept_uniforms[b, i - 1]) < h:
+            if reach[i] > 0 and float(accept_uniforms[b, i - 1]) < h:
                 n = i
         weights = residuals[n] if n < end and residuals[n].sum() > 0 else targets[n]
         output_tokens[b, :n] = draft_tokens[b, :n]
@@ -310,7 +325,7 @@ def verify_sigmoid(
     sample_uniforms: Tensor,
     alpha: float = -1e3,
     beta: float = 1e3,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_sigmoid` by its law; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
     batch, num_drafts = draft_tokens.shape
@@ -319,7 +334,7 @@ def verify_sigmoid(
     num_accepted = torch.zeros(batch, dtype=torch.int64)
 
     for b in range(batch):
-        t = 1.0 if temperature is None else float(temperature[b])
+        t = _of_row(temperature, b, 1.0)
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -331,7 +346,7 @@ def verify_sigmoid(
             else:
                 p_hat = sigmoid_scores(target_logits[b, i], t, alpha, beta)
                 q_hat = sigmoid_scores(draft_logits[b, i], t, alpha, beta)
-                accepted = bool(q_hat[x] > 0) and float(accept_uniforms[b, i]) * float(q_hat[x]) < float(p_hat[x])
+                accepted = accepts(float(accept_uniforms[b, i]), float(p_hat[x]), float(q_hat[x]))
             if not accepted:
                 break
             output_tokens[b, i] = x
@@ -357,16 +372,16 @@ def verify_sigmoid(
 def sample(
     logits: Tensor,
     uniforms: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::sample` by its law; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
     for r in range(logits.shape[0]):
-        t = 1.0 if temperature is None else float(temperature[r])
+        t = _of_row(temperature, r, 1.0)
         kept = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
         z = scaled_logits(kept, t)
         if not t >= 0 or not (z > -math.inf).any():

@@ -127,6 +127,7 @@ def _verify_arguments(
     one_hot: bool = False,
     lse: Sequence[float] | None = None,
     filters: dict[str, Sequence[float]] | None = None,
+    filter_draft: bool | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
     """Sequences of numbers are repeated over the rows. `lse` is added to the draft's."""
@@ -142,10 +143,11 @@ def _verify_arguments(
     row_dtypes = {"top_k": torch.int64}
     rows = {"temperature": temperature} if temperature is not None else {}
     rows = {key: _cycle(x, batch).to(row_dtypes.get(key, torch.float32)) for key, x in (rows | (filters or {})).items()}
+    draft_rows = {key: x for key, x in rows.items() if key == "temperature"} if filter_draft is False else rows
     drafted, draft_lse = reference.sample(
         (target[:, :num_drafts] if one_hot else draft).flatten(0, 1),
         torch.rand(batch * num_drafts, generator=generator),
-        **{key: x.repeat_interleave(num_drafts) for key, x in rows.items()},
+        **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
     )
     # A row that cannot be sampled still gets a token of the vocabulary: its row must reject it, not its being padding.
     anything = torch.randint(vocab_size, drafted.shape, generator=generator)
@@ -164,6 +166,8 @@ def _verify_arguments(
     }
     if lse is not None:
         args["draft_lse"] = (draft_lse + _cycle(lse, batch * num_drafts).float()).view(batch, num_drafts)
+    if filter_draft is not None:
+        args["filter_draft"] = filter_draft
     return args | rows | numbers
 
 
@@ -249,6 +253,19 @@ CASES: dict[str, Options] = {
         "sample": (BELOW_ONE_FLOAT64, 0.0, 0.5),
         "uniform_dtype": torch.float64,
     },
+    "uniforms_out_of_range_masked": {
+        "edit": edits.mask,
+        "accept": (-1.0, -INF, -1e-30),
+        "sample": (-1.0, NAN, 1.0, INF, -INF, 2.0),
+        "num_drafts": 8,
+    },
+    "uniforms_out_of_range_filters": {
+        "filters": ALL_FILTERS,
+        "filter_draft": False,
+        "accept": (-1.0, -INF, -1e-30),
+        "sample": (-1.0, NAN, 1.0, INF, -INF, 2.0),
+        "num_drafts": 8,
+    },
     "tie_same": {"edit": edits.same, "accept": (BELOW_ONE, 0.0, 0.5)},
     "tie_same_excluded_token": {"edit": edits.same, "tokens": edits.token_zero, "temperature": (1.0, 0.7)},
     "top_k": {"filters": TOP_K, "noise": (0.1, 0.3)},
@@ -257,6 +274,7 @@ CASES: dict[str, Options] = {
     "filters": {"filters": ALL_FILTERS, "num_drafts": 8, "noise": (0.1, 0.3), "batch": 8},
     "filters_temperature": {"filters": ALL_FILTERS, "temperature": MIXED_TEMPERATURE, "dtypes": HALVES},
     "filters_plateaus": {"filters": ALL_FILTERS, "edit": edits.plateaus, "dtypes": (BFLOAT16, BFLOAT16)},
+    "tie_top_p_met": {"filters": {"top_p": (0.2, 0.3, 0.4, 0.6, 0.8, 0.7)}, "edit": edits.ten_equal},
     "filters_plateaus_hot": {"filters": TOP_P, "edit": edits.plateaus, "temperature": (3.0, 0.5, 100.0)},
     "filters_masked": {"filters": ALL_FILTERS, "edit": edits.mask},
     "filters_nonfinite": {"filters": ALL_FILTERS, "edit": edits.fill_mixed, "temperature": (1.0, 0.7)},
@@ -268,6 +286,30 @@ CASES: dict[str, Options] = {
     "filters_one_hot": {"filters": ALL_FILTERS, "one_hot": True, "temperature": MIXED_TEMPERATURE},
     "filters_padded": {"filters": ALL_FILTERS, "tokens": edits.pad_ragged, "num_drafts": 8, "noise": (0.1, 0.3)},
     "filters_removed_token": {"filters": ALL_FILTERS, "tokens": edits.token_zero, "accept": (0.0,), "noise": (0.1,)},
+    "target_filters": {"filters": ALL_FILTERS, "filter_draft": False, "num_drafts": 8, "noise": (0.1, 0.3)},
+    "target_filters_temperature": {
+        "filters": ALL_FILTERS,
+        "filter_draft": False,
+        "temperature": MIXED_TEMPERATURE,
+        "dtypes": HALVES,
+    },
+    "target_filters_lse": {
+        "filters": {"top_k": (4, 8, 2), "top_p": (1.0, 0.7), "min_p": (0.0, 0.0, 0.0, 0.5)},
+        "filter_draft": False,
+        "lse": (0.0,),
+        "temperature": (3.0, 1.5),
+        "noise": (1.0, 2.0),
+        "accept": (0.9, 0.3),
+        "batch": 16,
+    },
+    "target_filters_plateaus": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.plateaus},
+    "target_filters_nonfinite": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.fill_mixed},
+    "target_filters_without_law": {
+        "filters": NO_LAW,
+        "filter_draft": False,
+        "temperature": (1.0, 1.0, 0.7, 0.0, -1.0),
+    },
+    "tie_target_filters_same": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.same},
     "one_hot": {"one_hot": True},
     "one_hot_cold": {"one_hot": True, "temperature": (0.3, 0.0), "dtypes": HALVES},
     "one_hot_padded": {"one_hot": True, "tokens": edits.pad_ragged, "batch": 8, "temperature": (0.5,)},
@@ -299,6 +341,8 @@ CASES: dict[str, Options] = {
     "scale_asymmetric": {"scale": (-0.5, 30.0), "accept": LATE, "temperature": MIXED_TEMPERATURE},
     "scale_1e3": {"scale": (-1e3, 1e3), "accept": LATE, "num_drafts": 8},
     "scale_1e4": {"scale": (-1e4, 1e4), "accept": LATE, "dtypes": HALVES},
+    "scale_largest": {"scale": (-0.99e36, 0.99e36), "accept": LATE, "edit": edits.overflow},
+    "scale_smallest": {"scale": (-1.01e-36, 1.01e-36), "edit": edits.plateaus, "num_drafts": 8},
     "scale_1e4_far": {"scale": (-1e4, 1e4), "accept": (BELOW_ONE,), "noise": (3.0,), "num_drafts": 1},
     "far_below": {"scale": (-5.0, 5.0), "edit": edits.far_below},
 }
@@ -307,8 +351,8 @@ CASES: dict[str, Options] = {
 ROW_OPTIONS = {"batch", "dtypes", "noise", "edit", "temperature", "layout", "uniform_dtype", "accept", "sample"}
 VERIFY_OPTIONS = ROW_OPTIONS | {"num_drafts", "tokens", "token_dtype"}
 OPTIONS = {
-    "verify_exact": VERIFY_OPTIONS | {"filters", "one_hot", "lse", "lenience", "argmax_lenience"},
-    "verify_block": VERIFY_OPTIONS | {"filters", "one_hot", "lse"},
+    "verify_exact": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse", "lenience", "argmax_lenience"},
+    "verify_block": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse"},
     "verify_sigmoid": VERIFY_OPTIONS | {"scale"},
     "sample": ROW_OPTIONS | {"filters"},
     "filter_logits": ROW_OPTIONS | {"filters"},

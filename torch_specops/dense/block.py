@@ -39,7 +39,7 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     if draft_logits is None:
         q, q_x = None, torch.ones_like(p_x)
     else:
-        bounds = row_bounds(draft_logits, filters)
+        bounds = row_bounds(draft_logits, given.draft_filters)
         z_q = scale_kept(draft_logits, inverse_t, bounds)  # [B, K, V]
         q_max, q_sum = softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)

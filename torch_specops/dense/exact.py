@@ -42,7 +42,7 @@ def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
         q_max = q_sum = None
         q_x = torch.ones_like(p_x)
     else:
-        q_bounds = row_bounds(draft_logits, filters)
+        q_bounds = row_bounds(draft_logits, given.draft_filters)
         if given.draft_lse is None:
             q_max, q_sum = softmax_stats(scale_kept(draft_logits, inverse_t, q_bounds))
         else:

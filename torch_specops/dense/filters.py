@@ -27,6 +27,8 @@ SHORT_ROW = 2048
 HEAD = 256
 INTERVALS_PER_UNIT = 128
 NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
+# The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
+TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 class Bounds(NamedTuple):
@@ -149,7 +151,7 @@ def _bounds_of_short_rows(
     kept &= (k <= 0) | (k >= vocab_size) | (x >= x.gather(1, (k - 1).clamp(0, vocab_size - 1)))
     cdf = torch.where(kept, gap.exp(), 0.0).cumsum(-1, dtype=torch.float64)
     before = torch.nn.functional.pad(cdf[:, :-1], (1, 0))
-    kept &= (p >= 1) | (before < p.clamp(min=0) * cdf[:, -1:]) | (torch.arange(vocab_size) == 0)
+    kept &= (p >= 1) | (before < p.clamp(min=0) * (TOP_P_REACHED * cdf[:, -1:])) | (torch.arange(vocab_size) == 0)
     kept &= (m <= 0) | (gap >= m.clamp(0, 1).log())
     # What is kept comes first in this order.
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
@@ -193,7 +195,7 @@ def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
 def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
     """Of the smallest set of most likely tokens that holds the mass p, the last token: its logit and its index."""
     weight = gap.exp()
-    mass = p * float(weight.sum(dtype=torch.float64))
+    mass = p * TOP_P_REACHED * float(weight.sum(dtype=torch.float64))
     among, before = torch.arange(len(x)), 0.0
     if len(x) > HEAD:
         largest = x.topk(HEAD, sorted=False)

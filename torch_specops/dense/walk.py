@@ -16,9 +16,9 @@ def accepts(u: Any, p_x: Any, q_x: Any, in_vocab: Any) -> Any:
     """The accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
 
     For tensors [B, K] or single numbers. u is the uniform number in float64, times the lenience of appendix A.5.
-    Padding and drafts of q(x) = 0 fail.
+    Padding and drafts of p(x) = 0 or q(x) = 0 fail, whatever u is.
     """
-    return in_vocab & (q_x > 0) & (u * q_x < p_x)
+    return in_vocab & (p_x > 0) & (q_x > 0) & (u * q_x < p_x)
 
 
 def num_leading(accepted: Tensor) -> Tensor:

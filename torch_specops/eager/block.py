@@ -45,12 +45,12 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     """How many drafts of sequence b stand, from the probabilities P_0 .. P_e to reach each, and the residual [1, V]
     behind them; none at the end of the block."""
     end = len(reach) - 1
-    if end == 0 or u[end - 1] < reach[end]:
+    if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
         # also where the residual is empty.
-        if u[i - 1] < reach[i]:
+        if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))
             if reach[i] == 1 or u[i - 1] * (mass + 1 - reach[i]) < mass:

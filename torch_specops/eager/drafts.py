@@ -35,9 +35,9 @@ class Drafts:
             return lambda b, i: 1.0
         logits = given.draft_logits[:, first:stop]
         if given.draft_lse is None:
-            self.rows, self.first = read_rows(logits, self.inverse, given.filters), first
+            self.rows, self.first = read_rows(logits, self.inverse, given.draft_filters), first
             return self.rows.probabilities(x)
-        z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, given.filters)).tolist()
+        z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, given.draft_filters)).tolist()
 
         def probability(b: int, i: int) -> float:
             lse = self.lse[b][first + i]
@@ -65,7 +65,7 @@ class Drafts:
         logits, sequences = self.given.draft_logits, [b for b, _ in where]
         assert logits is not None
         inverse = None if self.inverse is None else self.inverse[sequences]
-        q = read_rows(pick_rows(logits, where), inverse, self.given.filters.at(sequences))
+        q = read_rows(pick_rows(logits, where), inverse, self.given.draft_filters.at(sequences))
         # q = exp(z - lse), and the weights are exp(z - maximum) times the largest of them.
         largest = q.weights.amax(-1).flatten().tolist()
         total = [

@@ -33,7 +33,7 @@ def verify_exact(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     draft_lse: Tensor | None = None,
     lenience: float = 1.0,
     *,
@@ -54,11 +54,11 @@ def verify_exact(
         draft_tokens: [B, K], tokens of the whole vocabulary; as in the op, and equal on all ranks.
         draft_logits: [B, K, V_r], sharded as the target's, or [B, K, V], whole and equal on every rank, or a DTensor.
             None = deterministic drafts.
-        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B], as in the op; equal on all ranks: from one
-            seed, or sent by one rank.
+        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks:
+            from one seed, or sent by one rank.
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.parallel.sample` returned it.
-        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p) are not offered here.
+        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not offered here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
             DTensors, else the default group.
         shard_sizes: columns of every rank, which may differ or be 0 (then V_r = 0). None = as a DTensor is split, else
@@ -92,7 +92,7 @@ def verify_exact(
         draft_logits,
         accept_uniforms,
         sample_uniforms,
-        temperature,
+        checks.filters_of("target_logits", target_logits, temperature, plain=False).temperature,
         draft_lse,
         lenience,
         argmax_lenience=argmax_lenience,

@@ -19,7 +19,7 @@ from .shards import Shards, columns, place, replicated
 def sample(
     logits: Tensor,
     uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -32,7 +32,7 @@ def sample(
     Args:
         logits: [N, V_r], the columns of this rank; or a DTensor [N, V] with placement Shard(-1) or Replicate().
         uniforms: [N], as in the op, equal on all ranks.
-        temperature: [N], likewise.
+        temperature: [N] or a number, likewise.
         group, shard_sizes, check_ranks: as in `torch_specops.parallel.verify_exact`.
 
     Returns:
@@ -50,12 +50,11 @@ def sample(
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
         >>> torch.distributed.destroy_process_group()
     """
-    filters = Filters(temperature)
-    checks.check_tensor("logits", logits, plain=False)
+    filters = checks.filters_of("logits", logits, temperature, plain=False)
     checks.check_tensor("uniforms", uniforms, plain=False)
     checks.check_kinds(filters, plain=False)
     shards, (local,) = place(group, shard_sizes, [columns("logits", logits, 2)])
-    uniforms, filters = replicated("uniforms", uniforms), Filters(replicated("temperature", temperature))
+    uniforms, filters = replicated("uniforms", uniforms), Filters(replicated("temperature", filters.temperature))
     checks.check_sample(local, uniforms, filters)
     if check_ranks:
         check_agreement(shards, {"logits": local, "uniforms": uniforms, "temperature": filters.temperature})

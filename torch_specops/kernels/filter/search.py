@@ -27,6 +27,8 @@ NOTHING = tl.constexpr(0)
 ENTRIES = tl.constexpr(1)
 MASS = tl.constexpr(2)
 
+# The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
+TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
 BUCKETS = tl.constexpr(16)
 # Below every key: that of an excluded entry, and the highest of a tile that has no other.
 NO_KEY = tl.constexpr(-(2**31))
@@ -126,7 +128,7 @@ def load_tops(top_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
 def search_threshold(threshold, search, top_k, top_p, total):
     """How much may lie above the cut: top_k entries, or top_p of the mass that the search's first pass saw, but always
     more than nothing, so that the first token stays."""
-    share = tl.maximum(top_p.to(tl.float64) * tl.sum(total, 0), FLOAT32_TINY)
+    share = tl.maximum(top_p.to(tl.float64) * TOP_P_REACHED * tl.sum(total, 0), FLOAT32_TINY)
     return tl.where(search == ENTRIES, top_k.to(tl.float64), tl.where(threshold < 0, share, threshold))
 
 

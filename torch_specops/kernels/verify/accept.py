@@ -62,10 +62,10 @@ def shared_values(
 
 @triton.jit
 def accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum):
-    """u * l * q < p for p = p_x / p_sum and q = q_x / q_sum, and q > 0. Both sides are multiplied by the two sums,
-    because float64 division would cost a call."""
+    """u * l * q < p for p = p_x / p_sum and q = q_x / q_sum, and whatever u is, p > 0 and q > 0. Both sides are
+    multiplied by the two sums, because float64 division would cost a call."""
     threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
-    return (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
+    return (p_x > 0) & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
 
 
 @triton.jit

@@ -72,6 +72,7 @@ def ratio_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     state_ptr,  # [B, K, 4]
     ratio_ptr,  # [B, K] float64 p / q of draft i; -1 where the block ends before it, or a greedy sequence rejects it
@@ -121,7 +122,15 @@ def ratio_kernel(
                 bounds_row += num_drafts + 1
                 draft_sequence_ptr = draft_ptr + b * stride_draft_b
                 z_q = load_token_logits(
-                    draft_sequence_ptr, stride_draft_k, stride_draft_v, i, x, True, inverse_t, bounds_ptr, bounds_row
+                    draft_sequence_ptr,
+                    stride_draft_k,
+                    stride_draft_v,
+                    i,
+                    x,
+                    True,
+                    inverse_t,
+                    draft_bounds_ptr,
+                    bounds_row,
                 )
                 has_ratio = has_ratio & (z_q > float("-inf")) & (q_sum > 0)
                 exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)
@@ -174,6 +183,7 @@ def residual_kernel(
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
     mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
@@ -210,7 +220,7 @@ def residual_kernel(
             q_row_ptr = draft_ptr + (b * stride_draft_b + i * stride_draft_k)
             q_bounds = bounds_row + num_drafts + 1
             z_q = load_scaled_beside(
-                q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
             )
             weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
         store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)

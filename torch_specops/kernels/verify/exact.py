@@ -13,7 +13,8 @@ sequences without a lawful temperature are not read. Nothing of size [.., V] is 
 (row, tile) and per (sequence, tile).
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
-bytes and launches), and whatever is loaded of a row is masked by the row's own bounds.
+bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
+draft's rows have none, and the search does not read them.
 
 Three launches. Each program writes its own part of the output, so there are no races, atomics or counters.
 1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
@@ -74,7 +75,8 @@ def stats_kernel(
     draft_ptr,  # [B, K, V]; None: its rows are not read
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
-    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows; or None
+    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
+    draft_bounds_ptr,  # the same if the draft rows are filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
     stride_target_b,
     stride_target_k,
@@ -113,7 +115,7 @@ def stats_kernel(
         if (i >= 0) & (i < num_valid) & (temperature > 0):
             row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
             lead = row_lead(row_ptr, stride_draft_v)
-            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
             tile_max, tile_sum = tile_stats(x, inverse_t)
             store_pair(partial_ptr, tile_max, tile_sum)
 
@@ -127,6 +129,7 @@ def residual_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
     state_ptr,  # [B, 4]
@@ -194,7 +197,15 @@ def residual_kernel(
                 )
                 draft_sequence_ptr = draft_ptr + b * stride_draft_b
                 z_q = load_token_logits(
-                    draft_sequence_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+                    draft_sequence_ptr,
+                    stride_draft_k,
+                    stride_draft_v,
+                    i,
+                    x,
+                    live,
+                    inverse_t,
+                    draft_bounds_ptr,
+                    bounds_row,
                 )
                 q_x = token_weights(z_q, q_max, q_sum)
             u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
@@ -230,7 +241,7 @@ def residual_kernel(
                 else:
                     q_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
                     z_q = load_scaled_beside(
-                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
                     )
                     weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
                 store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
@@ -248,6 +259,7 @@ def draw_kernel(
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
     state_ptr,  # [B, 4]
@@ -305,7 +317,7 @@ def draw_kernel(
                     q_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
                     q_bounds = bounds_row + num_drafts + 1
                     z_q = load_scaled_beside(
-                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, bounds_ptr, q_bounds, TILE
+                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
                     )
                     weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
             next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
@@ -321,10 +333,12 @@ def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
     tile = tile or launch.tile_size(vocab_size, batch * rows)
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
-    bounds = filter_bounds(target, given.filters, draft, tile=tile) if given.filters.removes_tokens else None
+    filtered_draft = draft if given.filter_draft else None
+    bounds = filter_bounds(target, given.filters, filtered_draft, tile=tile) if given.filters.removes_tokens else None
     return shared_values(given, tile, num_tiles, rows) | {
         "draft_lse_ptr": launch.contiguous(given.draft_lse),
         "bounds_ptr": bounds,
+        "draft_bounds_ptr": None if filtered_draft is None else bounds,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
     }
 
