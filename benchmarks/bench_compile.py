@@ -3,13 +3,14 @@
     python benchmarks/bench_compile.py
     python benchmarks/bench_compile.py --num-draft-tokens 1 5 10 --form pieces --out out.json
     python benchmarks/bench_compile.py --models 8 32 --num-draft-tokens 1 --form pieces
-    python benchmarks/bench_compile.py --models smollm2-135m-instruct --num-draft-tokens 10 --form pieces --every-layer
+    python benchmarks/bench_compile.py --models smollm2-135m-instruct --form pieces --once-from inf
 
 Each measurement is a fresh process with an empty compile cache: models are loaded, a prompt is read, and the time to
 compile everything that a step runs is taken (`stats.compile_seconds`), beside the processor time of the process and of
 the compilers that it calls. The same process then decodes eagerly and compiled, so that the gain of compiling stands
 beside its price. Models: the byte-level pair that comes with the package, SmolLM2 with prompt lookup, or a random Llama
-of so many layers without a draft, whatever K is. `--every-layer` compiles each layer by itself, as before torch 2.13.
+of so many layers (3.4 million weights each) without a draft, whatever K is. `--once-from` says how many weights make
+the layers of a model compile once for all of them: 0 = always, inf = never.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def load(models: str, device: str) -> tuple[Any, Any]:
     if not models.isdecimal():
         return load_model(models, device), PromptLookup()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 256}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 256}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=int(models), **sizes)).eval().to(device), None
 
 
@@ -55,15 +56,15 @@ def processor_seconds() -> float:
 
 
 def measure(
-    models: str, num_draft_tokens: int, form: str, device: str, threads: int, every_layer: bool
+    models: str, num_draft_tokens: int, form: str, device: str, threads: int, once_from: float
 ) -> dict[str, Any]:
     """One cell; runs in a process of its own."""
     torch.set_num_threads(threads)
-    regions.ARE_AVAILABLE = regions.ARE_AVAILABLE and not every_layer
+    regions.MIN_WEIGHTS = once_from
     target, draft = load(models, device)
     prompt = torch.tensor([list(b"It was not to be supposed that ")], device=device)
     record: dict[str, Any] = {"models": models, "num_draft_tokens": num_draft_tokens, "form": form}
-    record["layers"] = "once" if regions.ARE_AVAILABLE and device == "cpu" else "each"
+    record["once_from"] = once_from
     for name, compile in (("eager", False), ("compiled", True)):
         decoder = torch_specops.SpeculativeDecoder(
             target, draft, num_draft_tokens=num_draft_tokens, compile=compile, one_graph=FORMS[form] and compile
@@ -95,16 +96,17 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--models", nargs="+", default=[PAIR])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 5, 10])
     parser.add_argument("--form", choices=list(FORMS), nargs="+", default=list(FORMS))
-    parser.add_argument("--every-layer", action="store_true")
+    parser.add_argument("--once-from", type=float, default=regions.MIN_WEIGHTS)
     options = parser.parse_args(arguments)
     report = Report(options.out, environment(torch.device(options.device), threads=options.threads))
     cells = [(models, k, form) for models in options.models for form in options.form for k in options.num_draft_tokens]
     with Progress(transient=True) as progress:
         for cell in progress.track(cells, description="compiling"):
-            report.add([in_fresh_process(*cell, options.device, options.threads, options.every_layer)])
-    line = "{models} | {form} | {num_draft_tokens} | {layers} | {compile_seconds:.1f} | {compile_processor_seconds:.1f}"
-    line += " | {graphs} | {eager_tokens_per_second:.0f} | {compiled_tokens_per_second:.0f} | {same_tokens}"
-    header = "models | form | K | layers compiled | compile s | processor s | graphs"
+            report.add([in_fresh_process(*cell, options.device, options.threads, options.once_from)])
+    line = "{models} | {form} | {num_draft_tokens} | {once_from:.0e} | {compile_seconds:.1f}"
+    line += " | {compile_processor_seconds:.1f} | {graphs} | {eager_tokens_per_second:.0f}"
+    line += " | {compiled_tokens_per_second:.0f} | {same_tokens}"
+    header = "models | form | K | once from | compile s | processor s | graphs"
     header += " | eager tokens/s | compiled tokens/s | same tokens"
     print(table(header, line, report.records, padded=True))
     return report.records

@@ -17,14 +17,19 @@ __all__ = ["compile_once"]
 
 # torch 2.11 and 2.12 have regions too, but refuse those that write to their inputs, as a layer writes to its cache.
 ARE_AVAILABLE = torch.__version__ >= "2.13"
+# To call a region takes about 30 us a layer: 20 % of a step if layers have 0.2 million weights, too little to be
+# measured if they have 3.5 million (benchmarks/results, cpu-compile).
+MIN_WEIGHTS = 2**21
 
 
 def compile_once(layers: Iterable[nn.Module]) -> None:
-    """Make each layer a region, where torch can. What a layer computes stays the same; eager calls and exported
+    """Make each large layer a region, where torch can. What a layer computes stays the same; eager calls and exported
     programs contain no regions."""
     for layer in layers if ARE_AVAILABLE else ():
+        weights = list(layer.parameters())
         # AOTAutograd takes quantised weights apart, and does so outside of regions alone.
-        if all(type(weight) is nn.Parameter for weight in layer.parameters()):
+        is_plain = all(type(weight) is nn.Parameter for weight in weights)
+        if is_plain and sum(weight.numel() for weight in weights) >= MIN_WEIGHTS:
             # A layer that has a forward of its own keeps it.
             vars(layer).setdefault("forward", MethodType(forward, layer))
 
