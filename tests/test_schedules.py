@@ -141,10 +141,8 @@ def test_trim_is_the_best_number_for_the_batch(num_proposed: list[int]) -> None:
     for cost_ratio in (0.0, 0.05, 0.2, 0.9):
         schedule = Optimal(cost_ratio, buckets=(0, 5), prior=0.7)
         expected = expected_tokens_per_step(0.7, torch.arange(most + 1)).tolist()
-        speeds = [
-            sum(expected[min(count, own)] for own in num_proposed) / (count * cost_ratio + 1)
-            for count in range(most + 1)
-        ]
+        slowest = [min((expected[min(count, own)] for own in num_proposed), default=1.0) for count in range(most + 1)]
+        speeds = [tokens / (count * cost_ratio + 1) for count, tokens in enumerate(slowest)]
         assert speeds[schedule.trim(num_proposed)] == pytest.approx(max(speeds))
 
 

@@ -158,9 +158,8 @@ class Optimal(Schedule):
     Drafting pays where alpha > c (corollary 3.9, for K = 1). Where it does not, K is 0 if 0 is a bucket. Every
     `explore_every`-th step then drafts the smallest other bucket, because without drafts alpha is not measured.
 
-    The theorem is about one sequence. For a batch in which some rows have no drafts, `trim` chooses the K that
-    maximises sum_b E(min(K, K_b)) / (K c + 1). K_b are the drafts of row b, and E(K) = 1 + alpha + .. + alpha ** K. It
-    chooses 0 only if 0 is a bucket.
+    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K up to the fewest drafts of a
+    row. It chooses 0 only if 0 is a bucket.
 
     Args:
         cost_ratio: c >= 0, the time of one draft forward / the time of one target forward.
@@ -219,7 +218,7 @@ class Optimal(Schedule):
         self._explores = False
 
     def first(self) -> int:
-        return self._best()
+        return self._best(self.buckets)
 
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
         _check_counts(num_proposed, num_accepted)
@@ -231,7 +230,7 @@ class Optimal(Schedule):
         if self._weight > 0:
             self.alpha = (remembered * self.alpha + accepted) / self._weight
 
-        best = self._best()
+        best = self._best(self.buckets)
         self._steps_without_drafts = self._steps_without_drafts + 1 if best == 0 else 0
         self._explores = self._steps_without_drafts == self.explore_every
         if not self._explores:
@@ -243,27 +242,19 @@ class Optimal(Schedule):
         most = max(num_proposed, default=0)
         if self.buckets[0] > 0 or most == 0 or self._explores:
             return most
-        expected = self._expected_tokens(most)
-
-        def speed(count: int) -> float:
-            tokens = math.fsum(expected[min(count, own)] for own in num_proposed)
-            return tokens / (count * self.cost_ratio + 1)
-
-        best = max(range(most + 1), key=speed)
+        best = self._best(range(min(num_proposed) + 1))
         self._steps_trimmed_to_none = self._steps_trimmed_to_none + 1 if best == 0 else 0
         if self._steps_trimmed_to_none < self.explore_every:
             return best
         self._steps_trimmed_to_none = 0
         return min(self._fewest, most)
 
-    def _best(self) -> int:
-        expected = self._expected_tokens(self.buckets[-1])
-        # The first of equals is the smallest, because buckets ascend.
-        return max(self.buckets, key=lambda count: expected[count] / (count * self.cost_ratio + 1))
-
-    def _expected_tokens(self, most: int) -> list[float]:
-        """`analysis.expected_tokens_per_step(alpha, K)` for K = 0..most, as running sums."""
-        return list(accumulate(self.alpha**count for count in range(most + 1)))
+    def _best(self, counts: Sequence[int]) -> int:
+        """Of ascending numbers of drafts the best one."""
+        # `analysis.expected_tokens_per_step(alpha, K)` for all K, as running sums.
+        expected = list(accumulate(self.alpha**count for count in range(counts[-1] + 1)))
+        # The first of equals is the smallest.
+        return max(counts, key=lambda count: expected[count] / (count * self.cost_ratio + 1))
 
 
 def _buckets_up_to(maximum: int) -> tuple[int, ...]:
