@@ -158,8 +158,8 @@ class Optimal(Schedule):
     Drafting pays where alpha > c (corollary 3.9, for K = 1). Where it does not, K is 0 if 0 is a bucket. Every
     `explore_every`-th step then drafts the smallest other bucket, because without drafts alpha is not measured.
 
-    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K up to the fewest drafts of a
-    row. It chooses 0 only if 0 is a bucket.
+    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K up to the fewest drafts of
+    a row. It chooses 0 only if 0 is a bucket.
 
     Args:
         cost_ratio: c >= 0, the time of one draft forward / the time of one target forward.

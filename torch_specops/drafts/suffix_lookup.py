@@ -22,8 +22,8 @@ class SuffixLookup(DraftSource):
 
     Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
     one occurs vote for the next token, and proposes as many tokens as are likely enough (suffix decoding, Oliaro et al.
-    2024). A token that follows m equal tokens is taken to be right with probability m / (m + 2), which fits SmolLM2,
-    times its share of the places that agree with the drafts before it. Drafts are deterministic: they have no logits.
+    2024). A token that follows m equal tokens is taken to be right with probability m / (m + 1) times its share of the
+    places that agree with the drafts before it. Drafts are deterministic: they have no logits.
 
     What a seed gives depends on what is remembered, because drafts decide how random numbers are used. The law of the
     output does not. `memory=0` remembers nothing; `forget` empties the memory.
@@ -43,7 +43,7 @@ class SuffixLookup(DraftSource):
     """
 
     def __init__(
-        self, max_ngram: int = 32, min_ngram: int = 1, min_probability: float = 0.2, memory: int = 8192
+        self, max_ngram: int = 32, min_ngram: int = 2, min_probability: float = 0.1, memory: int = 8192
     ) -> None:
         checks.check_int("min_ngram", min_ngram, 1)
         checks.check_int("max_ngram", max_ngram, 1)
@@ -106,7 +106,7 @@ class SuffixLookup(DraftSource):
             most, best = votes.max(1, keepdim=True)
             # Without a place that agrees it is NaN, which is not likely enough.
             share = most / agrees.sum(1, keepdim=True)
-            probability = probability * share * (longest + ahead) / (longest + ahead + 2)
+            probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)
             draft = torch.where(is_likely, token.gather(1, best), -1)
             agrees = agrees & is_likely & (token == draft)
