@@ -73,7 +73,7 @@ def test_the_smoke_part_has_every_op_over_three_vocabularies_and_few_builds() ->
 @pytest.mark.slow
 def test_all_cases_need_few_builds() -> None:
     """At 0.8 s a build, half a minute on 12 processes."""
-    assert len(builds_of(on_device())) <= 450
+    assert len(builds_of(on_device())) <= 460
 
 
 def test_every_name_in_the_suite_is_a_case() -> None:
