@@ -21,7 +21,7 @@ __all__ = [
     "DraftSource",
     "LanguageModel",
     "LanguageModelWrapper",
-    "Proposer",
+    "MinimalDraftSource",
     "first_layers",
     "missing_members",
     "static_tensors_of",
@@ -170,7 +170,7 @@ class LanguageModel(Protocol):
         ...
 
 
-class Proposer(Protocol):
+class MinimalDraftSource(Protocol):
     """All that a draft has to have; `DraftSource` says what it may have."""
 
     def propose(
@@ -179,7 +179,7 @@ class Proposer(Protocol):
 
 
 # What a loop takes as a draft.
-AnyDraft = Proposer | LanguageModel | nn.Module | None
+AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
 
 
 def missing_members(model: object) -> list[str]:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..ops import verify_exact
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, LanguageModel, Proposer, static_tensors_of
+from .base import Draft, DraftSource, LanguageModel, MinimalDraftSource, static_tensors_of
 from .checked import CheckedDraft
 from .model import ModelDraft
 from .prompt_lookup import PromptLookup
@@ -58,7 +58,7 @@ class HierarchicalDraft(ModelDraft):
     def __init__(
         self,
         model: LanguageModel,
-        inner: Proposer | None = None,
+        inner: MinimalDraftSource | None = None,
         *,
         num_inner_tokens: int = 3,
         num_forwards: int = 3,
