@@ -31,7 +31,7 @@ class SuffixLookup(DraftSource):
     Args:
         max_ngram: longest match looked for, >= min_ngram.
         min_ngram: shortest match that counts, >= 1.
-        min_probability: in [0, 1]. Drafts end where they are right up to there with a lower probability.
+        min_probability: in [0, 1]. Drafts end before the product of their probabilities falls below it.
         memory: tokens of finished sequences that are remembered, >= 0; the oldest are forgotten first.
 
     Example:
