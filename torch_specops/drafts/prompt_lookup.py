@@ -11,7 +11,7 @@ from torch import Tensor
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
-__all__ = ["PromptLookup"]
+__all__ = ["PromptLookup", "match_lengths"]
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,7 @@ class PromptLookup(DraftSource):
             return Draft(tokens.new_full((batch, num_draft_tokens), -1))
         position = torch.arange(width, device=tokens.device)
         last = (lengths - 1).unsqueeze(1)
-
-        # match_length[b, t]: how many tokens, read backwards from t, equal those read backwards from the row's end.
-        alive = position < last
-        match_length = torch.zeros_like(tokens)
-        for back in range(self.max_ngram):
-            suffix_token = tokens.gather(1, (last - back).clamp(min=0))
-            alive = alive & (position >= back) & (tokens.roll(back, 1) == suffix_token)
-            match_length += alive
+        match_length = match_lengths(tokens, last, self.max_ngram)
         rank = torch.where(match_length >= self.min_ngram, match_length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
 
@@ -76,3 +69,23 @@ class PromptLookup(DraftSource):
         period = (last + 1 - end).clamp(min=1)
         source = end + torch.arange(num_draft_tokens, device=tokens.device) % period
         return Draft(torch.where(best >= 0, tokens.gather(1, source.clamp(max=width - 1)), -1))
+
+
+def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
+    """[B, N] how many tokens, read backwards from each place before the row's end, equal those read backwards from its
+    end.
+
+    Args:
+        text: [B, N].
+        last: [B, 1], where each row ends.
+        most: the longest match to look for.
+        first: where the rows begin; what stands before is other text.
+    """
+    position = torch.arange(text.shape[1], device=text.device)
+    alive = position < last
+    lengths = torch.zeros_like(text)
+    for back in range(most):
+        token = text.gather(1, (last - back).clamp(min=first))
+        alive = alive & (position >= back) & (last - back >= first) & (text.roll(back, 1) == token)
+        lengths += alive
+    return lengths

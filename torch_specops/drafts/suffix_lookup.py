@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import checks
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
+from .prompt_lookup import match_lengths
 
 __all__ = ["SuffixLookup"]
 
@@ -116,13 +117,8 @@ class SuffixLookup(DraftSource):
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """[B, C] places, the newest first, and how many tokens, read backwards, equal those at the row's end."""
         # The places that share most of the last few tokens with it.
+        num_equal = match_lengths(text, last, min(NUM_TOKENS, self.max_ngram), own)
         position = torch.arange(text.shape[1], device=text.device)
-        alive = position < last
-        num_equal = torch.zeros_like(text)
-        for distance in range(min(NUM_TOKENS, self.max_ngram)):
-            token = text.gather(1, (last - distance).clamp(min=own))
-            alive = alive & (position >= distance) & (last - distance >= own) & (text.roll(distance, 1) == token)
-            num_equal += alive
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
 
