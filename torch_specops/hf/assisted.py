@@ -23,6 +23,7 @@ from transformers.generation import utils as generation
 from ..checks import check_numbers
 from ..compilation import compile_piece
 from ..ops import verify_exact, verify_sigmoid
+from .handover import check_ensemble_weight
 
 __all__ = ["AssistedStats", "assisted_generation", "code_digest"]
 
@@ -221,11 +222,7 @@ def _sample(
     """What `_speculative_sampling` does. `verify` gives tokens and their number accepted; with `multinomial` the number
     alone, and torch draws the next token.
     """
-    # A weight of 1 is the target alone.
-    if assistant_ensemble_weight not in (None, 1.0):
-        raise NotImplementedError(
-            f"assistant_ensemble_weight: verifying against a mixture is another law, got {assistant_ensemble_weight}"
-        )
+    check_ensemble_weight(assistant_ensemble_weight)
     drafts = candidate_input_ids[:, -candidate_length:]
     # The numbers that `torch.rand_like` would draw for as many probabilities.
     options: dict[str, Any] = {"dtype": new_logits.dtype, "device": new_logits.device}

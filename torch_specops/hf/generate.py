@@ -38,7 +38,7 @@ from ..drafts import AnyDraft, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
 from ..schedules import Schedule
-from .handover import takes_all_arguments
+from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
 from .models import EncoderDecoderModel, language_model, placed
 
@@ -243,11 +243,7 @@ def _check_mode(config: GenerationConfig) -> None:
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, sequences and statistics are the only outputs")
-    weight = getattr(config, "assistant_ensemble_weight", None)
-    if weight not in (None, 1.0):
-        raise NotImplementedError(
-            f"assistant_ensemble_weight: verifying against a mixture is another law, got {weight}"
-        )
+    check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 
 # Processors that are understood, and their order: filters in another order keep other tokens.

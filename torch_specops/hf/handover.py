@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-__all__ = ["extend", "takes_all_arguments"]
+__all__ = ["check_ensemble_weight", "extend", "takes_all_arguments"]
 
 METHOD = "_extract_generation_mode_kwargs"
 PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer")
@@ -70,6 +70,14 @@ def extend(mixin: type) -> None:
         return found if tokenizer is None else found | {"tokenizer": tokenizer}
 
     setattr(mixin, METHOD, extract_more)
+
+
+def check_ensemble_weight(weight: float | None) -> None:
+    # A weight of 1 is the target alone.
+    if weight not in (None, 1.0):
+        raise NotImplementedError(
+            f"assistant_ensemble_weight: verifying against a mixture is another law, got {weight}"
+        )
 
 
 class PromptHeard:
