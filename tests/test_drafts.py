@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PairModel, raised, random_table
+from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
 
 import torch_specops
@@ -16,13 +16,16 @@ from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup, SuffixLo
 from torch_specops.sampling import SamplingTensors
 
 
-def lookup_by_loops(tokens: list[int], num_draft_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:
+def lookup_by_loops(
+    tokens: list[int], num_draft_tokens: int, max_ngram: int, min_ngram: int, repeat: bool
+) -> list[int]:
     for ngram in range(max_ngram, min_ngram - 1, -1):
         for start in range(len(tokens) - ngram):
             if ngram < len(tokens) and tokens[start : start + ngram] == tokens[-ngram:]:
                 text = list(tokens)
                 for index in range(num_draft_tokens):
-                    text.append(text[start + ngram + index])
+                    follows = repeat or start + ngram + index < len(tokens)
+                    text.append(text[start + ngram + index] if follows else -1)
                 return text[len(tokens) :]
     return [-1] * num_draft_tokens
 
@@ -36,10 +39,11 @@ def rows(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
     texts=st.one_of(rows(2), rows(3), rows(8)),
     num_draft_tokens=st.integers(0, 6),
     ngrams=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
+    repeat=st.booleans(),
     spare=st.integers(0, 3),
 )
 def test_prompt_lookup_is_the_plain_loop(
-    texts: list[list[int]], num_draft_tokens: int, ngrams: list[int], spare: int
+    texts: list[list[int]], num_draft_tokens: int, ngrams: list[int], repeat: bool, spare: int
 ) -> None:
     min_ngram, max_ngram = ngrams
     width = max(len(text) for text in texts) + spare
@@ -48,11 +52,47 @@ def test_prompt_lookup_is_the_plain_loop(
     tokens = tokens.reshape(len(texts), width).long()
     lengths = torch.tensor([len(text) for text in texts])
     before = tokens.clone()
-    draft = PromptLookup(max_ngram, min_ngram).propose(tokens, lengths, num_draft_tokens)
+    options = max_ngram, min_ngram, repeat
+    draft = PromptLookup(*options).propose(tokens, lengths, num_draft_tokens)
     assert draft.tokens.shape == (len(texts), num_draft_tokens) and draft.tokens.dtype == torch.int64
-    assert draft.tokens.tolist() == [lookup_by_loops(text, num_draft_tokens, max_ngram, min_ngram) for text in texts]
+    assert draft.tokens.tolist() == [lookup_by_loops(text, num_draft_tokens, *options) for text in texts]
     assert draft.logits is None and draft.lse is None
     assert torch.equal(tokens, before)
+
+
+class Steps:
+    """A streamer for transformers: the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.tokens.append(tokens.flatten().tolist())
+
+    def end(self) -> None:
+        # The prompt came first.
+        del self.tokens[0]
+
+
+def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
+    """With the same settings, whose default theirs are. The model's greedy text ends in a cycle of a few tokens."""
+    model = tiny("llama")
+    for layer in model.model.layers:
+        # Each token now depends on the one before alone.
+        layer.self_attn.o_proj.weight.data.zero_()
+    prompt = torch.tensor([[1, 17, 5, 33, 17, 5, 48]])
+    for ngram, repeat in ((2, False), (1, False), (3, False), (2, True)):
+        theirs = Steps()
+        model.generation_config.max_matching_ngram_size = None if ngram == 2 else ngram
+        options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "prompt_lookup_num_tokens": 6}
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=theirs, **options)
+        greedy = torch_specops.SamplingParams(temperature=0.0)
+        decoder = torch_specops.SpeculativeDecoder(
+            model, PromptLookup(ngram, 1, repeat), num_draft_tokens=6, sampling=greedy, compile=False
+        )
+        ours = [step.tokens[0] for step in decoder.stream(prompt, max_new_tokens=40, eos_token_id=())]
+        assert (ours == theirs.tokens) == (not repeat), (ngram, repeat)
+        assert len(ours) < 20
 
 
 def test_prompt_lookup_bad_ngrams() -> None:

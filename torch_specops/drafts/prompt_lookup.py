@@ -18,13 +18,13 @@ __all__ = ["PromptLookup", "match_lengths"]
 class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
-    The longest match of max_ngram..min_ngram tokens wins, among equals the earliest one. Where fewer than K tokens
-    follow the match, the proposal goes on with the same tokens from the match's end again. Drafts are deterministic:
-    `Draft.logits` is None.
+    The longest match of max_ngram..min_ngram tokens wins, among equals the earliest one. Drafts are deterministic:
+    `Draft.logits` is None. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup does by default.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
         min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
+        repeat: where fewer than K tokens follow the match, go on with the same tokens from the match's end again.
 
     Example:
         >>> import torch
@@ -36,6 +36,7 @@ class PromptLookup(DraftSource):
 
     max_ngram: int = 3
     min_ngram: int = 2
+    repeat: bool = True
 
     def __post_init__(self) -> None:
         if self.min_ngram < 1:
@@ -54,7 +55,7 @@ class PromptLookup(DraftSource):
         sampling: SamplingTensors | None = None,
         seeds: Tensor | None = None,
     ) -> Draft:
-        """[B, K] tokens that followed the match, repeated where the text ends; -1 where nothing matches."""
+        """[B, K] tokens that followed the match; -1 where there is none."""
         batch, width = tokens.shape
         if width == 0:
             return Draft(tokens.new_full((batch, num_draft_tokens), -1))
@@ -64,11 +65,12 @@ class PromptLookup(DraftSource):
         rank = torch.where(match_length >= self.min_ngram, match_length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
 
-        # The text from the match's end to its own end, repeated.
+        # The text from the match's end to its own end, repeated or once.
         end = width - best % width
         period = (last + 1 - end).clamp(min=1)
-        source = end + torch.arange(num_draft_tokens, device=tokens.device) % period
-        return Draft(torch.where(best >= 0, tokens.gather(1, source.clamp(max=width - 1)), -1))
+        ahead = torch.arange(num_draft_tokens, device=tokens.device)
+        found = (best >= 0) & (self.repeat | (ahead < period))
+        return Draft(torch.where(found, tokens.gather(1, (end + ahead % period).clamp(max=width - 1)), -1))
 
 
 def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
