@@ -16,7 +16,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationStats, Step
-from torch_specops.decode import decoder as decoder_module
+from torch_specops.decode import loop as loop_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.drafts.base import LanguageModelWrapper
@@ -59,7 +59,7 @@ class Timed(PairModel):
 
 def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    for module in (decoder_module, runner_module):
+    for module in (loop_module, runner_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     table = random_table(8, 0)
     decoder = SpeculativeDecoder(

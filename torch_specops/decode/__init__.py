@@ -1,8 +1,8 @@
 """The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it.
 
-From the outside in: `decoder.py` (the loop on the host), `runner.py` (a step runs eagerly, compiled or captured),
-`step.py` (one step), `verify.py` (which op verifies it). Beside them are `inputs.py`, `output.py`, and `ragged.py`
-(reading rows with different numbers of drafts).
+From the outside in: `decoder.py` (calls and prompts), `loop.py` (step after step), `runner.py` (a step runs eagerly,
+compiled or captured), `step.py` (one step), `verify.py` (which op verifies it). Beside them are `inputs.py`,
+`output.py`, and `ragged.py` (reading rows with different numbers of drafts).
 """
 
 from .decoder import SpeculativeDecoder

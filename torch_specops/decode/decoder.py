@@ -1,4 +1,4 @@
-"""The decoding loop, as the host runs it: read the prompts, run steps, and look at their records."""
+"""The decoding loop as a caller sees it: prompts are read, and steps or sequences come out."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from .inputs import (
     read_prompts,
     read_seeds,
 )
-from .output import GenerationOutput, GenerationStats, Progress, RecordReader, Step, Streamer, streamer_calls
-from .runner import StepRunner, on_device, resolve_compile
+from .loop import Loop
+from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, streamer_calls
+from .runner import on_device
 from .step import DecodeState
 from .verify import Verifier
 
@@ -106,10 +107,9 @@ class SpeculativeDecoder:
         if self.draft is not None:
             self.draft.bind(self.target)
         checks.check_int("num_draft_tokens", num_draft_tokens, 1)
-        self.schedule = schedules.as_schedule(schedule, num_draft_tokens)
+        chosen = schedules.as_schedule(schedule, num_draft_tokens)
         if draft is None:
-            self.schedule = schedules.Constant(0)
-        self._cost_is_measured = schedule != "optimal" or draft is None
+            chosen = schedules.Constant(0)
         self.sampling = _checked(sampling) or SamplingParams()
         self.max_length = max_length
         if max_length is not None:
@@ -118,16 +118,20 @@ class SpeculativeDecoder:
         if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
         check_pair(self.target, self.draft)
-        self._runner = StepRunner(self.target, self.draft, verifier, one_graph)
-        self._compile = compile
-        self._num_eager_steps = 0
-        self._choose_compile(0)
+        measures_cost = schedule == "optimal" and draft is not None
+        self._loop = Loop(self.target, self.draft, verifier, one_graph, compile, chosen, measures_cost)
+        self._runner = self._loop.runner
         self._guard = Guard(self.target, self.draft)
 
     @property
     def compiled(self) -> bool:
         """Whether steps are compiled. Once they are, they stay compiled."""
-        return self._runner.compiled
+        return self._loop.compiled
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in use; with "optimal" it is replaced once the cost of a draft is measured."""
+        return self._loop.schedule
 
     def generate(
         self,
@@ -265,7 +269,7 @@ class SpeculativeDecoder:
         sampling = (_checked(request.sampling) or self.sampling).tensors(batch)
         if request.logprobs not in (None, "raw", "processed"):
             raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {request.logprobs!r}")
-        self._choose_compile(int((prompts.limits - prompts.lengths).max()))
+        self._loop.choose_compile(int((prompts.limits - prompts.lengths).max()))
         capacity = self._capacity(int(prompts.limits.max()))
         self._pad_token_id = prompts.pad_token_id
         finished = prompts.limits <= prompts.lengths
@@ -290,10 +294,10 @@ class SpeculativeDecoder:
             request.inputs or {},
         )
         self._prompt_lengths = state.lengths.clone()
-        stats = GenerationStats(seeds=seeds.tolist(), compiled=self.compile_reason)
+        stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
         self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats)
         self.target.start(batch, capacity, request.inputs)
-        if not self.compiled and self._cost_is_measured and bool((prompts.lengths == longest).all()):
+        if not self.compiled and self._loop.cost_is_measured and bool((prompts.lengths == longest).all()):
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             self._runner.unread_length = longest
         else:
@@ -308,13 +312,6 @@ class SpeculativeDecoder:
         self.schedule.reset()
         self._runner.synchronize()
         stats.prefill_seconds = time.perf_counter() - started
-
-    def _choose_compile(self, num_new_tokens: int) -> None:
-        if self.compiled:
-            return
-        certain = num_new_tokens / (max(self.schedule.buckets) + 1)
-        steps = self._num_eager_steps + certain
-        self._runner.compiled, self.compile_reason = resolve_compile(self._compile, self.target, self.draft, steps)
 
     def _capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
@@ -331,49 +328,15 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def _steps(self, stream: int) -> Iterator[Step]:
         self._guard.check_is_newest(stream)
-        progress = self._progress
-        reader = RecordReader(self._runner.state.tokens.device)
-        if all(progress.finished):
+        if all(self._progress.finished):
             return
-        if not self._cost_is_measured:
-            self.schedule = schedules.Optimal(self._measured_cost_ratio(), buckets=self.schedule.buckets)
-            self._cost_is_measured = True
-        num_draft_tokens = self._prepare(self.schedule.first())
-        before = time.perf_counter()
-        while True:
-            reader.push(self._runner.run(num_draft_tokens, self.schedule))
-            record = reader.pop()
-            if record is None:
-                continue
-            step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
-            self._num_eager_steps += not self.compiled
-            num_draft_tokens = self._prepare(self.schedule.next(num_proposed, num_accepted))
+        for step in self._loop.steps(self._progress):
             if all(step.finished) and self.draft is not None:
                 self.draft.end(self._runner.state.tokens, self._runner.state.lengths)
             yield step
             if all(step.finished):
                 return
             self._guard.check_is_newest(stream)
-            # The time that the caller spent on the step does not count.
-            before = time.perf_counter()
-
-    def _prepare(self, num_draft_tokens: int) -> int:
-        """Get ready for a step with K drafts, or with fewer if no row has room for K; returns how many."""
-        # The last token of a row needs no draft.
-        num_draft_tokens = self._runner.fewest(num_draft_tokens, max(self._progress.room - 1, 0))
-        self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
-        return num_draft_tokens
-
-    def _measured_cost_ratio(self) -> float:
-        """The time of one more draft / the time of a step without drafts. It has two parts: the draft's own forward,
-        and one more token for the target to read."""
-        most = self.schedule.buckets[-1]
-        seconds = []
-        for num_draft_tokens in (0, most):
-            self._progress.stats.compile_seconds += self._runner.prepare(num_draft_tokens)
-            seconds.append(self._runner.seconds_of(num_draft_tokens))
-        plain, drafting = seconds
-        return max(drafting - plain, 0.0) / (most * plain)
 
 
 def _checked(sampling: SamplingParams | None) -> SamplingParams | None:
