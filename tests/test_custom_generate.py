@@ -296,7 +296,6 @@ def test_what_is_not_done_is_an_error() -> None:
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores: expected False"),
         ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
-        ({"max_time": 1.0}, "stopping_criteria: expected a length and eos tokens, got MaxTimeCriteria"),
     ]
     wrong_values: list[tuple[dict[str, Any], str]] = [
         ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),

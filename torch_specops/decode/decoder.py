@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from .inputs import (
     check_room,
     read_prompts,
     read_seeds,
+    read_stopping,
 )
 from .loop import Loop
 from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, streamer_calls
@@ -145,6 +147,9 @@ class SpeculativeDecoder:
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
         logprobs: str | None = None,
+        num_return_sequences: int = 1,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
         streamer: Streamer | None = None,
     ) -> GenerationOutput:
         """Continue every prompt to its eos or limit.
@@ -167,6 +172,11 @@ class SpeculativeDecoder:
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's logits as they come; "processed" = after temperature and filters (0 for greedy rows); None =
                 none are computed.
+            num_return_sequences: how many sequences each prompt gets. They stand together, and each is a row: what is
+                given per row has B * num_return_sequences entries.
+            stop_strings: a string or several, each of which ends a row with the token that completes it, as in
+                transformers: the string may begin in the prompt, and the token stays. None = none.
+            tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
 
         Returns:
@@ -179,11 +189,16 @@ class SpeculativeDecoder:
                 read.
         """
         request = BatchRequest(
-            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs
+            *(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs),
+            *(num_return_sequences, stop_strings, tokenizer),
         )
+        return self.run(request, streamer)
+
+    def run(self, request: BatchRequest, streamer: Streamer | None = None) -> GenerationOutput:
+        """What `generate` does."""
         with self._guard.working():
             steps, stream = self._stream(request)
-            put, end = streamer_calls(streamer, input_ids)
+            put, end = streamer_calls(streamer, request.input_ids, len(self._progress.lengths))
             interrupted = False
             try:
                 for step in steps:
@@ -196,7 +211,7 @@ class SpeculativeDecoder:
             self._guard.check_is_newest(stream)
             output = self.output(interrupted)
         for row, error in output.errors.items():
-            warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
 
     def stream(
@@ -211,13 +226,17 @@ class SpeculativeDecoder:
         pad_token_id: int | None = None,
         inputs: Mapping[str, Tensor] | None = None,
         logprobs: str | None = None,
+        num_return_sequences: int = 1,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
     ) -> Iterator[Step]:
         """The steps of `generate`, one by one; `output` returns the sequences at any time.
 
         The arguments are those of `generate`. They are checked, and the prompts read, before the first step.
         """
         request = BatchRequest(
-            input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs
+            *(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs),
+            *(num_return_sequences, stop_strings, tokenizer),
         )
         return self._guarded(self._stream(request)[0])
 
@@ -237,10 +256,14 @@ class SpeculativeDecoder:
             ends_with_eos = ((newest == state.eos).any(1) & (lengths > self._prompt_lengths)).tolist()
             prompt_lengths = self._prompt_lengths.clone()
             logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
-        errors = {row: f"target: no finite logit after {progress.lengths[row]} tokens" for row in failed}
+        stopped = [False] * len(ends_with_eos) if progress.stopping is None else progress.stopping.stopped
+        # A row that was stopped had not come to the end that the device may know of.
+        errors = {
+            row: f"target: no finite logit after {progress.lengths[row]} tokens" for row in failed if not stopped[row]
+        }
         reasons = [
-            "error" if row in errors else "eos" if is_eos else "length" if progress.finished[row] else None
-            for row, is_eos in enumerate(ends_with_eos)
+            "error" if row in errors else "eos" if is_eos else "stop" if stopped[row] else "length" if ended else None
+            for row, (is_eos, ended) in enumerate(zip(ends_with_eos, progress.finished, strict=True))
         ]
         stats = progress.stats
         return GenerationOutput(sequences, prompt_lengths, lengths, stats, errors, interrupted, logprobs, reasons)
@@ -264,6 +287,7 @@ class SpeculativeDecoder:
     def _start(self, request: BatchRequest) -> None:
         """Check the request, make room in the models, and read the prompts."""
         prompts = read_prompts(self.target, request)
+        stopping = read_stopping(request, prompts)
         batch, longest = prompts.tokens.shape
         seeds = read_seeds(request.seed, batch)
         sampling = (_checked(request.sampling) or self.sampling).tensors(batch)
@@ -291,12 +315,12 @@ class SpeculativeDecoder:
                 logprobs=None if request.logprobs is None else torch.full(tokens.shape, math.nan),
                 logprobs_of=request.logprobs,
             ),
-            request.inputs or {},
+            prompts.inputs or {},
         )
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
-        self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats)
-        self.target.start(batch, capacity, request.inputs)
+        self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats, stopping)
+        self.target.start(batch, capacity, prompts.inputs)
         if not self.compiled and self._loop.cost_is_measured and bool((prompts.lengths == longest).all()):
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             self._runner.unread_length = longest
@@ -307,7 +331,7 @@ class SpeculativeDecoder:
             self.target.forward(state.tokens[:, :width], positions, 1)
         if self.draft is not None:
             self.draft.compile(self._runner.draft_shape)
-            self.draft.start(state.tokens, state.lengths, capacity, request.inputs)
+            self.draft.start(state.tokens, state.lengths, capacity, prompts.inputs)
         self._runner.keep_valid_graphs()
         self.schedule.reset()
         self._runner.synchronize()

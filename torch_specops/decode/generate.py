@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ def generate(
     compile: bool | str = "auto",
     inputs: Mapping[str, Tensor] | None = None,
     logprobs: str | None = None,
+    num_return_sequences: int = 1,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     streamer: Streamer | None = None,
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
@@ -78,5 +82,8 @@ def generate(
         pad_token_id=pad_token_id,
         inputs=inputs,
         logprobs=logprobs,
+        num_return_sequences=num_return_sequences,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
         streamer=streamer,
     )

@@ -16,6 +16,7 @@ from ..drafts.base import missing_members
 from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
+from .stopping import Stopping
 
 __all__ = [
     "BatchRequest",
@@ -28,6 +29,7 @@ __all__ = [
     "check_room",
     "read_prompts",
     "read_seeds",
+    "read_stopping",
 ]
 
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
@@ -106,6 +108,11 @@ class BatchRequest:
     pad_token_id: int | None = None
     inputs: Mapping[str, Tensor] | None = None
     logprobs: str | None = None
+    num_return_sequences: int = 1
+    stop_strings: str | Sequence[str] | None = None
+    tokenizer: Any = None
+    # In place of stop strings, what the Hugging Face door makes of a call's criteria; its prompts have their padding.
+    stopping: Stopping | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class Prompts:
         limits: [B] int64, the length at which each sequence ends.
         eos: [B, E] int64, tokens that end a sequence; -1 is none.
         pad_token_id: what fills a sequence after its end.
+        inputs: what the target's encoder reads for each sequence, by name; None = nothing.
     """
 
     tokens: Tensor
@@ -125,17 +133,21 @@ class Prompts:
     limits: Tensor
     eos: Tensor
     pad_token_id: int
+    inputs: Mapping[str, Tensor] | None = None
 
 
 def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: int = 0) -> Prompts:
-    """Check prompts and limits; None for eos or pad tokens means those of the target.
+    """Check prompts and limits; None for eos or pad tokens means those of the target. With `num_return_sequences`, the
+    copies of a prompt stand together.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape, an empty prompt, a mask with holes, a token out of range, fewer
             than `min_new_tokens` new tokens.
     """
     tokens, lengths = _align(request.input_ids, request.attention_mask, target.vocab_size)
-    batch = tokens.shape[0]
+    copies = request.num_return_sequences
+    checks.check_int("num_return_sequences", copies, 1)
+    batch = tokens.shape[0] * copies
     max_new_tokens = _per_row("max_new_tokens", request.max_new_tokens, batch, min_new_tokens)
     if request.eos_token_id is None:
         eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
@@ -152,7 +164,35 @@ def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: i
         _warn_of_padding(tokens, pad_token_id)
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
-    return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id)
+    inputs = request.inputs
+    if copies > 1:
+        tokens, lengths = tokens.repeat_interleave(copies, 0), lengths.repeat_interleave(copies)
+        inputs = inputs and {name: values.repeat_interleave(copies, 0) for name, values in inputs.items()}
+    return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id, inputs)
+
+
+def read_stopping(request: BatchRequest, prompts: Prompts) -> Stopping | None:
+    """What ends the rows of a batch besides eos and limit; None = nothing.
+
+    Raises:
+        TypeError, ValueError: stop strings that are none, or no tokenizer for them.
+    """
+    strings = request.stop_strings
+    if strings is None or request.stopping is not None:
+        return request.stopping
+    strings = [strings] if isinstance(strings, str) else list(strings)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise TypeError(f"stop_strings: expected strings that are not empty, got {request.stop_strings!r}")
+    if not strings:
+        return None
+    if not hasattr(request.tokenizer, "get_vocab"):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(request.tokenizer)}"
+        )
+    from ..hf import stop_string_rule
+
+    texts = [row[:length] for row, length in zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)]
+    return Stopping(texts, [stop_string_rule(request.tokenizer, strings)])
 
 
 def read_seeds(seed: Seed, batch: int) -> Tensor:

@@ -87,6 +87,8 @@ class Loop:
                 continue
             step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
             self._num_eager_steps += not self.compiled
+            for row, length in progress.cuts().items():
+                self.runner.end_row(row, length)
             wanted = self.schedule.next(num_proposed, num_accepted)
             yield step
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .step import unpack_record
+from .stopping import Stopping
 
 __all__ = ["GenerationOutput", "GenerationStats", "Progress", "RecordReader", "Step", "Streamer", "streamer_calls"]
 
@@ -19,9 +20,9 @@ class Step:
     """One round of drafting and verifying, for every row of the batch.
 
     Args:
-        tokens: the tokens that each row emitted: accepted drafts, then the next token, cut after an eos and at the
-            row's limit. Empty for a row that had ended before.
-        num_accepted: drafts that the target accepted, per row, including those cut after an eos or at the limit.
+        tokens: the tokens that each row emitted: accepted drafts, then the next token, cut after an eos, at the row's
+            limit, and where it is stopped. Empty for a row that had ended before.
+        num_accepted: drafts that the target accepted, per row, including those that were cut.
         num_proposed: drafts that were verified, per row.
         finished: whether each row has ended.
         seconds: duration of the step, measured on the host.
@@ -42,7 +43,7 @@ class GenerationStats:
         seeds: one per row. Given back as `seed`, they repeat the output.
         num_steps: steps of the batch.
         num_row_steps: steps, summed over the rows that took part in them.
-        num_tokens: emitted tokens of all rows.
+        num_tokens: emitted tokens of all rows, without those that were cut.
         num_accepted, num_proposed: accepted and verified drafts of all rows.
         accepted_at, proposed_at: the same, for each position of a draft in its step.
         seconds: time of the steps, without compilation.
@@ -124,7 +125,8 @@ class GenerationOutput:
         interrupted: True when a KeyboardInterrupt ended the decode. The output then holds the tokens generated so far.
         logprobs: [B, L] float32, of every new token in `sequences` its log-probability under the target, NaN elsewhere;
             None if they were not asked for.
-        finish_reasons: why each row ended: "eos", "length", "error"; None = it has not ended.
+        finish_reasons: why each row ended: "eos", "stop" (a stop string, or a rule of the caller), "length", "error";
+            None = it has not ended.
 
     Example:
         >>> import torch, torch_specops
@@ -158,18 +160,29 @@ class Progress:
         lengths: tokens of each row.
         finished: whether each row has ended.
         stats: counts and times.
+        stopping: what else ends rows; None = nothing.
     """
 
     limits: list[int]
     lengths: list[int]
     finished: list[bool]
     stats: GenerationStats
+    stopping: Stopping | None = None
+
+    def __post_init__(self) -> None:
+        self._prompt_lengths = self.lengths
 
     @property
     def room(self) -> int:
         """The most tokens that a row may still get."""
         rows = zip(self.limits, self.lengths, self.finished, strict=True)
         return max(0 if ended else limit - length for limit, length, ended in rows)
+
+    def cuts(self) -> dict[int, int]:
+        """Rows that something else ended in the newest step -> their lengths."""
+        if self.stopping is None:
+            return {}
+        return {row: self._prompt_lengths[row] + kept for row, kept in self.stopping.cuts.items()}
 
     def add(self, record: Tensor, seconds: float) -> tuple[Step, list[int], list[int]]:
         """Count a step.
@@ -179,9 +192,18 @@ class Progress:
         """
         step = Step(*unpack_record(record), seconds)
         active = [row for row, ended in enumerate(self.finished) if not ended]
+        if self.stopping is not None:
+            # On CUDA a row that was stopped has taken part in one more step.
+            for row, is_stopped in enumerate(self.stopping.stopped):
+                if is_stopped:
+                    step.tokens[row], step.num_accepted[row], step.num_proposed[row] = [], 0, 0
+        self.stats.add(step)
+        if self.stopping is not None:
+            tokens, finished = self.stopping.add(step.tokens, step.finished)
+            self.stats.num_tokens += sum(map(len, tokens)) - sum(map(len, step.tokens))
+            step = replace(step, tokens=tokens, finished=finished)
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
         self.finished = step.finished
-        self.stats.add(step)
         return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
 
 
@@ -221,14 +243,14 @@ Streamer = Callable[[Step], object] | Any
 
 
 def streamer_calls(
-    streamer: Streamer | None, input_ids: Tensor
+    streamer: Streamer | None, input_ids: Tensor, num_rows: int
 ) -> tuple[Callable[[Step], object], Callable[[], object]]:
     """What to call with every step, and at the end. A streamer of transformers gets the prompt here."""
     if streamer is None:
         return lambda step: None, lambda: None
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"streamer: one with put and end takes a batch of one, got {input_ids.shape[0]} rows")
+        if num_rows != 1:
+            raise ValueError(f"streamer: one with put and end takes a batch of one, got {num_rows} rows")
         streamer.put(torch.as_tensor(input_ids).cpu())
         return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64)), streamer.end
     if callable(streamer):

@@ -168,6 +168,12 @@ class StepRunner:
                 return record
             return self._step(num_draft_tokens, schedule)
 
+    def end_row(self, row: int, length: int) -> None:
+        """Set a row back to this length, and end it. Waits for nothing: the device does it before the next step."""
+        with on_device(self.state.tokens.device):
+            self.state.lengths[row].fill_(length)
+            self.state.finished[row].fill_(True)
+
     def fewest(self, num_draft_tokens: int, needed: int) -> int:
         """The smallest K that a step can have without compiling, up to the one given, if no row has room for more than
         `needed` drafts. An eager step can have any K."""

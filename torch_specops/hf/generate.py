@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.generation import (
-    EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
     GenerationConfig,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
-    MaxLengthCriteria,
     MinPLogitsWarper,
     StoppingCriteriaList,
     SuppressTokensAtBeginLogitsProcessor,
@@ -32,8 +30,9 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
-from ..decode.inputs import Seed
+from ..decode.inputs import BatchRequest, Seed
 from ..decode.output import GenerationStats
+from ..decode.stopping import Stopping
 from ..drafts import AnyDraft, LanguageModel
 from ..drafts.base import LanguageModelWrapper
 from ..sampling import SamplingParams
@@ -41,6 +40,7 @@ from ..schedules import Schedule
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
 from .models import EncoderDecoderModel, language_model, placed
+from .stopping import read_criteria
 
 __all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "custom_generate"]
 
@@ -88,7 +88,9 @@ def custom_generate(
         input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
             everywhere or at the start; renormalisation; removal of invalid values, which changes nothing here.
-        stopping_criteria: the longest length and eos tokens.
+        stopping_criteria: any. A row ends with the token at which one says so. Lengths, eos tokens, stop strings and
+            times are understood; any other is called as transformers would call it: once per token, with all rows and
+            without scores.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same.
@@ -98,7 +100,7 @@ def custom_generate(
             `streamer=`.
         seed: as there.
         inputs_tensor: the input of the encoder; transformers passes it.
-        tokenizer: not used.
+        tokenizer: not used here; `generate` needs it for stop strings.
         model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
 
     Returns:
@@ -106,8 +108,8 @@ def custom_generate(
         with these `sequences`, and with `stats`.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor or criterion other
-            than those above, a filter with min_tokens_to_keep above 1, scores, logits, attentions or hidden states, an
+        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor other than those
+            above, a filter with min_tokens_to_keep above 1, scores, logits, attentions or hidden states, an
             `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
@@ -125,7 +127,7 @@ def custom_generate(
     """
     _check_mode(generation_config)
     processors = _processors(logits_processor)
-    max_length, eos_token_ids = _stops(stopping_criteria)
+    stops = read_criteria(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
@@ -139,19 +141,25 @@ def custom_generate(
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
-    output = kept.decoder.generate(
+    stopping = None
+    if stops.row_rules or stops.batch_rules:
+        stopping = Stopping(
+            input_ids.tolist(), stops.row_rules, stops.batch_rules, pad_token_id=pad_token_id, device=input_ids.device
+        )
+    request = BatchRequest(
         input_ids,
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
-        max_new_tokens=max(max_length - input_ids.shape[1], 1),
+        max_new_tokens=max(stops.max_length - input_ids.shape[1], 1),
         sampling=_sampling(generation_config, processors),
         seed=seed,
         # transformers minds no eos that the model cannot emit.
-        eos_token_id=[token for token in eos_token_ids if token < target.vocab_size],
+        eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,
-        streamer=token_streamer,
+        stopping=stopping,
     )
+    output = kept.decoder.run(request, token_streamer)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept
@@ -295,22 +303,6 @@ def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> Sampl
             if hasattr(processor, name):
                 values[name] = getattr(processor, name)
     return SamplingParams(**values)
-
-
-def _stops(criteria: StoppingCriteriaList) -> tuple[int, list[int]]:
-    lengths, eos_token_ids = [], []
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            lengths.append(criterion.max_length)
-        elif type(criterion) is EosTokenCriteria:
-            eos_token_ids += torch.as_tensor(criterion.eos_token_id).flatten().tolist()
-        else:
-            raise NotImplementedError(
-                f"stopping_criteria: expected a length and eos tokens, got {type(criterion).__name__}"
-            )
-    if not lengths:
-        raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
-    return min(lengths), eos_token_ids
 
 
 # What transformers prepares for its own loop. Ours has its own cache and needs none of it.

@@ -1,0 +1,233 @@
+"""What ends rows besides eos and limit: stop strings, and stopping criteria of transformers, as it calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import DRAFTS, streamed
+from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import Step, loop
+from torch_specops.decode.output import RecordReader
+from torch_specops.decode.stopping import Stopping
+from torch_specops.drafts import PromptLookup
+from torch_specops.hf import custom_generate
+
+LENGTH = 14
+IDS, MASK = padded(PROMPTS, "left")
+WIDTH = IDS.shape[1]
+FOLDER = files("torch_specops") / "data" / "austen_bytes"
+TEXTS = ["It was not to be ", "She had ", "Mr. Darcy said that he would "]
+STRINGS = [" the", "d b"]
+
+
+class Watched(StoppingCriteria):
+    """Keeps what it is shown, and stops where a function of that says."""
+
+    def __init__(self, stops: Callable[[Tensor], Any]) -> None:
+        self.stops = stops
+        self.shown: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.shown.append(input_ids.clone())
+        return self.stops(input_ids)
+
+
+def criteria_of(free: Tensor) -> dict[str, Callable[[Tensor], Any]]:
+    """Rules that end the greedy rows `free` [3, LENGTH] in different ways."""
+    own = [int(free[0, 4]), int(free[1, 9]), int(free[2, 2])]
+    return {
+        "each row at a token of its own": lambda ids: ids[:, -1] == torch.tensor(own),
+        "all rows at a token of the first": lambda ids: bool(ids[0, -1] == own[0]),
+        "one row at the sixth token": lambda ids: torch.tensor([False, ids.shape[1] == WIDTH + 6, False]),
+        "a row whose neighbour is even": lambda ids: (ids[:, -1].roll(1) % 2 == 0) & (ids.shape[1] > WIDTH + 3),
+        "no row": lambda ids: False,
+    }
+
+
+def generate(model: PreTrainedModel, rule: Callable[[Tensor], Any], **options: Any) -> tuple[Any, list[Tensor]]:
+    watched = Watched(rule)
+    call = {"attention_mask": MASK, "max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 11}
+    # An eos that never comes makes transformers fill the rows that have ended.
+    call |= {"eos_token_id": VOCAB + 7, "stopping_criteria": StoppingCriteriaList([watched])}
+    return model.generate(IDS, **(call | options)), watched.shown
+
+
+@pytest.mark.parametrize("draft", ["nothing", "prompt lookup", "perturbed", "itself"])
+def test_a_criterion_sees_and_stops_what_it_does_in_transformers(draft: str) -> None:
+    """Rows get different numbers of tokens per step, some of them beyond the place where they are to end."""
+    target, source = shared_tiny("llama"), DRAFTS[draft]("llama")
+    free = target.generate(IDS, attention_mask=MASK, max_new_tokens=LENGTH, do_sample=False, pad_token_id=11)
+    lengths = set()
+    for name, rule in criteria_of(free[:, WIDTH:]).items():
+        expected, expected_shown = generate(target, rule)
+        steps: list[Step] = []
+        drafting = {"draft_model": source, "num_draft_tokens": 4, "token_streamer": steps.append}
+        output, shown = generate(target, rule, custom_generate=custom_generate, **drafting)
+        assert torch.equal(output, expected), name
+        assert list(map(Tensor.tolist, shown)) == list(map(Tensor.tolist, expected_shown)), name
+        # What a streamer hears is cut already.
+        ends = [row.index(11) if 11 in row else len(row) for row in expected[:, WIDTH:].tolist()]
+        new = [row[:end] for row, end in zip(expected[:, WIDTH:].tolist(), ends, strict=True)]
+        assert streamed(steps) == new and steps[-1].finished == [True] * 3, name
+        lengths.add(tuple(ends))
+    assert len(lengths) == 5
+
+
+def test_eos_and_criteria_end_rows_together() -> None:
+    target = shared_tiny("llama")
+    free = target.generate(IDS, attention_mask=MASK, max_new_tokens=LENGTH, do_sample=False, pad_token_id=11)[:, WIDTH:]
+    # The first row ends with an eos, which its criterion would have met two tokens later.
+    for rule in (lambda ids: ids[:, -1] == free[:, 6], lambda ids: ids.shape[1] == WIDTH + 9):
+        options = {"eos_token_id": int(free[0, 4])}
+        expected, expected_shown = generate(target, rule, **options)
+        output, shown = generate(target, rule, **options, custom_generate=custom_generate, draft_model=target)
+        assert torch.equal(output, expected) and len(shown) == len(expected_shown)
+
+
+def test_time_that_is_up_ends_rows_after_one_token() -> None:
+    target = shared_tiny("llama")
+    expected, _ = generate(target, lambda ids: False, max_time=1e-9)
+    output, _ = generate(target, lambda ids: False, max_time=1e-9, custom_generate=custom_generate, draft_model=target)
+    assert output.shape == (3, WIDTH + 1) and torch.equal(output, expected)
+
+
+def test_a_clock_stops_rows_where_they_are() -> None:
+    """Rows that are ahead of others keep what they have, and one token more as all do."""
+    is_late = False
+    stopping = Stopping([[1], [2]], [lambda texts: [is_late] * len(texts)])
+    assert stopping.add([[5, 6, 7], [8]], [False, False]) == ([[5, 6, 7], [8]], [False, False])
+    is_late = True
+    assert stopping.add([[9, 9], [9, 9, 9]], [False, False]) == ([[9], [9]], [True, True])
+    assert stopping.cuts == {0: 4, 1: 2}
+
+
+@pytest.fixture(scope="module")
+def austen() -> tuple[PreTrainedModel, PreTrainedModel, Any]:
+    """A token is a byte, so every string spans several. Byte 0 never comes."""
+    target, draft = (AutoModelForCausalLM.from_pretrained(FOLDER / name) for name in ("target", "draft"))
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 0
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.convert_ids_to_tokens(0), "left"
+    return target, draft, tokenizer
+
+
+def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = austen
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    call = {**batch, "max_new_tokens": 48, "do_sample": False, "stop_strings": STRINGS, "tokenizer": tokenizer}
+    expected = target.generate(**call)
+    # The second one begins in its prompt.
+    new = [text.strip("\0") for text in tokenizer.batch_decode(expected[:, batch["input_ids"].shape[1] :])]
+    assert new[1] == "b" and all(text.endswith(" the") for text in new[::2])
+    options = {**batch, "max_new_tokens": 48, "stop_strings": STRINGS, "tokenizer": tokenizer}
+    for source in (None, draft, PromptLookup(min_ngram=1)):
+        output = target.generate(**call, custom_generate=custom_generate, draft_model=source)
+        assert torch.equal(output, expected)
+        own = torch_specops.generate(target, **options, draft=source, sampling=SamplingParams(temperature=0.0))
+        assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
+        assert own.finish_reasons == ["stop"] * 3
+
+
+class Late(RecordReader):
+    """Gives records one step late, as on CUDA, where the next step is queued already."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._late: list[Tensor] = []
+
+    def pop(self) -> Tensor | None:
+        self._late += [record for record in [super().pop()] if record is not None]
+        return self._late.pop(0) if len(self._late) > 1 else None
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("logprobs", [None, "processed"])
+def test_a_stop_keeps_the_text_up_to_it(
+    late: bool, logprobs: str | None, austen: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled rows: the same tokens as without the stop, so far, and the same counts whenever the host looks."""
+    target, draft, tokenizer = austen
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    ended: list[list[int]] = []
+    sampler = SpeculativeDecoder(target, draft, sampling=SamplingParams(temperature=0.7))
+    sampler.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
+    call: dict[str, Any] = {**batch, "max_new_tokens": [60, 60, 5], "seed": 5, "logprobs": logprobs}
+    free = sampler.generate(**call)
+    if late:
+        monkeypatch.setattr(loop, "RecordReader", Late)
+    steps: list[Step] = []
+    output = sampler.generate(**call, stop_strings=["e"], tokenizer=tokenizer, streamer=steps.append)
+    kept = []
+    for row in range(3):
+        text = free.new_tokens(row)
+        kept.append(text[: text.index(ord("e")) + 1] if ord("e") in text else text)
+        assert output.new_tokens(row) == kept[row]
+    lengths = list(map(len, kept))
+    assert len(set(lengths)) == 3 and output.finish_reasons == ["stop", "stop", "length"]
+    assert streamed(steps) == kept and output.stats.num_tokens == sum(lengths)
+    assert ended[1] == output.lengths.tolist() == sampler._runner.state.lengths.tolist()
+    # A step that a row took part in after its end does not count.
+    assert output.stats.num_row_steps == sum(bool(tokens) for step in steps for tokens in step.tokens)
+    if logprobs is not None:
+        assert output.logprobs is not None and free.logprobs is not None
+        inside = torch.arange(output.logprobs.shape[1]) < output.lengths.unsqueeze(1)
+        wanted = free.logprobs[:, : output.logprobs.shape[1]].where(inside, torch.nan)
+        torch.testing.assert_close(output.logprobs, wanted, equal_nan=True)
+
+
+def test_several_sequences_of_a_prompt_are_rows() -> None:
+    """What is given per row is given per sequence, and seeds given back repeat the output."""
+    target = shared_tiny("llama")
+    call: dict[str, Any] = {"attention_mask": MASK, "num_return_sequences": 2, "draft": perturbed(target)}
+    call["max_new_tokens"] = [3, 4, 5, 6, 7, 8]
+    output = torch_specops.generate(target, IDS, **call, seed=3)
+    again = torch_specops.generate(target, IDS, **call, seed=output.stats.seeds)
+    assert output.prompt_lengths.tolist() == [7, 7, 1, 1, 4, 4] and torch.equal(output.sequences, again.sequences)
+    assert (output.lengths - output.prompt_lengths).tolist() == [3, 4, 5, 6, 7, 8]
+    # As rows of their own.
+    copies: dict[str, Any] = {name: value for name, value in call.items() if name != "num_return_sequences"}
+    copies["attention_mask"] = MASK.repeat_interleave(2, 0)
+    rows = torch_specops.generate(target, IDS.repeat_interleave(2, 0), **copies, seed=3)
+    assert torch.equal(output.sequences, rows.sequences) and len({*map(str, output.sequences[:, 1:].tolist())}) == 6
+
+
+def test_an_encoder_reads_a_prompt_for_each_of_its_sequences() -> None:
+    target, steps = shared_tiny("t5"), list[Step]()
+    inputs, call = encoder_inputs("t5"), {"draft": shared_tiny("t5"), "max_new_tokens": 8, "seed": 3}
+    assert inputs is not None
+    start = torch.ones(3, 1, dtype=torch.int64)
+    torch_specops.generate(
+        target, start, **call, inputs=inputs, num_return_sequences=2, streamer=steps.append, eos_token_id=()
+    )
+    assert all(step.num_accepted == step.num_proposed for step in steps)
+
+
+def test_wrong_arguments_are_named(austen: tuple[Any, Any, Any]) -> None:
+    tokenizer = austen[2]
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"stop_strings": ["a", 3]}, TypeError, r"stop_strings: expected strings that are not empty, got \['a', 3\]"),
+        ({"stop_strings": ""}, TypeError, "stop_strings: expected strings that are not empty, got ''"),
+        ({"stop_strings": "a", "tokenizer": None}, TypeError, "tokenizer: expected a tokenizer of transformers"),
+        ({"num_return_sequences": 0}, ValueError, "num_return_sequences: expected"),
+        ({"num_return_sequences": 2, "seed": [1]}, ValueError, r"seed: expected an int, or int64 \[2\]"),
+        ({"num_return_sequences": 2, "streamer": TextStreamer(tokenizer)}, ValueError, "streamer: .* got 2 rows"),
+    ]
+    call = {"max_new_tokens": 3, "tokenizer": tokenizer}
+    ids = torch.tensor([[1, 2]])
+    assert raised(lambda given: torch_specops.generate(shared_tiny("llama"), ids, **(call | given)), wrong) == []
