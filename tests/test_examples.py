@@ -96,6 +96,13 @@ def test_check_law(run: Run) -> None:
     assert len(re.findall("breaks$", wrong, re.MULTILINE)) >= 2 and "breaks" not in right
 
 
+def test_check_engine(run: Run) -> None:
+    right, transformers, wrong = run("check_engine.py", "--trials", "1000").split("transformers")[:3]
+    for text in (right, transformers):
+        assert "No bias seen in 3 settings." in text
+    assert "Not the target's law: temperature 0.7, top-p 0.9; top-k 3 (2 of 3 settings)." in wrong
+
+
 def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]) -> None:
     graphs = []
 

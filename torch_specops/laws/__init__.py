@@ -1,11 +1,22 @@
-"""Is a decoding loop lossless? `check_law` runs it many times and compares its tokens with the target's law.
+"""Is a decoding loop lossless? `check_law` runs it many times and compares its tokens with the target's law;
+`check_engine` does so with an engine, for each of its sampling settings.
 
 docs/testing.md says how to use it and what its numbers mean.
 """
 
 from .check import check_law
+from .engine import check_engine
 from .judgement import chi_square
 from .markov import MarkovModel, markov_pair
-from .report import LawReport, LawTest
+from .report import EngineReport, LawReport, LawTest
 
-__all__ = ["LawReport", "LawTest", "MarkovModel", "check_law", "chi_square", "markov_pair"]
+__all__ = [
+    "EngineReport",
+    "LawReport",
+    "LawTest",
+    "MarkovModel",
+    "check_engine",
+    "check_law",
+    "chi_square",
+    "markov_pair",
+]

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from .judgement import judge
-from .markov import MarkovModel
 from .report import LawReport
+from .texts import Generated, NextToken, check_numbers, conditional_laws, count_texts, read_prompt, read_tokens
 
-NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
-Generated = Tensor | tuple[Tensor, Tensor, Tensor]
 StepFn = Callable[[Tensor, Tensor], Generated]
-
-MAX_OUTCOMES = 2**20
 
 
 def check_law(
@@ -85,29 +81,37 @@ def check_law(
         >>> bool(report), report.first_break
         (False, 0)
     """
-    _check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
-    start = _prompt(prompt, vocab_size)
-    p = _conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
-    q = None if draft is None else _conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
+    check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
+    start = read_prompt(prompt, vocab_size)
+    p = conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
+    q = None if draft is None else conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
     # torch's CPU generator knows the low 32 bits of its seed alone: seeds that count up in the high ones would repeat.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials,), generator=generator)
     tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size, progress)
+    return law_report(tokens, p, generator, significance, q, accepted / reached if reached else None)
+
+
+def law_report(
+    tokens: Tensor,
+    p: list[Tensor],
+    generator: torch.Generator,
+    significance: float,
+    q: list[Tensor] | None = None,
+    beta: float | None = None,
+) -> LawReport:
+    """What texts [N, T] say of the law; p and q are `conditional_laws`. Missing tokens are drawn with the generator."""
+    trials, num_tokens = tokens.shape
     uniforms = torch.rand(trials, num_tokens, generator=generator, dtype=torch.float64)
-    counts, joint_counts = _count(tokens, p, uniforms)
+    counts, joint_counts = count_texts(tokens, p, uniforms)
     tests = judge(counts, joint_counts, p, significance)
     overlaps = [None] * num_tokens if q is None else _overlaps(p, q)
     positions = [
         replace(test, emitted=int(count.sum()) / trials, overlap=overlap)
         for test, count, overlap in zip(tests[:-1], counts, overlaps, strict=True)
     ]
-    return LawReport(
-        (*positions, tests[-1]),
-        trials,
-        significance,
-        {} if q is None else _mistakes(p[0][0], q[0][0]),
-        accepted / reached if reached else None,
-    )
+    mistakes = {} if q is None else _mistakes(p[0][0], q[0][0])
+    return LawReport((*positions, tests[-1]), trials, significance, mistakes, beta)
 
 
 def _sample(
@@ -124,7 +128,7 @@ def _sample(
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):
         generated = step_fn(prompt.repeat(len(batch), 1), batch.to(prompt.device))
-        tokens, accepted, reached = _read(generated, len(batch), num_tokens, vocab_size)
+        tokens, accepted, reached = read_tokens(generated, len(batch), num_tokens, vocab_size)
         # A loop on a law almost without chance may repeat itself; one whose rows differ does not.
         if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(1).double().mean() > 0.1:
             raise ValueError("step_fn: expected random numbers that come from its seeds, got the tokens of other seeds")
@@ -134,87 +138,6 @@ def _sample(
         if progress is not None:
             progress(sum(len(tokens) for tokens in batches), len(seeds))
     return torch.cat(batches), num_accepted, num_reached
-
-
-def _count(tokens: Tensor, laws: list[Tensor], uniforms: Tensor) -> tuple[list[Tensor], Tensor]:
-    """For each position t, [V ** t, V] the tokens emitted there by the text before them; [V ** T] the texts, whose
-    missing tokens are drawn from the target. A text y_0 y_1 .. has the index of that number in base V."""
-    index = torch.zeros(len(tokens), dtype=torch.int64)
-    counts = []
-    for token, law, numbers in zip(tokens.unbind(1), laws, uniforms.unbind(1), strict=True):
-        missing = token < 0
-        cumulative = law[index[missing]].cumsum(-1)
-        drawn = (cumulative <= numbers[missing].unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
-        index = index * law.shape[1] + token.masked_scatter(missing, drawn)
-        counts.append(torch.bincount(index[~missing], minlength=law.numel()).view_as(law))
-    return counts, torch.bincount(index, minlength=laws[-1].numel())
-
-
-def _read(generated: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
-    """[N, num_tokens] int64 on the CPU with -1 where nothing was emitted, drafts accepted, drafts reached."""
-    tokens, *counts = generated if isinstance(generated, tuple) else (generated,)
-    for name, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
-        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
-            raise TypeError(
-                f"step_fn: expected {name} as an integer tensor, got {getattr(tensor, 'dtype', type(tensor))}"
-            )
-    if len(counts) not in (0, 2):
-        raise ValueError(
-            f"step_fn: expected tokens or (tokens, num_accepted, num_reached), got a tuple of {len(counts) + 1}"
-        )
-    if tokens.dim() != 2 or tokens.shape[0] != size or tokens.shape[1] < num_tokens:
-        raise ValueError(f"step_fn: expected tokens [{size}, >= {num_tokens}], got {list(tokens.shape)}")
-    if any(count.shape != (size,) for count in counts):
-        raise ValueError(
-            f"step_fn: expected num_accepted and num_reached [{size}], got {[list(count.shape) for count in counts]}"
-        )
-    tokens = tokens[:, :num_tokens].long().cpu()
-    emitted = tokens >= 0
-    if int(tokens.max()) >= vocab_size:
-        raise ValueError(f"step_fn: expected tokens in [0, {vocab_size}), got {int(tokens.max())}")
-    wrong = ~emitted[:, 0] | (emitted[:, 1:] & ~emitted[:, :-1]).any(1)
-    if wrong.any():
-        raise ValueError(
-            "step_fn: expected at least one token in every row, and negative numbers after the emitted tokens only, "
-            f"got {tokens[wrong][0].tolist()}"
-        )
-    accepted, reached = (int(count.sum()) for count in counts) if counts else (0, 0)
-    if not 0 <= accepted <= reached:
-        raise ValueError(f"step_fn: expected 0 <= num_accepted <= num_reached, got {accepted} and {reached} in sum")
-    return tokens, accepted, reached
-
-
-@torch.no_grad()
-def _conditional_laws(
-    model: NextToken, name: str, prompt: Tensor, vocab_size: int, num_tokens: int, batch_size: int
-) -> list[Tensor]:
-    """For each position t the laws [V ** t, V] of the next token after each text of t tokens, float64."""
-    model = MarkovModel(model) if isinstance(model, Tensor) else model
-    read = model.next_logits if isinstance(model, MarkovModel) else model
-    laws = []
-    for length in range(num_tokens):
-        parts = []
-        for chunk in torch.arange(vocab_size**length).split(batch_size):
-            place = vocab_size ** torch.arange(length - 1, -1, -1)
-            texts = chunk.unsqueeze(-1) // place % vocab_size
-            prefixes = torch.cat([prompt.expand(len(chunk), -1), texts.to(prompt.device)], 1)
-            logits = read(prefixes)
-            if not isinstance(logits, Tensor) or not logits.is_floating_point():
-                raise TypeError(
-                    f"{name}: expected logits, a floating point tensor, got {getattr(logits, 'dtype', type(logits))} "
-                    "(for a transformers model pass `lambda ids: model(ids).logits`)"
-                )
-            logits = logits[:, -1] if logits.dim() == 3 else logits
-            if logits.shape != (len(chunk), vocab_size):
-                raise ValueError(f"{name}: expected logits [{len(chunk)}, {vocab_size}], got {list(logits.shape)}")
-            logits = logits.double().cpu()
-            without = logits.isnan().any(-1) | (logits.amax(-1).abs() == torch.inf)
-            if without.any():
-                text = prefixes[int(without.nonzero()[0])].tolist()
-                raise ValueError(f"{name}: expected finite logits, or -inf but not all, got others after {text}")
-            parts.append(torch.softmax(logits, -1))
-        laws.append(torch.cat(parts))
-    return laws
 
 
 def _overlaps(p: list[Tensor], q: list[Tensor]) -> list[float]:
@@ -234,35 +157,3 @@ def _mistakes(p: Tensor, q: Tensor) -> dict[str, float]:
         "accepting every draft": float((q - p).abs().sum()) / 2,
         "a recovered token from p": float((kept + (1 - kept.sum()) * p - p).abs().sum()) / 2,
     }
-
-
-def _prompt(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
-    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
-    if tokens.dim() != 1 or tokens.is_floating_point():
-        raise ValueError(f"prompt: expected integers [P], got {tokens.dtype} {list(tokens.shape)}")
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(f"prompt: expected tokens in [0, {vocab_size}), got {tokens.tolist()}")
-    return tokens.long()
-
-
-def _check_numbers(
-    vocab_size: int, num_tokens: int, trials: int, batch_size: int, significance: float, seed: int
-) -> None:
-    for name, value, low, high in (
-        ("vocab_size", vocab_size, 2, MAX_OUTCOMES),
-        ("num_tokens", num_tokens, 1, 20),
-        ("trials", trials, 100, 2**62),
-        ("batch_size", batch_size, 1, 2**62),
-        ("seed", seed, 0, 2**32 - 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value)}")
-        if not low <= value <= high:
-            raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value}")
-    if not 0 < significance < 1:
-        raise ValueError(f"significance: expected a number in (0, 1), got {significance}")
-    if vocab_size**num_tokens > MAX_OUTCOMES:
-        raise ValueError(
-            f"vocab_size: expected vocab_size ** num_tokens <= {MAX_OUTCOMES}, got {vocab_size} ** {num_tokens}; over "
-            "so many outcomes a test sees nothing: take tiny models of 6 to 16 tokens"
-        )

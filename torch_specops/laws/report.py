@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Of the bound on the total variation, and the probability with which a bias of the detectable size is seen.
@@ -133,14 +134,7 @@ class LawReport:
             )
             for test in self.tests
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        return [
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        return aligned(rows)
 
     def _remarks(self) -> list[str]:
         lines = [
@@ -167,3 +161,77 @@ class LawReport:
                 line += f"; one that reads all of the text gets the overlap, {min(overlaps):.3f} to {max(overlaps):.3f}"
             lines.append(line + ".")
         return lines
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What `check_engine` found. It is true if no test rejects the target's law, and `str` gives a table.
+
+    Attributes:
+        reports: name of a setting -> its `LawReport`, of which `str` gives the test of each position.
+        significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
+    """
+
+    reports: dict[str, LawReport]
+    significance: float
+
+    @property
+    def broken(self) -> list[str]:
+        """The settings whose law is rejected."""
+        return [name for name, report in self.reports.items() if not report]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no bias was seen."""
+        return not self.broken
+
+    def __bool__(self) -> bool:
+        return self.lossless
+
+    def assert_lossless(self) -> None:
+        """Raise AssertionError, with the settings and the numbers, if a bias was seen."""
+        if not self.lossless:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        header = ("", "trials", "breaks at", "TV jointly", "by chance", "at most", "least p-value", "visible")
+        rows = [header]
+        for name, report in self.reports.items():
+            joint = report.tests[-1]
+            breaks = "" if report else "jointly" if report.first_break is None else f"position {report.first_break}"
+            rows.append(
+                (
+                    name,
+                    f"{report.trials:,}",
+                    breaks,
+                    f"{joint.total_variation:.4f}",
+                    f"{joint.expected_total_variation:.4f}",
+                    f"{joint.total_variation_bound:.4f}",
+                    f"{min(test.p_value for test in report.tests):.3g}",
+                    f"{max(test.detectable_total_variation for test in report.tests):.4f}",
+                )
+            )
+        verdict = (
+            f"Not the target's law: {'; '.join(self.broken)} ({len(self.broken)} of {len(self.reports)} settings)."
+            if self.broken
+            else f"No bias seen in {len(self.reports)} settings."
+        )
+        remarks = (
+            "TV: total variation of the texts' counts from the target's law, and what chance alone makes of it.",
+            f"at most: with {CONFIDENCE:.0%} confidence, the TV of the engine's own law is not above this.",
+            f"visible: a TV this large, at any position or jointly, is seen with {CONFIDENCE:.0%} probability.",
+            f"An engine without any bias is rejected with a probability of {self.significance:g} or less.",
+        )
+        return "\n".join([verdict, "", *aligned(rows), "", *remarks])
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table, the first column on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

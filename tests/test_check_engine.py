@@ -1,0 +1,162 @@
+"""`check_engine`: a right engine passes at every setting, and a wrong one is told with the settings that break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_specops import SamplingParams
+from torch_specops.laws import check_engine, markov_pair
+from torch_specops.laws.engine import Prompts
+
+V = 6
+TARGET, _ = markov_pair(V)
+# Lengths differ, so that a row of another prompt shows.
+PROMPTS = ((1, 0, 1), (2, 3), (0, 5, 4, 4))
+SETTINGS = {
+    "plain": SamplingParams(),
+    "cold top-p": SamplingParams(temperature=0.6, top_p=0.7),
+    "top-k": SamplingParams(top_k=3),
+    "min-p": SamplingParams(temperature=1.5, min_p=0.3),
+    "greedy": SamplingParams(temperature=0.0),
+}
+
+
+def filtered(weights: Tensor, params: SamplingParams) -> Tensor:
+    """[V] probabilities after the filters, by their definitions; `weights` are those at the row's temperature."""
+    order = weights.argsort(descending=True)
+    p = weights[order]
+    kept = torch.ones(V, dtype=torch.bool)
+    if params.top_k:
+        kept &= torch.arange(V) < params.top_k
+    p = p * kept / (p * kept).sum()
+    kept &= p.cumsum(0) - p < params.top_p
+    kept &= p >= params.min_p * p[0]
+    return torch.zeros(V, dtype=torch.float64).index_put_((order,), p * kept)
+
+
+def engine(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+    """Row by row, the simplest right engine."""
+    generator = torch.Generator().manual_seed(seeds[0])
+    rows = []
+    for prompt, each in zip(prompts, params, strict=True):
+        text = list(prompt)
+        for _ in range(2):
+            logits = TARGET.next_logits(torch.tensor([text]))[0].double()
+            if each.temperature == 0:
+                text.append(int(logits.argmax()))
+            else:
+                weights = filtered(torch.softmax(logits / each.temperature, -1), each)
+                text.append(int(torch.multinomial(weights, 1, generator=generator)))
+        rows.append(text[len(prompt) :])
+    return rows
+
+
+def check(generate: Callable[..., list[list[int]]], trials: int = 1500, **options):
+    return check_engine(
+        generate, TARGET, SETTINGS, vocab_size=V, num_tokens=2, trials=trials, prompts=PROMPTS, **options
+    )
+
+
+def test_a_right_engine_passes() -> None:
+    report = check(engine)
+    assert report and report.broken == []
+    report.assert_lossless()
+    assert list(report.reports) == list(SETTINGS)
+    # All the tests of all settings share the significance.
+    assert report.reports["plain"].threshold == pytest.approx(1e-4 / (5 * 3))
+    assert str(report).startswith("No bias seen in 5 settings.\n")
+
+
+def of_the_next_row(params: list[SamplingParams]) -> list[SamplingParams]:
+    return [*params[1:], params[0]]
+
+
+def without_top_k(params: list[SamplingParams]) -> list[SamplingParams]:
+    return [SamplingParams(each.temperature, 0, each.top_p, each.min_p) for each in params]
+
+
+WRONG = {
+    "parameters of the next row": (
+        list(SETTINGS),
+        lambda prompts, params, seeds: engine(prompts, of_the_next_row(params), seeds),
+    ),
+    "no top-k": (["top-k"], lambda prompts, params, seeds: engine(prompts, without_top_k(params), seeds)),
+    "the first row's text for all prompts": (
+        list(SETTINGS)[1:3] + list(SETTINGS)[4:],
+        lambda prompts, params, seeds: engine([prompts[0]] * len(prompts), params, seeds),
+    ),
+    "rows in the order in which they end": (
+        list(SETTINGS),
+        lambda prompts, params, seeds: sorted(engine(prompts, params, seeds)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_engine_is_caught(name: str) -> None:
+    settings, generate = WRONG[name]
+    report = check(generate)
+    assert not report and report.broken == settings
+    with pytest.raises(AssertionError, match=f"Not the target's law: {'; '.join(settings)} \\({len(settings)} of 5"):
+        report.assert_lossless()
+
+
+def test_texts_that_end_early() -> None:
+    """At token 2, with lists of other lengths."""
+
+    def generate(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+        return [row[: row.index(2) + 1] if 2 in row else row for row in engine(prompts, params, seeds)]
+
+    report = check(generate)
+    report.assert_lossless()
+    assert report.reports["plain"].tests[1].emitted < 1
+
+
+def test_calls() -> None:
+    """Every call has all settings in turn, and the same seed gives the same requests."""
+    calls, progress = [], []
+
+    def generate(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> Tensor:
+        calls.append((prompts, params, seeds))
+        return torch.tensor(engine(prompts, params, seeds))
+
+    check(generate, trials=100, batch_size=40, progress=lambda *at: progress.append(at))
+    assert progress == [(200, 500), (400, 500), (500, 500)]
+    for prompts, params, seeds in calls:
+        assert prompts[:5] == [list(PROMPTS[i]) for i in (0, 1, 2, 0, 1)]
+        assert params == list(SETTINGS.values()) * (len(params) // 5)
+        assert len(prompts) == len(params) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+    assert len({seed for call in calls for seed in call[2]}) == 500
+    first = [call[2] for call in calls]
+    calls.clear()
+    check(generate, trials=100, batch_size=100)
+    assert calls[0][2] == [seed for seeds in first for seed in seeds]
+
+
+def refused(error: type[Exception], message: str, generate: Callable[..., object] = engine, **options: object) -> None:
+    arguments = {"settings": SETTINGS, "vocab_size": V, "num_tokens": 2, "trials": 100, "prompts": PROMPTS} | options
+    with pytest.raises(error, match=message):
+        check_engine(generate, TARGET, **arguments)
+
+
+def test_bad_arguments_and_rows() -> None:
+    refused(ValueError, "settings: expected a name and a SamplingParams", settings={})
+    refused(TypeError, "settings: expected a SamplingParams for 'a', got", settings={"a": {"top_k": 1}})
+    lists = {"a": SamplingParams(top_k=[1, 2])}
+    refused(TypeError, "settings: expected a number as top_k of 'a', got <class 'list'>", settings=lists)
+    refused(ValueError, "prompts: expected at least one", prompts=())
+    refused(ValueError, r"prompt: expected tokens in \[0, 6\)", prompts=((1, 6),))
+    refused(ValueError, r"generate: expected tokens \[500, >= 2\], got \[499, 2\]", lambda *each: engine(*each)[1:])
+    refused(ValueError, "generate: expected at least one token in every row", lambda *each: [[], *engine(*each)[1:]])
+    refused(TypeError, "generate: expected tokens as an integer tensor", lambda *each: torch.zeros(500, 2))
+    fixed = [7]
+    refused(
+        ValueError,
+        "generate: expected new random numbers in every call",
+        lambda prompts, params, seeds: engine(prompts, params, fixed),
+        batch_size=50,
+    )
