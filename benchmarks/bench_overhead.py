@@ -27,7 +27,7 @@ import torch
 from markdown_table import table
 from rich.console import Console
 from timing import Report, environment, options_of
-from torch import nn
+from torch import Tensor, nn
 
 from torch_specops import SamplingParams
 from torch_specops.cli.comparison.providers import Provider, make_providers
@@ -93,13 +93,15 @@ class StepClock:
         self._step_began, self._forwards, self._ops = now, 0.0, 0.0
 
 
-def measure(providers: Sequence[Provider], work: Workload, batch: int, rounds: int) -> list[dict[str, Any]]:
-    input_ids = torch.stack(work.rows(batch))
+def measure(
+    providers: Sequence[Provider], prompt: Tensor, sampling: SamplingParams, batch: int, rounds: int
+) -> list[dict[str, Any]]:
+    input_ids = prompt.repeat(batch, 1)
     clocks = [StepClock() for _ in providers]
     for number in range(rounds + 1):
         for provider, clock in zip(providers, clocks, strict=True):
             with clock.watching(provider.modules):
-                provider.decode(input_ids, torch.ones_like(input_ids), number)
+                provider.decode(input_ids, torch.ones_like(input_ids), sampling, number)
             if number == 0:
                 clock.steps.clear()
     records = []
@@ -123,14 +125,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     device = torch.device(options.device)
     models, tokenizer = load_models(Console(stderr=True), options.target, options.draft, device)
     sampling = SamplingParams(temperature=options.temperature)
-    prompt = encode(tokenizer, PROMPT)[0]
-    work = Workload([prompt], options.new_tokens, options.num_draft_tokens, sampling)
+    prompt = encode(tokenizer, PROMPT)
+    work = Workload([], options.new_tokens, options.num_draft_tokens)
     chosen = {name: value for name, value in vars(options).items() if name != "out"}
     report = Report(options.out, environment(device), arguments=chosen)
     for batch in options.batch:
         providers = make_providers(models, work, compile=False)
         compared = [each for each in providers if "own K" not in each.name and (batch == 1 or not each.single)]
-        report.add(measure(compared, work, batch, options.rounds))
+        report.add(measure(compared, prompt, sampling, batch, options.rounds))
     header = "loop | B | steps | forwards us | ops us | elsewhere us | outside the forwards us"
     line = "{loop} | {batch} | {steps} | {forwards_us:.0f} | {ops_us:.0f} | {elsewhere_us:.0f} | {outside_us:.0f}"
     print(table(header, line, report.records, padded=True))

@@ -236,6 +236,9 @@ BAD = {
         (["--rounds", "0"], "rounds: expected a number >= 1, got 0"),
         (["--max-new-tokens", "0"], "max_new_tokens: expected a number >= 1, got 0"),
         (["--json", "/no/such/folder/out.json"], "json: there is no folder '/no/such/folder'"),
+        (["--temperature", "0,warm"], "temperature: expected numbers separated by commas, got '0,warm'"),
+        (["--plot", "out.png"], "plot: shows categories, so it needs --prompts"),
+        (["--draft", "prompt-lookup:0"], "draft: expected the longest match after 'prompt-lookup:', got '0'"),
     ],
 }
 

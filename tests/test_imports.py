@@ -50,6 +50,7 @@ ALLOWED_THIRD_PARTY = {
     "triton": {"kernels"},
     "transformers": {"cli", "hf"},
     "torchao": {"drafts"},
+    "matplotlib": {"cli"},
     "rich": {"cli"},
     "typer": {"cli"},
 }

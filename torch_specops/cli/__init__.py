@@ -47,6 +47,7 @@ Examples:
   torch-specops bench
   torch-specops bench --batch-sizes 1 --json result.json
   torch-specops bench --target ./model --draft ./small-model
+  torch-specops bench --prompts examples/prompts.jsonl --plot speed.png
   torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32""",
 )(bench.bench)
 app.command()(env.env)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from ..sampling import SamplingParams
 from . import options
-from .comparison import Comparison, Workload
+from .categories import PLOT_SUFFIXES, plot_categories, print_categories
+from .comparison import Case, Comparison, Workload, batches_of
 from .env import device_name, versions
 from .loading import SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
-from .results import as_results, print_differences, print_tables
+from .prompts import Question, read_questions
+from .results import as_results, print_differences, print_tables, timed, totals
 
 # The first ones can largely be answered by copying, the last ones hardly.
 PROMPTS = [
@@ -44,74 +49,148 @@ def bench(
             metavar="TEXT", help="Give it once per row of a batch.", show_default="8 prompts of different lengths"
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Questions of several categories, each measured for itself: a line of JSON for each, as Spec-Bench "
+            'has them, {"question_id": 1, "category": "math", "turns": ["2 + 2?"]}. Category and id may be missing. '
+            "Of several turns the first is asked.",
+        ),
+    ] = None,
     batch_sizes: Annotated[
-        str, typer.Option(metavar="N,N", help="How many prompts at once, separated by commas.")
-    ] = "1,8",
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="How many prompts at once, separated by commas. Of --prompts all are decoded; the last batch of a "
+            "category is filled up with its first prompts.",
+            show_default="1,8, or 1,4,8 with --prompts",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens that every prompt gets; an end-of-text token does not stop it.")
     ] = 64,
     num_draft_tokens: options.NumDraftTokens = None,
     schedule: options.Schedule = "constant",
     verify: options.Verify = "exact",
-    temperature: options.Temperature = 0.0,
+    temperature: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T,T",
+            help="0: always the most likely token. Above 0: sample; 1 is the model's distribution. Several are "
+            "separated by commas.",
+            show_default="0, or 0,1 with --prompts",
+        ),
+    ] = None,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Timed runs of each; the median counts.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Timed runs of each; the median counts.", show_default="5, or 1 with --prompts"),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="For sampling in the first round; later ones count up.")] = 0,
     threads: options.Threads = None,
     device: options.Device = "cpu",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
     ] = "float32",
-    compile: options.Compile = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            help="Compile this package's steps with torch.compile. It takes a while the first time.",
+            show_default="on CUDA",
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write all measurements, versions and the device to this file."),
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="With --prompts: draw the speedups by category to this .png, .svg or .pdf file.",
+        ),
     ] = None,
 ) -> None:
     """Time this package beside transformers, with the same models and prompts.
 
     Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
     and K, and with a draft model also with "own K", as transformers sets it up by default), and this package,
-    "specops", without and with the draft. Assisted generation takes one prompt at a time.
+    "specops", without and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of
+    "prompt-lookup:2". Prompts go through the model's chat template, if there is one.
 
     After a warm-up they take turns. The lines below the tables say what the columns are. Compiling is not part of
     tok/s, and on CUDA "MB" is the peak of memory without the models. At temperature 0 the outputs are compared.
 
-    Ctrl-C shows the rounds done so far. Exit codes: 1 an output differs beyond rounding, 2 a wrong argument or a
+    Ctrl-C shows what is done so far. Exit codes: 1 an output differs beyond rounding, 2 a wrong argument or a
     missing package, 130 Ctrl-C.
     """
-    arguments = {name: value for name, value in locals().items() if name != "json_file"}
+    arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
     console = Console(highlight=False, markup=False)
     with options.errors_in_one_line():
-        sizes = _sizes(batch_sizes)
+        questions = [] if prompts is None else read_questions(prompts)
+        if questions and prompt:
+            raise ValueError("prompts: expected --prompts or --prompt, got both")
+        sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if questions else "1,8"), int)
+        temperatures = _numbers("temperature", temperature or ("0,1" if questions else "0"), float)
+        rounds = rounds if rounds is not None else 1 if questions else 5
         torch_device = options.to_device(device)
         options.set_threads(threads)
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise ValueError(f"json: there is no folder {str(json_file.parent)!r}")
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        _check_files(json_file, plot_file, bool(questions))
+        samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
-        prompts = prompt or PROMPTS
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
-        tokens = [encode(tokenizer, text)[0] for text in prompts]
-        work = Workload(tokens, max_new_tokens, num_draft_tokens, sampling, seed, verify, schedule)
-        comparison = Comparison(models, work, sizes, rounds, "auto" if compile is None else compile)
+        texts = [question.text for question in questions] or prompt or PROMPTS
+        tokens = [encode(tokenizer, text)[0] for text in texts]
+        categories: dict[str, list[Tensor]] = {}
+        for question, own in zip(questions, tokens, strict=False):
+            _check_length(question, len(own), max_new_tokens, models.target.max_length)
+            categories.setdefault(question.category, []).append(own)
+        cases = [
+            Case(batches_of(own, size)[: None if questions else 1], sampling, name)
+            for sampling in samplings
+            for size in sizes
+            for name, own in (categories or {"": tokens}).items()
+        ]
+        work = Workload(cases, max_new_tokens, num_draft_tokens, seed, verify, schedule)
+        # "auto" might begin to compile in the middle of a comparison.
+        default = "auto" if torch_device.type == "cuda" else False
+        comparison = Comparison(models, work, rounds, default if compile is None else compile)
         where = device_name(torch_device)
+        shown = ", ".join(f"{each:g}" for each in temperatures)
+        console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}", soft_wrap=True)
+        if questions:
+            later = sum(question.num_later_turns for question in questions)
+            left_out = f"; {later} later turns are not asked" if later else ""
+            console.print(f"{len(texts)} prompts in {len(categories)} categories{left_out}", soft_wrap=True)
+        median = "1 round" if rounds == 1 else f"median of {rounds} rounds"
         console.print(
-            f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {temperature:g}", soft_wrap=True
-        )
-        console.print(
-            f"{max_new_tokens} new tokens per prompt, median of {rounds} rounds, {dtype}, {where}, "
-            f"{torch.get_num_threads()} threads, torch {torch.__version__}",
+            f"{max_new_tokens} new tokens per prompt, {median}, {dtype}, {where}, {torch.get_num_threads()} threads, "
+            f"torch {torch.__version__}",
             soft_wrap=True,
         )
         interrupted = _run(console, comparison)
-        results = as_results(comparison.measurements)
-        print_tables(console, results)
+        done = timed(comparison.measurements)
+        results, total = as_results(done), as_results(totals(done))
+        if questions:
+            print_categories(console, results, total, num_draft_tokens)
+        else:
+            print_tables(console, results)
+        if plot_file is not None and results:
+            plot_categories(results, total, plot_file)
         if json_file is not None:
-            chosen = {"prompt": list(prompts), "batch_sizes": sizes, "num_draft_tokens": num_draft_tokens}
+            chosen = {
+                "prompt": list(texts),
+                "prompts": None if prompts is None else str(prompts),
+                "batch_sizes": sizes,
+                "temperature": temperatures,
+                "rounds": rounds,
+                "num_draft_tokens": num_draft_tokens,
+            }
             document = {
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "device": where,
@@ -121,21 +200,48 @@ def bench(
                 "prompt_tokens": [len(each) for each in tokens],
                 "interrupted": interrupted,
                 "results": results,
+                "totals": total,
             }
             json_file.write_text(json.dumps(document, indent=2) + "\n")
-    different = print_differences(console, comparison.measurements, tokenizer.decode)
+    different = print_differences(console, done, tokenizer.decode)
     if interrupted:
-        console.print("interrupted: only the rounds done so far are shown")
+        console.print("interrupted: only what is done so far is shown")
         raise typer.Exit(options.INTERRUPTED)
     if different:
         raise typer.Exit(1)
 
 
-def _sizes(text: str) -> list[int]:
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
     try:
-        return [int(part) for part in text.split(",")]
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"batch_sizes: expected numbers separated by commas, got {text!r}") from None
+        raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
+
+
+def _check_files(json_file: Path | None, plot_file: Path | None, has_categories: bool) -> None:
+    """Before anything is measured."""
+    for name, file in (("json", json_file), ("plot", plot_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{name}: there is no folder {str(file.parent)!r}")
+    if plot_file is None:
+        return
+    if not has_categories:
+        raise ValueError("plot: shows categories, so it needs --prompts")
+    if plot_file.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"plot: expected a file that ends in {', '.join(PLOT_SUFFIXES)}, got {plot_file.name!r}")
+    if find_spec("matplotlib") is None:
+        raise ValueError("plot: matplotlib is missing; run: pip install 'torch_specops[bench]'")
+
+
+def _check_length(question: Question, length: int, max_new_tokens: int, max_length: int | None) -> None:
+    if max_length is not None and length + max_new_tokens > max_length:
+        raise ValueError(
+            f"prompts: line {question.line}: expected a prompt and new tokens within the {max_length} that the target "
+            f"reads, got {length} + {max_new_tokens}"
+        )
 
 
 def _run(console: Console, comparison: Comparison) -> bool:

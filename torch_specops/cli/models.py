@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Names of drafts.
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
+# Followed by the longest match: prompt lookup as transformers has it.
+THEIR_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, INT8 = "ngram:", "early-exit:", "int8"
 
 # Most of the answer can be copied from the question.
@@ -58,7 +60,7 @@ def default_num_draft_tokens(draft: str) -> int:
     On a CPU a forward over 4 or more tokens costs about two forwards over one token, and little more from there on.
     Looked-up drafts cost nothing, so long ones pay. A model's drafts cost forwards of their own.
     """
-    return 10 if draft in (PROMPT_LOOKUP, SUFFIX_LOOKUP) else 2
+    return 10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2
 
 
 def load_models(
@@ -66,7 +68,7 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console says what takes time."""
     check_name("target", target)
-    if not draft.startswith((NGRAM, EARLY_EXIT)):
+    if not draft.startswith((THEIR_LOOKUP, NGRAM, EARLY_EXIT)):
         check_name("draft", draft, (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N"))
     with console.status("loading transformers"):
         import_transformers()
@@ -83,6 +85,13 @@ def load_models(
         # A memory would hold the text itself from the second round on. Assisted generation has only prompt lookup.
         source = PromptLookup if draft == PROMPT_LOOKUP else lambda: SuffixLookup(memory=0)
         return Models(model, source, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
+    if draft.startswith(THEIR_LOOKUP):
+        longest = _number_after(THEIR_LOOKUP, "the longest match", draft)
+        lookup = PromptLookup(longest, 1, repeat=False)
+        fields = {"max_matching_ngram_size": longest}
+        return Models(
+            model, lambda: lookup, None, lambda count: fields | {"prompt_lookup_num_tokens": count}
+        ), tokenizer
     if draft.startswith(NGRAM):
         with console.status(f"counting {draft}"):
             text = _read_text(draft.removeprefix(NGRAM))
@@ -90,10 +99,7 @@ def load_models(
             table = NGram.from_tokens(tokens, vocab_size=model.vocab_size, device=device)
         return Models(model, lambda: table), tokenizer
     if draft.startswith(EARLY_EXIT):
-        number = draft.removeprefix(EARLY_EXIT)
-        if not number.isdecimal():
-            raise ValueError(f"draft: expected a number of layers after '{EARLY_EXIT}', got {number!r}")
-        layers = int(number)
+        layers = _number_after(EARLY_EXIT, "a number of layers", draft)
         try:
             model.first_layers(layers)
         except ValueError as error:
@@ -105,6 +111,13 @@ def load_models(
         else:
             assistant = _smaller_model(draft, model, tokenizer, device, dtype)
     return Models(model, lambda: assistant, assistant, lambda count: {}), tokenizer
+
+
+def _number_after(prefix: str, what: str, draft: str) -> int:
+    number = draft.removeprefix(prefix)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"draft: expected {what} after '{prefix}', got {number!r}")
+    return int(number)
 
 
 def _smaller_model(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from itertools import groupby
+from dataclasses import asdict, replace
+from itertools import groupby, zip_longest
 from typing import Any
 
 from rich.console import Console
 
-from .comparison import ASSISTED, GENERATE, Measurement
+from .comparison import ASSISTED, GENERATE, PLAIN, Measurement
 
 # (header, key of a result, format, factor). A column without any value is left out. All of them, the widest name and
 # the mark take 78 characters.
@@ -34,37 +34,99 @@ MARKS = {
 LEGEND = """tok/s: new tokens per second of the whole batch, prompts included
 /gen, /asst: over transformers generate, over the fastest assisted generation
 len: tokens per step; rate: drafts accepted; ms/st: outside the models, a step"""
+# The ways to decode without a draft.
+UNDRAFTED = (GENERATE, PLAIN)
+TOTAL = "total"
+
+
+def timed(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """What is finished: of each case the batches that all providers were timed on."""
+    found = []
+    for _, group in groupby(measurements, _case):
+        rows = list(group)
+        done = min(sum(bool(run.seconds) for run in row.runs) for row in rows)
+        found += [replace(row, runs=row.runs[:done]) for row in rows if done]
+    return found
+
+
+def totals(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """All categories together; empty if there is only one."""
+    together: dict[tuple[float, int, str], Measurement] = {}
+    for row in measurements:
+        key = row.temperature, row.batch_size, row.provider
+        runs = together[key].runs if key in together else []
+        together[key] = replace(row, category=TOTAL, runs=runs + row.runs)
+    return list(together.values()) if len({row.category for row in measurements}) > 1 else []
 
 
 def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Records of what was timed, each with its speedups over transformers at the same batch size: over `generate`, and
-    over the fastest assisted generation."""
-    timed = [
-        asdict(measured) | {"tokens_per_second": measured.new_tokens / statistics.median(measured.seconds)}
-        for measured in measurements
-        if measured.seconds
-    ]
-    for key, name in (("speedup", GENERATE), ("speedup_over_assisted", ASSISTED)):
-        base: dict[int, float] = {}
-        for result in timed:
-            if result["provider"].startswith(name):
-                size = result["batch_size"]
-                base[size] = max(result["tokens_per_second"], base.get(size, 0.0))
-        for result in timed:
-            # In an interrupted round transformers may not have had its turn.
-            fastest = base.get(result["batch_size"])
-            result[key] = result["tokens_per_second"] / fastest if fastest else None
-    return timed
+    """Records of what was timed, each with its speedups in the same case: over transformers' `generate`, over the
+    fastest assisted generation, and over the fastest way without a draft."""
+    results = []
+    for _, group in groupby(measurements, _case):
+        records = [_record(row) for row in group]
+        for key, names in (
+            ("speedup", GENERATE),
+            ("speedup_over_assisted", ASSISTED),
+            ("speedup_over_undrafted", UNDRAFTED),
+        ):
+            base = [each["tokens_per_second"] for each in records if each["provider"].startswith(names)]
+            for record in records:
+                record[key] = record["tokens_per_second"] / max(base) if base else None
+        results += records
+    return results
+
+
+def _case(measured: Measurement) -> tuple[float, int, str]:
+    return measured.temperature, measured.batch_size, measured.category
+
+
+def _record(row: Measurement) -> dict[str, Any]:
+    def total(name: str) -> Any:
+        values = [getattr(run, name) for run in row.runs]
+        return None if None in values else sum(values)
+
+    new_tokens, num_steps, num_row_steps = total("new_tokens"), total("num_steps"), total("num_row_steps")
+    outside_seconds = total("outside_seconds")
+    proposed, accepted = (
+        [sum(counts) for counts in zip_longest(*(getattr(run, name) for run in row.runs), fillvalue=0)]
+        for name in ("proposed_at", "accepted_at")
+    )
+    memory = [run.peak_memory_bytes for run in row.runs if run.peak_memory_bytes is not None]
+    return {
+        "category": row.category or None,
+        "temperature": row.temperature,
+        "batch_size": row.batch_size,
+        "provider": row.provider,
+        "compiled": row.compiled,
+        "num_batches": len(row.runs),
+        "new_tokens": new_tokens,
+        "seconds": [run.seconds for run in row.runs],
+        "tokens_per_second": new_tokens / sum(statistics.median(run.seconds) for run in row.runs),
+        "num_steps": num_steps,
+        "mean_acceptance_length": None if num_row_steps is None else new_tokens / num_row_steps,
+        "acceptance_rate": sum(accepted) / sum(proposed) if proposed else None,
+        "acceptance_rate_per_position": [n / max(of, 1) for n, of in zip(accepted, proposed, strict=True)],
+        "outside_seconds_per_step": None if outside_seconds is None else outside_seconds / num_steps,
+        "compile_seconds": total("compile_seconds"),
+        "peak_memory_bytes": max(memory, default=None),
+        "greedy": max((run.greedy for run in row.runs), key=list(MARKS).index),
+        "differences": [asdict(each) for run in row.runs for each in run.differences],
+    }
+
+
+def title_of(result: dict[str, Any]) -> str:
+    return f"T = {result['temperature']:g}, batch {result['batch_size']}"
 
 
 def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """A table for each batch size, and what the columns mean."""
-    for batch_size, group in groupby(results, lambda result: result["batch_size"]):
+    """A table for each temperature and batch size with a row per provider, and what the columns mean."""
+    for title, group in groupby(results, title_of):
         rows = list(group)
         columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
         names = [row["provider"].replace(", K = ", " K=").replace(", own", " own") for row in rows]
-        width = max(map(len, [*names, f"batch {batch_size}"]))
-        header = f"{f'batch {batch_size}':{width}}" + "".join(f"{name:>{_width(form)}}" for name, _, form, _ in columns)
+        width = max(map(len, [*names, title]))
+        header = f"{title:{width}}" + "".join(f"{name:>{_width(form)}}" for name, _, form, _ in columns)
         console.print()
         console.print(header, style="bold", soft_wrap=True)
         for name, row in zip(names, rows, strict=True):
@@ -79,11 +141,14 @@ def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
     for verdict, meaning in MARKS.items():
         if verdict in found:
             console.print(": ".join(filter(None, meaning)), soft_wrap=True)
+    print_compile_seconds(console, results)
+
+
+def print_compile_seconds(console: Console, results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         if result["compile_seconds"]:
             console.print(
-                f"{result['provider']}, batch {result['batch_size']}: {result['compile_seconds']:.1f} s compiling, "
-                "not counted",
+                f"{result['provider']}, {title_of(result)}: {result['compile_seconds']:.1f} s compiling, not counted",
                 soft_wrap=True,
             )
 
@@ -98,12 +163,14 @@ def print_differences(
 ) -> bool:
     """A line for each provider that differs from plain greedy decoding; return whether rounding does not explain it."""
     for measured in measurements:
-        if not measured.differences:
+        differences = [each for run in measured.runs for each in run.differences]
+        if not differences:
             continue
-        worst = max(measured.differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
+        worst = max(differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
+        place = ", ".join(filter(None, [measured.provider, f"batch {measured.batch_size}", measured.category]))
         console.print(
-            f"{measured.provider}, batch {measured.batch_size}: {len(measured.differences)} tokens are not those of "
-            f"plain greedy decoding. The worst: in row {worst.row}, {worst.describe(decode_text)}",
+            f"{place}: {len(differences)} tokens are not those of plain greedy decoding. The worst: in row "
+            f"{worst.row}, {worst.describe(decode_text)}",
             soft_wrap=True,
         )
-    return any(measured.greedy == "different" for measured in measurements)
+    return any(run.greedy == "different" for measured in measurements for run in measured.runs)

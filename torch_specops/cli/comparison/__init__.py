@@ -5,8 +5,20 @@ Everybody decodes the same number of tokens and does not stop at an eos. Before 
 compared token for token; where they differ, plain greedy decoding says how far apart the logits are.
 """
 
-from .providers import ASSISTED, GENERATE
+from .providers import ASSISTED, GENERATE, PLAIN, SPECULATIVE
 from .turns import Comparison
-from .work import Measurement, Models, Workload
+from .work import Case, Measurement, Models, Run, Workload, batches_of
 
-__all__ = ["ASSISTED", "GENERATE", "Comparison", "Measurement", "Models", "Workload"]
+__all__ = [
+    "ASSISTED",
+    "GENERATE",
+    "PLAIN",
+    "SPECULATIVE",
+    "Case",
+    "Comparison",
+    "Measurement",
+    "Models",
+    "Run",
+    "Workload",
+    "batches_of",
+]

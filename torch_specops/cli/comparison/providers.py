@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...decode import GenerationStats, SpeculativeDecoder
 from ...drafts import DraftSource
+from ...sampling import SamplingParams
 from ..loading import log_messages_off
 from .work import Models, Workload
 
@@ -34,8 +35,8 @@ class Provider:
     """One way to decode."""
 
     name: str
-    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, and a seed.
-    decode: Callable[[Tensor, Tensor, int], Answer]
+    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, how to sample, and a seed.
+    decode: Callable[[Tensor, Tensor, SamplingParams, int], Answer]
     # The models that it calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
@@ -63,16 +64,16 @@ def _own(
         draft,
         num_draft_tokens=work.num_draft_tokens,
         schedule=work.schedule,
-        sampling=work.sampling,
         verify="exact" if draft is None else work.verify,
         compile=compile,
     )
 
-    def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> Answer:
+    def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
         output = decoder.generate(
             input_ids,
             attention_mask=attention_mask,
             max_new_tokens=work.max_new_tokens,
+            sampling=sampling,
             seed=seed,
             eos_token_id=(),
         )
@@ -115,23 +116,22 @@ def _transformers(models: Models, work: Workload) -> list[Provider]:
 
 def _generate(
     target: Any, work: Workload, fields: dict[str, Any], assistant: Any, assistant_fields: dict[str, Any]
-) -> Callable[[Tensor, Tensor, int], Answer]:
+) -> Callable[[Tensor, Tensor, SamplingParams, int], Answer]:
     """`target.generate` with these fields and nothing from the model's own generation config, which may hold an eos, a
     top-k or penalties."""
-    fields = fields | {"max_new_tokens": work.max_new_tokens, "do_sample": not work.greedy}
-    if not work.greedy:
-        sampling = work.sampling
-        fields |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        fields["min_p"] = sampling.min_p or None
 
-    def decode(input_ids: Tensor, attention_mask: Tensor, seed: int) -> Answer:
+    def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
         torch.manual_seed(seed)
+        asked = fields | {"max_new_tokens": work.max_new_tokens, "do_sample": sampling.temperature != 0}
+        if asked["do_sample"]:
+            asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+            asked["min_p"] = sampling.min_p or None
         helper = {} if assistant is None else {"assistant_model": assistant}
         # Without an assistant the target drafts for itself, so the assistant's fields are the target's.
         drafting = target if assistant is None else assistant
         # transformers' call of the assistant makes transformers warn of deprecated arguments.
         with _generation_config(target, {}), _generation_config(drafting, assistant_fields), log_messages_off():
-            output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **helper, **fields)
+            output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **helper, **asked)
         return Answer(output[:, input_ids.shape[1] :].tolist())
 
     return decode

@@ -30,44 +30,60 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What everybody decodes; `verify` and `schedule` are for this package, and the seed counts up by rounds."""
+class Case:
+    """Prompts of one category, in batches of one size, at one temperature."""
 
-    prompts: Sequence[Tensor]  # [P] int64 each
+    batches: Sequence[Sequence[Tensor]]  # batch_size prompts [P] int64 in each
+    sampling: SamplingParams
+    category: str = ""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.batches[0])
+
+    @property
+    def temperature(self) -> float:
+        return float(self.sampling.temperature)  # type: ignore[arg-type]
+
+
+def batches_of(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
+    """All prompts in their order. To be full, the last batch goes on with the first prompts again."""
+    if batch_size < 1:
+        raise ValueError(f"batch_sizes: expected a number >= 1, got {batch_size}")
+    return [
+        [prompts[(first + row) % len(prompts)] for row in range(batch_size)]
+        for first in range(0, len(prompts), batch_size)
+    ]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What everybody decodes; `verify` and `schedule` are for this package, and the seed counts up by runs."""
+
+    cases: Sequence[Case]
     max_new_tokens: int  # of every row
     num_draft_tokens: int
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     seed: int = 0
     verify: str = "exact"
     schedule: str = "constant"
 
-    @property
-    def greedy(self) -> bool:
-        return bool(self.sampling.temperature == 0)
-
-    def rows(self, batch_size: int) -> list[Tensor]:
-        """Row b of a batch is prompt b, starting over when there are fewer."""
-        return [self.prompts[row % len(self.prompts)] for row in range(batch_size)]
-
 
 @dataclass
-class Measurement:
-    """One provider at one batch size, as `bench --json` writes it."""
+class Run:
+    """One provider on one batch."""
 
-    provider: str
-    batch_size: int
-    compiled: bool
-    # Of a run, all rows together.
-    new_tokens: int
-    # Of each round, reading the prompts included.
+    new_tokens: int  # of all rows together
+    # Of each round, reading the prompts included, compiling not.
     seconds: list[float] = field(default_factory=list)
     # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
     num_steps: int | None = None
-    mean_acceptance_length: float | None = None
-    # None = no drafts, or transformers, which does not report it.
-    acceptance_rate: float | None = None
+    # The same, summed over the rows that took part.
+    num_row_steps: int | None = None
+    # Drafts at the first place of a step, the second, ...; empty = no drafts, or transformers, which does not tell.
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     # Outside the forwards of the models; None for a compiled step, which cannot be taken apart.
-    outside_seconds_per_step: float | None = None
+    outside_seconds: float | None = None
     compile_seconds: float = 0.0
     # On CUDA, of the tensors in the first run without those that were there before (the models).
     peak_memory_bytes: int | None = None
@@ -75,3 +91,15 @@ class Measurement:
     greedy: str | None = None
     # From plain greedy decoding, in order.
     differences: list[GreedyDifference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One provider on the batches of a case."""
+
+    provider: str
+    compiled: bool
+    category: str
+    temperature: float
+    batch_size: int
+    runs: list[Run] = field(default_factory=list)

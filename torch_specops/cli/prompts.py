@@ -1,0 +1,60 @@
+"""Files of prompts: JSON lines of Spec-Bench's shape."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Where a line names no category.
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Question:
+    """The first turn of a line; later ones would need the answers between them."""
+
+    line: int  # from 1
+    question_id: Any  # None = the line has none
+    category: str
+    text: str
+    num_later_turns: int
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a file, in its order. Empty lines are skipped.
+
+    Raises:
+        ValueError: a file that cannot be read, or a line that is no question; the message names the line.
+    """
+    try:
+        # Not `splitlines`, because JSON may hold other line breaks than newlines.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+    questions = [
+        _question(number, line, f"prompts: {path}, line {number}: expected ")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not questions:
+        raise ValueError(f"prompts: expected a question in {str(path)!r}, got an empty file")
+    return questions
+
+
+def _question(number: int, line: str, expected: str) -> Question:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{expected}JSON, got {line[:40]!r} ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{expected}an object such as {{"category": "math", "turns": ["2 + 2?"]}}, got {line[:40]!r}')
+    if "turns" not in found:
+        raise ValueError(f"{expected}the field 'turns', got {', '.join(map(repr, found)) or 'none'}")
+    turns, category = found["turns"], found.get("category", ALL)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(f"{expected}'turns' to be a list of texts, none of them empty, got {json.dumps(turns)[:40]}")
+    if not isinstance(category, str) or not category.strip():
+        raise ValueError(f"{expected}'category' to be a name, got {json.dumps(category)[:40]}")
+    return Question(number, found.get("question_id"), category, turns[0], len(turns) - 1)
