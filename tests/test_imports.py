@@ -21,7 +21,7 @@ ALLOWED = {
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
     "hf": {"beam", "checks", "compilation", "decode", "drafts", "kv_cache", "ops", "sampling", "schedules"},
     "beam": {"checks", "decode", "drafts"},
-    "decode": {"checks", "compilation", "drafts", "ops", "sampling", "schedules", "uniforms"},
+    "decode": {"checks", "compilation", "drafts", "ops", "processors", "sampling", "schedules", "uniforms"},
     "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "uniforms"},
     "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
     "parallel": {"arguments", "checks", "dense"},
@@ -38,7 +38,8 @@ ALLOWED = {
     "laws": {"reference", "sampling"},
     "reference": set(),
     "registration": set(),
-    "sampling": set(),
+    "processors": {"tracing"},
+    "sampling": {"processors"},
     "tracing": set(),
     "uniforms": {"tracing"},
 }

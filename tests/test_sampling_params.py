@@ -12,10 +12,12 @@ from tiny_models import raised
 from transformers import GenerationConfig
 
 from torch_specops import SamplingParams
-from torch_specops.sampling import _ALWAYS_READ, _READ_IF_SAMPLED
+from torch_specops.sampling import _ALWAYS_READ, _READ_IF_SAMPLED, _TAKEN, _TAKEN_IF_SAMPLED
 
 NAN = math.nan
 FILTERS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = ("temperature", *FILTERS, *PENALTIES, "no_repeat_ngram_size", "min_new_tokens")
 
 
 def test_defaults() -> None:
@@ -66,7 +68,7 @@ NO_NUMBERS = [None, "0.5", ["a", "b"], True, [True], 1j, torch.ones(2, 2), torch
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({name: value}, TypeError, f"{name}: expected a number or one per sequence, got ")
-        for name in ("temperature", *FILTERS)
+        for name in NUMBERS
         for value in NO_NUMBERS
     ),
     # 1e300 is infinite in float32, and 1e-50 is zero.
@@ -78,6 +80,28 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"top_k": value}, TypeError, "top_k: expected an integer or one") for value in (2.0, torch.ones(2), NAN)),
     *(({"top_p": value}, ValueError, r"top_p: expected numbers in \(0, 1\]") for value in (0.0, 1.0001, [0.5, NAN])),
     *(({"min_p": value}, ValueError, r"min_p: expected numbers in \[0, 1\]") for value in (-0.1, [0.5, 2.0], NAN)),
+    *(
+        ({"repetition_penalty": value}, ValueError, "repetition_penalty: expected finite numbers > 0")
+        for value in (0.0, [1.0, -1.0], math.inf, NAN, 1e-50)
+    ),
+    *(({name: value}, ValueError, f"{name}: expected finite") for name in PENALTIES[1:] for value in (NAN, [1e300])),
+    *(({name: -1}, ValueError, f"{name}: expected integers >= 0") for name in NUMBERS[-2:]),
+    *(({name: [1.0]}, TypeError, f"{name}: expected an integer or one") for name in NUMBERS[-2:]),
+    *(({"logit_bias": value}, TypeError, "logit_bias: expected a dict") for value in (3, [[1, 2.0]], [(1, 2.0)])),
+    *(({"logit_bias": {token: 1.0}}, TypeError, "logit_bias: expected tokens to be") for token in (1.5, "a", True)),
+    ({"logit_bias": [None, {-1: 1.0}]}, ValueError, "logit_bias: expected tokens >= 0, got -1"),
+    *(({"logit_bias": {1: value}}, TypeError, "logit_bias: expected a number for") for value in ("a", None, True)),
+    *(({"logit_bias": {1: value}}, ValueError, "logit_bias: expected a finite") for value in (NAN, math.inf)),
+    *(
+        ({"bad_words": value}, TypeError, "bad_words: expected sequences of")
+        for value in (3, "ab", [3], ["a"], [[3], 4])
+    ),
+    *(
+        ({"bad_words": value}, TypeError, "bad_words: expected tokens to be")
+        for value in ([["a"]], [[1.0]], [[[1], [True]]])
+    ),
+    *(({"bad_words": value}, ValueError, "bad_words: expected a token in") for value in ([[1], []], [[[1], []]])),
+    ({"bad_words": [[1, -2]]}, ValueError, "bad_words: expected tokens >= 0, got -2"),
 ]
 
 
@@ -93,8 +117,32 @@ def test_a_generation_config_means_what_transformers_means() -> None:
     assert taken(do_sample=True) == SamplingParams(top_k=50)
     # Greedy decoding reads no filter.
     assert taken(temperature=0.7, top_k=20, typical_p=0.5) == taken() == SamplingParams(temperature=0.0)
-    with pytest.raises(ValueError, match=r"config: .* has no min_new_tokens = 3, no repetition_penalty = 1\.05"):
-        taken(repetition_penalty=1.05, min_new_tokens=3)
+    # The defaults of Qwen2.5-Instruct.
+    assert taken(
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.8,
+        repetition_penalty=1.05,
+        eos_token_id=[5, 3],
+        pad_token_id=3,
+    ) == SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
+    # Biases of one token, and -inf for several.
+    assert taken(
+        no_repeat_ngram_size=3,
+        min_new_tokens=2,
+        bad_words_ids=[[1, 2], [3]],
+        suppress_tokens=[4],
+        sequence_bias=[[[5], 1.5], [[6, 7], -math.inf]],
+    ) == SamplingParams(
+        temperature=0.0,
+        no_repeat_ngram_size=3,
+        min_new_tokens=2,
+        logit_bias={5: 1.5, 4: -math.inf},
+        bad_words=([1, 2], [3], [6, 7]),
+    )
+    with pytest.raises(ValueError, match=r"config: .* has no min_length = 3, no sequence_bias \(1, 2\): 0\.5"):
+        taken(min_length=3, sequence_bias={(1, 2): 0.5, (3,): 1.0})
     with pytest.raises(ValueError, match=r"config: SamplingParams has no typical_p = 0\.5"):
         taken(do_sample=True, typical_p=0.5)
     with pytest.raises(TypeError, match="config: expected a GenerationConfig of transformers, got <class 'dict'>"):
@@ -118,7 +166,8 @@ remove_invalid_values renormalize_logits
 def test_every_field_of_a_generation_config_is_known() -> None:
     """A processor of a new release would otherwise be left out silently."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    known = {"do_sample", "temperature", "top_k", "top_p", "min_p", *_ALWAYS_READ, *_READ_IF_SAMPLED}
+    taken = {*_TAKEN, *_TAKEN_IF_SAMPLED, "bad_words_ids", "sequence_bias", "suppress_tokens"}
+    known = {"do_sample", *taken, *_ALWAYS_READ, *_READ_IF_SAMPLED}
     assert fields - known == set(NO_PART_OF_THE_LAW.split()) & fields
 
 

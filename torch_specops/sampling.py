@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["SamplingParams", "SamplingTensors"]
+from .processors import AnyProcessors, Processors, round_up
+
+__all__ = ["Bias", "SamplingParams", "SamplingTensors"]
+
+Number = float | list[float] | Tensor
+Words = Sequence[Sequence[int]]
+# As an `until`: however many tokens there are.
+ALWAYS = 2**63 - 1
+
+
+class _Field(NamedTuple):
+    """A field of `SamplingParams` that is a number, or one per sequence."""
+
+    dtype: torch.dtype
+    # Changes nothing.
+    neutral: float
+    expected: str
+    is_right: Callable[[Tensor], Tensor]
+
+
+def _is_positive(values: Tensor) -> Tensor:
+    # In float32 too, where a number may be 0 or infinite.
+    return (values > 0) & (values.float() > 0) & (values.float() < math.inf)
+
+
+_NUMBERS = {
+    "temperature": _Field(torch.float32, 1.0, "finite numbers >= 0", lambda t: _is_positive(t) | (t == 0)),
+    "top_k": _Field(torch.int64, 0, "integers >= 0", lambda k: k >= 0),
+    "top_p": _Field(torch.float32, 1.0, "numbers in (0, 1]", lambda p: (p > 0) & (p <= 1)),
+    "min_p": _Field(torch.float32, 0.0, "numbers in [0, 1]", lambda p: (p >= 0) & (p <= 1)),
+    "repetition_penalty": _Field(torch.float32, 1.0, "finite numbers > 0", _is_positive),
+    "presence_penalty": _Field(torch.float32, 0.0, "finite numbers", lambda x: x.float().isfinite()),
+    "frequency_penalty": _Field(torch.float32, 0.0, "finite numbers", lambda x: x.float().isfinite()),
+    "no_repeat_ngram_size": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
+    "min_new_tokens": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
+}
 
 # Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the
 # value besides None that changes nothing.
 _ALWAYS_READ: dict[str, Any] = {
     "assistant_ensemble_weight": 1.0,
-    "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "constraints": None,
     "dola_layers": None,
@@ -27,67 +63,102 @@ _ALWAYS_READ: dict[str, Any] = {
     "forced_eos_token_id": None,
     "guidance_scale": 1.0,
     "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": 0.0,
-    "repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "suppress_tokens": None,
     "token_healing": False,
     "watermarking_config": None,
 }
 # Those that greedy decoding does not read.
 _READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
+# Those that have one here; where the config has None, transformers' own default.
+_TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
+_TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+_TAKEN_AS_BIASES = ("bad_words_ids", "sequence_bias", "suppress_tokens")
+
+
+class Bias(NamedTuple):
+    """The last of the tokens gets the value added to its logit where the text ends with the others, while there are
+    fewer than `until` new tokens."""
+
+    tokens: tuple[int, ...]
+    value: float
+    until: int = ALWAYS
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a decoding loop turns the target's logits into a distribution; each field a number, or one per sequence.
+    """How a decoding loop turns the target's logits into a distribution; each field a value, or one per sequence.
+
+    First come the processors, which look at the prompt and the text so far: biases, bad words and min_new_tokens, then
+    the penalties, then n-grams. Drafts count as text for what comes after them. Temperature and filters come last.
 
     Args:
         temperature: >= 0; 0 = greedy.
         top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
+        repetition_penalty: > 0; positive logits of the tokens in prompt and text are divided by it, and negative ones
+            multiplied (transformers). 1 = none.
+        presence_penalty: taken once from the logit of each token among the new ones (OpenAI, vLLM).
+        frequency_penalty: taken from it as often as the token came.
+        no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none.
+        min_new_tokens: excludes eos tokens before there are as many new tokens.
+        logit_bias: token -> what is added to its logit, finite or -inf.
+        bad_words: sequences of tokens. The last token of one is excluded where the text ends with the others and is at
+            least as long as the whole. A word that is an eos token counts as none. (As in transformers.)
 
     Raises:
-        TypeError: a field that is neither a number nor a sequence of numbers; a top_k of floats.
-        ValueError: a temperature that is negative or not finite, in float32 too; a filter out of range.
+        TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
+            of another form.
+        ValueError: a number that is out of range or not finite, in float32 too; a token below 0.
 
     Example:
         >>> import torch_specops
         >>> torch_specops.SamplingParams(temperature=[0.0, 0.7]).temperatures(batch=2)
         tensor([0.0000, 0.7000])
+        >>> banned = torch_specops.SamplingParams(bad_words=[[17, 4], [9]])  # for all rows
+        >>> banned = torch_specops.SamplingParams(bad_words=[[[17, 4], [9]], []])  # for the first of two rows
+        >>> biased = torch_specops.SamplingParams(logit_bias={9: -2.0}, repetition_penalty=1.1)
     """
 
-    temperature: float | list[float] | Tensor = 1.0
+    temperature: Number = 1.0
     top_k: int | list[int] | Tensor = 0
-    top_p: float | list[float] | Tensor = 1.0
-    min_p: float | list[float] | Tensor = 0.0
+    top_p: Number = 1.0
+    min_p: Number = 0.0
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    no_repeat_ngram_size: int | list[int] | Tensor = 0
+    min_new_tokens: int | list[int] | Tensor = 0
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None
+    bad_words: Words | Sequence[Words] = ()
 
     def __post_init__(self) -> None:
-        values = {field.name: _as_tensor(field.name, getattr(self, field.name)) for field in fields(self)}
-        temperature = values.pop("temperature")
-        used = temperature.float()
-        if not bool(((used >= 0) & (used < math.inf) & ((used > 0) | (temperature == 0))).all()):
-            raise ValueError(f"temperature: expected finite numbers >= 0, got {self.temperature}")
-        top_k, top_p, min_p = values["top_k"], values["top_p"], values["min_p"]
-        if top_k.is_floating_point():
-            raise TypeError(f"top_k: expected an integer or one per sequence, got {self.top_k!r}")
-        if not bool((top_k >= 0).all()):
-            raise ValueError(f"top_k: expected integers >= 0, got {self.top_k}")
-        if not bool(((top_p > 0) & (top_p <= 1)).all()):
-            raise ValueError(f"top_p: expected numbers in (0, 1], got {self.top_p}")
-        if not bool(((min_p >= 0) & (min_p <= 1)).all()):
-            raise ValueError(f"min_p: expected numbers in [0, 1], got {self.min_p}")
+        for name, field in _NUMBERS.items():
+            given = getattr(self, name)
+            values = _as_tensor(name, given)
+            if field.dtype == torch.int64 and values.is_floating_point():
+                raise TypeError(f"{name}: expected an integer or one per sequence, got {given!r}")
+            if not bool(field.is_right(values).all()):
+                raise ValueError(f"{name}: expected {field.expected}, got {given}")
+        biases: Any = self.logit_bias if _is_sequence(self.logit_bias) else [self.logit_bias]
+        for bias in biases:
+            _check_bias(bias)
+        if not _is_sequence(self.bad_words):
+            raise TypeError(f"bad_words: expected sequences of tokens, or a list for each row, got {self.bad_words!r}")
+        words: Any = self.bad_words
+        for word in chain.from_iterable(words) if self._words_are_per_row else words:
+            _check_word(word)
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
-        """What transformers' `generate` does with a `GenerationConfig`: do_sample, temperature, top_k, top_p and min_p.
+        """What transformers' `generate` does with a `GenerationConfig`: do_sample, temperature, top_k, top_p, min_p,
+        repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and those of
+        sequence_bias that are single tokens or -inf.
 
-        Without `do_sample` that is greedy decoding. Where the config has None, transformers' own defaults count: a
-        temperature of 1 and a top_k of 50. Lengths, stop strings and special tokens are arguments of the loop.
+        Without `do_sample` that is greedy decoding, which reads neither temperature nor filters. Where the config has
+        None, transformers' own defaults count: a temperature of 1 and a top_k of 50. Lengths, stop strings and special
+        tokens are arguments of the loop.
 
         Args:
             config: `model.generation_config`, or another one.
@@ -98,63 +169,152 @@ class SamplingParams:
 
         Example:
             >>> import transformers, torch_specops
-            >>> config = transformers.GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
-            >>> torch_specops.SamplingParams.from_generation_config(config)
-            SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.0)
+            >>> config = transformers.GenerationConfig(do_sample=True, temperature=0.7, repetition_penalty=1.05)
+            >>> params = torch_specops.SamplingParams.from_generation_config(config)
+            >>> params.temperature, params.top_k, params.repetition_penalty
+            (0.7, 50, 1.05)
         """
         if not hasattr(config, "do_sample"):
             raise TypeError(f"config: expected a GenerationConfig of transformers, got {type(config)}")
         read = _ALWAYS_READ | (_READ_IF_SAMPLED if config.do_sample else {})
         values = {name: getattr(config, name, None) for name in read}
         others = [f"{name} = {value!r}" for name, value in values.items() if value not in (None, [], read[name])]
+        pairs = getattr(config, "sequence_bias", None) or ()
+        sequences = {tuple(key): value for key, value in (pairs.items() if isinstance(pairs, Mapping) else pairs)}
+        biases = {key[0]: value for key, value in sequences.items() if len(key) == 1}
+        longer = {key: value for key, value in sequences.items() if len(key) > 1}
+        others += [f"sequence_bias {key}: {value!r}" for key, value in longer.items() if value != -math.inf]
         if others:
             raise ValueError(f"config: SamplingParams has no {', no '.join(others)}")
-        if not config.do_sample:
-            return cls(temperature=0.0)
-        defaults: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        biases |= dict.fromkeys(getattr(config, "suppress_tokens", None) or (), -math.inf)
+        defaults = _TAKEN | (_TAKEN_IF_SAMPLED if config.do_sample else {})
         given = {name: getattr(config, name, None) for name in defaults}
-        return cls(**{name: defaults[name] if value is None else value for name, value in given.items()})
+        taken = {name: defaults[name] if value is None else value for name, value in given.items()}
+        if not config.do_sample:
+            taken["temperature"] = 0.0
+        words = (*(getattr(config, "bad_words_ids", None) or ()), *(list(key) for key in longer))
+        return cls(**taken, logit_bias=biases or None, bad_words=words)
 
     def temperatures(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
         """[batch] float32, one temperature per sequence."""
-        return _per_sequence("temperature", self.temperature, torch.float32, batch, device)
+        return self._per_sequence("temperature", batch, device)
 
     def top_ks(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
         """[batch] int64, one top_k per sequence; None if none filters."""
-        values = _per_sequence("top_k", self.top_k, torch.int64, batch, device)
-        return values if bool((_as_tensor("top_k", self.top_k) > 0).any()) else None
+        return self._if_any("top_k", batch, device)
 
     def top_ps(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
         """[batch] float32, one top_p per sequence; None if none filters."""
-        values = _per_sequence("top_p", self.top_p, torch.float32, batch, device)
-        return values if bool((_as_tensor("top_p", self.top_p) < 1).any()) else None
+        return self._if_any("top_p", batch, device)
 
     def min_ps(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
         """[batch] float32, one min_p per sequence; None if none filters."""
-        values = _per_sequence("min_p", self.min_p, torch.float32, batch, device)
-        return values if bool((_as_tensor("min_p", self.min_p) > 0).any()) else None
+        return self._if_any("min_p", batch, device)
 
-    def tensors(self, batch: int, device: torch.device | str = "cpu") -> SamplingTensors:
-        """What the ops take for a batch of this size."""
+    def tensors(
+        self,
+        batch: int,
+        device: torch.device | str = "cpu",
+        *,
+        prompt_lengths: Tensor | None = None,
+        eos: Tensor | None = None,
+        vocab_size: int | None = None,
+    ) -> SamplingTensors:
+        """What a step takes for a batch of this size.
+
+        Args:
+            prompt_lengths: [batch] int64, which processors need.
+            eos: [batch, E] int64, tokens that end a row; -1 and None are none.
+            vocab_size: tokens are checked against it; None = they are not.
+
+        Raises:
+            ValueError: values for another number of sequences; tokens outside the vocabulary; no prompt_lengths where
+                they are needed.
+        """
         filters = (self.top_ks(batch, device), self.top_ps(batch, device), self.min_ps(batch, device))
-        return SamplingTensors(self.temperatures(batch, device), *filters)
+        processors = self._processors(batch, device, prompt_lengths, eos, vocab_size)
+        return SamplingTensors(self.temperatures(batch, device), *filters, processors)
+
+    def _processors(
+        self,
+        batch: int,
+        device: torch.device | str,
+        prompt_lengths: Tensor | None,
+        eos: Tensor | None,
+        vocab_size: int | None,
+    ) -> Processors | None:
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+        values = {name: self._if_any(name, batch, device) for name in names}
+        rows = self._biases(
+            batch, [[]] * batch if eos is None else [[t for t in row if t >= 0] for row in eos.tolist()]
+        )
+        tokens = [token for biases in rows for bias in biases for token in bias.tokens]
+        if vocab_size is not None and tokens and max(tokens) >= vocab_size:
+            raise ValueError(
+                f"logit_bias, bad_words: expected tokens in [0, {vocab_size}), as the target has, got {max(tokens)}"
+            )
+        if not tokens and all(value is None for value in values.values()):
+            return None
+        if prompt_lengths is None:
+            raise ValueError("prompt_lengths: expected the prompts' lengths, which processors need, got None")
+        size = values["no_repeat_ngram_size"]
+        return Processors(
+            prompt_lengths.to(device),
+            **values,
+            longest_ngram=0 if size is None else round_up(int(size.max())),
+            **(_bias_tensors(rows, device) if tokens else {}),
+        )
+
+    def _biases(self, batch: int, eos: list[list[int]]) -> list[list[Bias]]:
+        """Those of each row, whose eos tokens are given."""
+        biases = _of_rows("logit_bias", self.logit_bias, _is_sequence(self.logit_bias), batch)
+        words = _of_rows("bad_words", self.bad_words, self._words_are_per_row, batch)
+        fewest = self._per_sequence("min_new_tokens", batch, "cpu").tolist()
+        return [
+            [Bias((int(token),), float(value)) for token, value in (biases[row] or {}).items()]
+            + [Bias(tuple(map(int, word)), -math.inf) for word in words[row] if list(word) not in [[t] for t in ends]]
+            + [Bias((token,), -math.inf, fewest[row]) for token in ends if fewest[row] > 0]
+            for row, ends in enumerate(eos)
+        ]
+
+    @property
+    def _words_are_per_row(self) -> bool:
+        """A word has a token, so a list of lists of lists is one list of words per row, and so are empty lists."""
+        return len(self.bad_words) > 0 and all(
+            _is_sequence(item) and (len(item) == 0 or _is_sequence(item[0])) for item in self.bad_words
+        )
+
+    def _per_sequence(self, name: str, batch: int, device: torch.device | str) -> Tensor:
+        values = _as_tensor(name, getattr(self, name)).to(device=device, dtype=_NUMBERS[name].dtype)
+        if values.dim() == 0:
+            return values.expand(batch).contiguous()
+        if values.shape != (batch,):
+            raise ValueError(f"{name}: expected one number or {batch}, got shape {list(values.shape)}")
+        return values
+
+    def _if_any(self, name: str, batch: int, device: torch.device | str) -> Tensor | None:
+        """One number per sequence; None if all are neutral."""
+        values = self._per_sequence(name, batch, device)
+        return values if bool((_as_tensor(name, getattr(self, name)) != _NUMBERS[name].neutral).any()) else None
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """`SamplingParams` of a batch as the ops take them, on its device. A filter that no row uses is None.
+    """`SamplingParams` of a batch as a step takes them, on its device. What no row uses is None.
 
     Args:
         temperature: [B] float32, >= 0; 0 = greedy.
         top_k: [B] int64, or None.
         top_p: [B] float32, or None.
         min_p: [B] float32, or None.
+        processors: what changes logits by the text, or None.
     """
 
     temperature: Tensor
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+    processors: AnyProcessors | None = None
 
     @property
     def filters(self) -> dict[str, Any]:
@@ -162,23 +322,19 @@ class SamplingTensors:
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
 
+    def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        """The logits [B, n, V] that temperature and filters apply to: with the processors' changes, in float32; as they
+        come where there are none.
 
-def _per_sequence(
-    name: str,
-    value: float | list[float] | list[int] | Tensor,
-    dtype: torch.dtype,
-    batch: int,
-    device: torch.device | str,
-) -> Tensor:
-    values = _as_tensor(name, value).to(device=device, dtype=dtype)
-    if values.dim() == 0:
-        return values.expand(batch).contiguous()
-    if values.shape != (batch,):
-        raise ValueError(f"{name}: expected one number or {batch}, got shape {list(values.shape)}")
-    return values
+        Args:
+            logits: [B, n, V].
+            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included.
+            lengths: [B, n] int64 in 1..W, how many tokens of its row's text position i comes after.
+        """
+        return logits if self.processors is None else self.processors(logits, text, lengths)
 
 
-def _as_tensor(name: str, value: float | list[float] | list[int] | Tensor) -> Tensor:
+def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
         if not isinstance(value, Tensor) and tensor.is_floating_point():
@@ -189,3 +345,70 @@ def _as_tensor(name: str, value: float | list[float] | list[int] | Tensor) -> Te
     if tensor.dtype == torch.bool or tensor.is_complex() or tensor.dim() > 1:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}")
     return tensor
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _check_bias(bias: object) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias: expected a dict of tokens and numbers, or one per sequence, got {bias!r}")
+    for token, value in bias.items():
+        _check_token("logit_bias", token)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"logit_bias: expected a number for token {token}, got {value!r}")
+        if math.isnan(value) or value == math.inf:
+            raise ValueError(f"logit_bias: expected a finite number or -inf for token {token}, got {value}")
+
+
+def _check_word(word: Any) -> None:
+    if not _is_sequence(word):
+        raise TypeError(f"bad_words: expected sequences of tokens, or a list of them per sequence, got {word!r} in one")
+    if len(word) == 0:
+        raise ValueError("bad_words: expected a token in every word, got a word without one")
+    for token in word:
+        _check_token("bad_words", token)
+
+
+def _check_token(name: str, token: Any) -> None:
+    # Numpy's integers too.
+    if isinstance(token, bool) or not hasattr(token, "__index__") or isinstance(token, Tensor):
+        raise TypeError(f"{name}: expected tokens to be integers, got {token!r}")
+    if token < 0:
+        raise ValueError(f"{name}: expected tokens >= 0, got {token}")
+
+
+def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[Any]:
+    if not is_per_row:
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(f"{name}: expected one for all sequences or {batch}, got {len(value)}")
+    rows: Sequence[Any] = value
+    return rows
+
+
+def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[str, Tensor]:
+    """As `Processors` takes them."""
+    # One number for each sequence, so that the order of additions on a device cannot matter.
+    sums: list[dict[tuple[tuple[int, ...], int], float]] = [{} for _ in rows]
+    for row, biases in zip(sums, rows, strict=True):
+        for bias in biases:
+            key = (bias.tokens, bias.until)
+            row[key] = row.get(key, 0.0) + bias.value
+    count = round_up(max(len(row) for row in sums))
+    length = round_up(max(len(tokens) for row in sums for tokens, _ in row))
+    no_bias = ([-1] * length, 0.0, 0)
+    filled = [
+        [([-1] * (length - len(tokens)) + list(tokens), value, limit) for (tokens, limit), value in row.items()]
+        + [no_bias] * (count - len(row))
+        for row in sums
+    ]
+    sequences, values, until = ([[entry[part] for entry in row] for row in filled] for part in range(3))
+    return {
+        "sequences": torch.tensor(sequences, device=device),
+        "biases": torch.tensor(values, dtype=torch.float32, device=device),
+        "until": torch.tensor(until, device=device),
+    }

@@ -290,7 +290,9 @@ class SpeculativeDecoder:
         stopping = read_stopping(request, prompts)
         batch, longest = prompts.tokens.shape
         seeds = read_seeds(request.seed, batch)
-        sampling = (_checked(request.sampling) or self.sampling).tensors(batch)
+        sampling = (_checked(request.sampling) or self.sampling).tensors(
+            batch, prompt_lengths=prompts.lengths, eos=prompts.eos, vocab_size=self.target.vocab_size
+        )
         if request.logprobs not in (None, "raw", "processed"):
             raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {request.logprobs!r}")
         self._loop.choose_compile(int((prompts.limits - prompts.lengths).max()))

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..compilation import CompiledPieces
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
+from ..processors import Processors
 from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from .step import DecodeState, propose, speculative_step, verify_and_commit
@@ -123,9 +124,7 @@ class StepRunner:
                 for name, tensor in new.items():
                     old[name].copy_(tensor)
                 return self._state
-        moved: dict[str, Any] = {name: tensor.to(self._target.device, copy=True) for name, tensor in new.items()}
-        sampling = SamplingTensors(**{name: moved.pop(name) for name in _tensors_of(values.sampling)})
-        self._state = replace(values, sampling=sampling, **moved)
+        self._state = _moved(values, self._target.device)
         return self._state
 
     def keep_valid_graphs(self) -> None:
@@ -271,13 +270,34 @@ def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
 
 def _constants_of(state: DecodeState) -> Hashable:
     """What is no tensor, and decides what a step computes."""
-    return state.is_sampled, state.logprobs_of
+    processors = state.sampling.processors
+    return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
 
 
-def _tensors_of(values: DecodeState | SamplingTensors) -> dict[str, Tensor]:
-    """Every tensor of a state by name, those of its sampling included."""
-    tensors = {name: value for name, value in vars(values).items() if isinstance(value, Tensor)}
-    return tensors | _tensors_of(values.sampling) if isinstance(values, DecodeState) else tensors
+# What of a state has tensors: itself, its sampling, and that one's processors.
+_HOLDERS = (DecodeState, SamplingTensors, Processors)
+
+
+def _tensors_of(values: object) -> dict[str, Tensor]:
+    """Every tensor of a state by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in vars(values).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif isinstance(value, _HOLDERS):
+            tensors |= _tensors_of(value)
+    return tensors
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    """A state with copies of its tensors on the device."""
+    changes: dict[str, Any] = {}
+    for name, value in vars(values).items():
+        if isinstance(value, Tensor):
+            changes[name] = value.to(device, copy=True)
+        elif isinstance(value, _HOLDERS):
+            changes[name] = _moved(value, device)
+    return replace(values, **changes)
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -40,7 +40,7 @@ class DecodeState:
         finished: [B] bool.
         failed: [B] bool, rows that ended because the target gave no finite logit.
         seeds: [B] int64.
-        sampling: temperature and filters of each row.
+        sampling: temperature, filters and processors of each row.
         is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
         logprobs: [B, W] float32, of every emitted token its log-probability under the target, NaN elsewhere; None = not
             wanted.
@@ -108,10 +108,12 @@ def verify_and_commit(
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
-    output_tokens, num_accepted = verify(target_logits, proposal, _uniforms(state, num_draft_tokens), state.sampling)
+    processed = _processed(state, proposal.tokens, target_logits)
+    output_tokens, num_accepted = verify(processed, proposal, _uniforms(state, num_draft_tokens), state.sampling)
     logprobs = None
     if state.logprobs_of is not None:
-        logprobs = log_probabilities(target_logits, output_tokens, state.sampling, state.logprobs_of)
+        logits = target_logits if state.logprobs_of == "raw" else processed
+        logprobs = log_probabilities(logits, output_tokens, state.sampling, state.logprobs_of)
     return _commit(state, room, output_tokens, num_accepted, num_proposed, logprobs)
 
 
@@ -145,6 +147,15 @@ def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, schedule: 
     logits = None if proposal.logits is None else proposal.logits[:, :count]
     lse = None if proposal.lse is None else proposal.lse[:, :count]
     return Draft(proposal.tokens[:, :count], logits, lse), num_proposed.clamp(max=count)
+
+
+def _processed(state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Tensor:
+    """The target's logits [B, K+1, V] after the processors: position i comes after the prefix and i drafts [B, K]."""
+    if state.sampling.processors is None:
+        return target_logits
+    lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    text = state.tokens.scatter(1, lengths[:, :-1], drafts.clamp(min=0))
+    return state.sampling.process(target_logits, text, lengths)
 
 
 def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,8 @@ class Draft:
 
     Args:
         tokens: [B, K] int64; -1 is padding, and what follows a padding is not verified.
-        logits: [B, K, V], the logits that the tokens were sampled from, before temperature and filters; None = the
-            draft is deterministic (q is one-hot).
+        logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
+            filters; None = the draft is deterministic (q is one-hot).
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
     """
 
@@ -122,7 +122,8 @@ class DraftSource(ABC):
             num_draft_tokens: K >= 1.
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
                 `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
-                the q that was sampled.
+                the q that was sampled. If the target has processors, `sampling.process(logits, text, lengths)` applies
+                them, where the text has the drafts so far; without that, fewer drafts are accepted.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
 

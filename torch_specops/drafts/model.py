@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
 from ..ops import sample
@@ -66,6 +67,7 @@ class ModelDraft(DraftSource):
     ) -> Draft:
         """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
         draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
         newest = lengths - 1
         # In a text of one token, that token is read twice at the same position.
         positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
@@ -74,13 +76,15 @@ class ModelDraft(DraftSource):
         for draw in draws:
             # Two graphs for any K: the forward over the two newest tokens, and the one over a single token.
             read_and_draw = self._piece(self._read_and_draw, pending.shape[1])
-            token, row, row_lse = read_and_draw(pending, positions, draw, sampling)
+            token, row, row_lse = read_and_draw(pending, positions, draw, sampling, text)
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
             # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
             pending = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
+            if text is not None:
+                text = text.scatter(1, positions, pending)
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
@@ -91,8 +95,11 @@ class ModelDraft(DraftSource):
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
     def _read_and_draw(
-        self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors
+        self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors, text: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.model.forward(pending, positions, 1)[:, -1]
+        logits = self.model.forward(pending, positions, 1)
+        if text is not None:
+            logits = sampling.process(logits, text, positions[:, -1:] + 1)
+        logits = logits[:, -1]
         token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
         return token, logits, lse

@@ -145,8 +145,10 @@ class NGram(DraftSource):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """[B, K] tokens, never -1; with probabilities their logits [B, K, V] and lse [B, K] too."""
+        """[B, K] tokens; with probabilities their logits [B, K, V] and lse [B, K] too. A token is -1 if processors
+        exclude every continuation."""
         recent = self._recent(tokens, lengths)
+        text = pad(tokens, (0, num_draft_tokens))
         draws = None if self.deterministic else uniforms(seeds, lengths, num_draft_tokens, "propose")
 
         drafts, logits, lse = [], [], []
@@ -156,9 +158,12 @@ class NGram(DraftSource):
                 token = self._continuations[context].long()
             else:
                 row = self._logits(context)
+                place = (lengths + index).unsqueeze(1)
+                row = sampling.process(row.unsqueeze(1), text, place).squeeze(1)
                 token, row_lse = sample(row, draws[:, index], sampling.temperature, **sampling.filters)
                 logits.append(row)
                 lse.append(row_lse)
+                text = text.scatter(1, place, token.clamp(min=0).unsqueeze(1))
             drafts.append(token)
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
         tokens = torch.stack(drafts, 1)

@@ -1,0 +1,151 @@
+"""Processors: what changes the logits of a position by the text before it.
+
+Position i of a step comes after the prefix and the drafts before i, so each position has a text of its own. The law of
+a draft that was accepted is that of a text in which it stands, and only these logits have it.
+
+Nothing here waits for the device, and no shape depends on data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .tracing import may_look
+
+__all__ = ["AnyProcessors", "Processors", "round_up"]
+
+
+class AnyProcessors(Protocol):
+    """What `SamplingTensors.processors` may be."""
+
+    @property
+    def constants(self) -> Hashable:
+        """What is no tensor, and decides what a call computes."""
+        ...
+
+    def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        """New logits [B, n, V], float32; `Processors` documents the arguments."""
+        ...
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors of a batch, as tensors on its device. One that no row uses is None.
+
+    A row that uses none has neutral entries: 1, 0, 0, 0, and sequences of -1. Another row can take its place if it uses
+    no others, has at most M sequences of at most L tokens, and no n-grams longer than `longest_ngram`. These sizes are
+    rounded up to powers of two, so that most batches share them.
+
+    Args:
+        prompt_lengths: [B] int64; what stands behind is new.
+        repetition_penalty: [B] float32, r > 0. The logit z of a token of the text becomes z / r, or z * r if z < 0.
+        presence_penalty: [B] float32, taken from the logit of each new token.
+        frequency_penalty: [B] float32, taken from it as often as it came.
+        no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the text gets -inf. 0 = none.
+        longest_ngram: at least the largest n.
+        sequences: [B, M, L] int64, tokens aligned to the right, -1 before them. Where the text ends with all but the
+            last token of one, and is at least as long as it, the last token gets its bias.
+        biases: [B, M] float32, finite or -inf.
+        until: [B, M] int64; a sequence counts only while there are fewer new tokens.
+        padding: [B, N] int64, tokens that count as text before each row's own, the first `num_padding`. The
+            `prompt_lengths` then count them too.
+        num_padding: [B] int64.
+    """
+
+    prompt_lengths: Tensor
+    repetition_penalty: Tensor | None = None
+    presence_penalty: Tensor | None = None
+    frequency_penalty: Tensor | None = None
+    no_repeat_ngram_size: Tensor | None = None
+    longest_ngram: int = 0
+    sequences: Tensor | None = None
+    biases: Tensor | None = None
+    until: Tensor | None = None
+    padding: Tensor | None = None
+    num_padding: Tensor | None = None
+
+    @property
+    def constants(self) -> Hashable:
+        return self.longest_ngram
+
+    def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        """New logits [B, n, V], float32: biases first, then the penalties in the order above, then n-grams.
+
+        Args:
+            logits: [B, n, V].
+            text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts.
+            lengths: [B, n] int64 in 1..W, how many tokens of its row position i comes after.
+        """
+        if may_look(text):
+            text = text[:, : int(lengths.max())]
+        if self.padding is not None and self.num_padding is not None:
+            text, lengths = _behind(self.padding, self.num_padding, text), lengths + self.num_padding.unsqueeze(1)
+        # A copy, which may be written into.
+        logits = logits.to(torch.float32, copy=True)
+        self._add_biases(logits, text, lengths)
+        index = torch.arange(text.shape[1], device=text.device)
+        is_before = index < lengths.unsqueeze(2)
+        is_new = is_before & (index >= self.prompt_lengths.view(-1, 1, 1))
+        every = text.unsqueeze(1).expand_as(is_before)
+        if self.repetition_penalty is not None:
+            penalty = self.repetition_penalty.view(-1, 1, 1)
+            # Equal tokens write equal numbers. What is no text yet stands for the first token, which always is.
+            tokens = torch.where(is_before, every, text[:, :1].unsqueeze(1))
+            found = logits.gather(2, tokens)
+            logits.scatter_(2, tokens, torch.where(found < 0, found * penalty, found / penalty))
+        if self.presence_penalty is not None:
+            # As above; if nothing is new, the token that would come first is written back as it was.
+            first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
+            tokens = torch.where(is_new, every, first)
+            any_new = lengths > self.prompt_lengths.unsqueeze(1)
+            penalty = torch.where(any_new, self.presence_penalty.unsqueeze(1), 0.0).unsqueeze(2)
+            logits.scatter_(2, tokens, logits.gather(2, tokens) - penalty)
+        if self.frequency_penalty is not None:
+            logits.scatter_add_(2, every, torch.where(is_new, -self.frequency_penalty.view(-1, 1, 1), 0.0))
+        if self.no_repeat_ngram_size is not None:
+            size = self.no_repeat_ngram_size.view(-1, 1, 1)
+            # Places at which an n-gram ends that begins like the one which comes next.
+            matches = is_before & (size > 0) & (index + 1 >= size)
+            for back in range(1, self.longest_ngram):
+                earlier = text.roll(back, 1).unsqueeze(1) == _from_end(text, lengths, back).unsqueeze(2)
+                matches = matches & (earlier | (back >= size))
+            logits.scatter_add_(2, every, torch.where(matches, -math.inf, 0.0))
+        return logits
+
+    def _add_biases(self, logits: Tensor, text: Tensor, lengths: Tensor) -> None:
+        if self.sequences is None or self.biases is None or self.until is None:
+            return
+        num_new = lengths - self.prompt_lengths.unsqueeze(1)
+        sizes = (self.sequences >= 0).sum(2)
+        counts = (num_new.unsqueeze(2) < self.until.unsqueeze(1)) & (lengths.unsqueeze(2) >= sizes.unsqueeze(1))
+        for back in range(1, self.sequences.shape[2]):
+            wanted = self.sequences[:, :, -1 - back].unsqueeze(1)
+            counts = counts & ((wanted < 0) | (wanted == _from_end(text, lengths, back).unsqueeze(2)))
+        last = self.sequences[:, :, -1].unsqueeze(1)
+        biases = torch.where(counts & (last >= 0), self.biases.unsqueeze(1), 0.0)
+        logits.scatter_add_(2, last.clamp(min=0).expand_as(biases), biases)
+
+
+def round_up(size: int) -> int:
+    """The next power of two; 0 stays."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def _from_end(text: Tensor, lengths: Tensor, back: int) -> Tensor:
+    """[B, n] the last token (back = 1), the one before it, and so on; where there is none, any."""
+    return text.gather(1, (lengths - back).clamp(min=0))
+
+
+def _behind(padding: Tensor, num_padding: Tensor, text: Tensor) -> Tensor:
+    """[B, N + W] each row's padding, then its text."""
+    width = padding.shape[1]
+    index = torch.arange(width + text.shape[1], device=text.device)
+    is_text = index >= num_padding.unsqueeze(1)
+    place = torch.where(is_text, width + index - num_padding.unsqueeze(1), index)
+    return torch.cat([padding, text], 1).gather(1, place.clamp(max=width + text.shape[1] - 1))
