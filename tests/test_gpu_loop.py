@@ -17,6 +17,8 @@ from torch import Tensor
 from torch_specops import GenerationOutput, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode import Step
+from torch_specops.decode.inputs import BatchRequest
+from torch_specops.decode.stopping import Stopping
 from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
@@ -203,6 +205,23 @@ def test_an_interrupt_keeps_what_was_streamed(of_the_cpu: list[list[int]]) -> No
     assert output.interrupted and output.stats.num_steps == len(steps)
     assert texts(output) == [[token for step in steps for token in step.tokens[row]] for row in range(3)]
     # And the decoder goes on as if nothing had been.
+    assert texts(run(loop)) == of_the_cpu
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_row_that_the_host_stops_keeps_its_text(of_the_cpu: list[list[int]]) -> None:
+    """The next step is queued when the host stops it, and graphs go on reading lengths from where they were."""
+    kept = [len(of_the_cpu[0]) // 2, len(of_the_cpu[1]) - 1, len(of_the_cpu[2])]
+    ended: list[list[int]] = []
+    loop = decoder("cuda", "model")
+    loop.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
+    for _ in range(2):
+        stopping = Stopping([[row] for row in range(3)], [lambda texts: [len(t) - 1 == kept[t[0]] for t in texts]])
+        request = BatchRequest(PROMPTS.cuda(), MASK.cuda(), LIMITS, seed=3, stopping=stopping)
+        output = loop.run(request)
+        assert texts(output) == [row[:count] for row, count in zip(of_the_cpu, kept, strict=True)]
+        assert output.finish_reasons == ["stop"] * 3
+        assert ended.pop() == output.lengths.tolist()
     assert texts(run(loop)) == of_the_cpu
 
 

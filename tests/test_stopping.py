@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_loops import DRAFTS, streamed
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    TextIteratorStreamer,
     TextStreamer,
 )
 
@@ -142,6 +144,24 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
         own = torch_specops.generate(target, **options, draft=source, sampling=SamplingParams(temperature=0.0))
         assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
         assert own.finish_reasons == ["stop"] * 3
+
+
+def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = austen
+    plain = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    assisted = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    call = {"do_sample": False, "max_new_tokens": 20, "batch_size": 3}
+    for stops in ({}, {"stop_sequence": "e"}, {"stop_strings": STRINGS, "tokenizer": tokenizer}):
+        expected = plain(TEXTS, **call, **stops)
+        steps: list[Step] = []
+        ours = {**call, **stops, "custom_generate": custom_generate, "token_streamer": steps.append}
+        assert assisted(TEXTS, **ours) == plain(TEXTS, **ours, draft_model=PromptLookup()) == expected
+        # The one with a draft model, which is the first.
+        assert sum(steps[0].num_accepted) > 0
+    heard, ours_heard = (TextIteratorStreamer(tokenizer, skip_prompt=True) for _ in range(2))
+    plain(TEXTS[0], **call, **stops, streamer=heard)
+    plain(TEXTS[0], **call, **stops, streamer=ours_heard, assistant_model=draft, custom_generate=custom_generate)
+    assert "".join(ours_heard) == "".join(heard)
 
 
 class Late(RecordReader):
