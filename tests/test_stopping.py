@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from tiny_loops import DRAFTS, streamed
-from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny
+from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,10 +25,11 @@ from transformers import (
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step, loop
+from torch_specops.decode.inputs import BatchRequest
 from torch_specops.decode.output import RecordReader
 from torch_specops.decode.stopping import Stopping
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import custom_generate
+from torch_specops.hf import custom_generate, stop_string_rule
 
 LENGTH = 14
 IDS, MASK = padded(PROMPTS, "left")
@@ -144,6 +145,8 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
         own = torch_specops.generate(target, **options, draft=source, sampling=SamplingParams(temperature=0.0))
         assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
         assert own.finish_reasons == ["stop"] * 3
+    # Nothing stands before a text, not even what token 0 stands for.
+    assert stop_string_rule(tokenizer, ["\0a"])([[97], [0, 97]]) == [False, True]
 
 
 def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
@@ -187,7 +190,7 @@ def test_a_stop_keeps_the_text_up_to_it(
     ended: list[list[int]] = []
     sampler = SpeculativeDecoder(target, draft, sampling=SamplingParams(temperature=0.7))
     sampler.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
-    call: dict[str, Any] = {**batch, "max_new_tokens": [60, 60, 5], "seed": 5, "logprobs": logprobs}
+    call: dict[str, Any] = {**batch, "max_new_tokens": [60, 60, 5], "seed": 8, "logprobs": logprobs}
     free = sampler.generate(**call)
     if late:
         monkeypatch.setattr(loop, "RecordReader", Late)
@@ -202,13 +205,29 @@ def test_a_stop_keeps_the_text_up_to_it(
     assert len(set(lengths)) == 3 and output.finish_reasons == ["stop", "stop", "length"]
     assert streamed(steps) == kept and output.stats.num_tokens == sum(lengths)
     assert ended[1] == output.lengths.tolist() == sampler._runner.state.lengths.tolist()
-    # A step that a row took part in after its end does not count.
+    assert any(0 < len(own) <= step.num_accepted[row] for step in steps for row, own in enumerate(step.tokens[:2]))
+    # An end is an end, and a step that a row took part in after it does not count.
+    ends = [[step.finished[row] for step in steps] for row in range(3)]
+    assert ends == list(map(sorted, ends))
     assert output.stats.num_row_steps == sum(bool(tokens) for step in steps for tokens in step.tokens)
     if logprobs is not None:
         assert output.logprobs is not None and free.logprobs is not None
         inside = torch.arange(output.logprobs.shape[1]) < output.lengths.unsqueeze(1)
         wanted = free.logprobs[:, : output.logprobs.shape[1]].where(inside, torch.nan)
         torch.testing.assert_close(output.logprobs, wanted, equal_nan=True)
+
+
+def test_what_comes_after_a_stop_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "RecordReader", Late)
+    table = random_table(5, 0)
+    # After a 1 there is no finite logit, and after anything else a 1.
+    table[:] = torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0])
+    table[:, 1] = torch.nan
+    sampler = SpeculativeDecoder(PairModel(table), sampling=SamplingParams(temperature=0.0))
+    ends = [lambda texts: [text[-1] == 1 for text in texts]]
+    output = sampler.run(BatchRequest(torch.tensor([[3]]), stopping=Stopping([[3]], ends)))
+    assert bool(sampler._runner.state.failed[0])
+    assert output.new_tokens(0) == [1] and output.errors == {} and output.finish_reasons == ["stop"]
 
 
 def test_several_sequences_of_a_prompt_are_rows() -> None:
