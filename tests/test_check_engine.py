@@ -148,6 +148,8 @@ def test_bad_arguments_and_rows() -> None:
     refused(TypeError, "settings: expected a SamplingParams for 'a', got", settings={"a": {"top_k": 1}})
     lists = {"a": SamplingParams(top_k=[1, 2])}
     refused(TypeError, "settings: expected a number as top_k of 'a', got <class 'list'>", settings=lists)
+    penalty = {"a": SamplingParams(presence_penalty=0.5)}
+    refused(ValueError, "settings: the laws of temperature, .* got presence_penalty in 'a'", settings=penalty)
     refused(ValueError, "prompts: expected at least one", prompts=())
     refused(ValueError, r"prompt: expected tokens in \[0, 6\)", prompts=((1, 6),))
     refused(ValueError, r"generate: expected tokens \[500, >= 2\], got \[499, 2\]", lambda *each: engine(*each)[1:])

@@ -17,6 +17,8 @@ from .texts import NextToken, check_numbers, conditional_laws, read_prompt, read
 
 # That the target reads at once.
 MAX_TEXTS = 8192
+# The fields of `SamplingParams` whose law is known here.
+KNOWN = ("temperature", "top_k", "top_p", "min_p")
 
 Prompts = list[list[int]]
 GenerateFn = Callable[[Prompts, list[SamplingParams], list[int]], Sequence[Sequence[int]] | Tensor]
@@ -52,8 +54,9 @@ def check_engine(
         target: the model whose law is kept, before temperature and filters: a function from int64 texts [N, t] to
             logits [N, V] of the next token (or [N, t, V]), for a transformers model `lambda ids: model(ids).logits`; a
             `MarkovModel`, or its table.
-        settings: name -> parameters, each field one number. The law is that of `torch_specops.filter_logits`, whose
-            filters are those of transformers and of vLLM; temperature 0 is the argmax.
+        settings: name -> parameters: temperature and filters alone, each one number. The law is that of
+            `torch_specops.filter_logits`, whose filters are those of transformers and of vLLM; temperature 0 is the
+            argmax.
         vocab_size: V >= 2.
         num_tokens: how many new tokens are tested, >= 1; V ** num_tokens <= 2**20.
         trials: for each setting, >= 100.
@@ -124,8 +127,7 @@ def check_engine(
 
 def sampling_law(logits: Tensor, params: SamplingParams) -> Tensor:
     """What is sampled of logits [N, V] with these parameters, [N, V] float64."""
-    # Of `SamplingParams`, a field here is one number.
-    temperature, top_k, top_p, min_p = (float(getattr(params, field.name)) for field in fields(params))
+    temperature, top_k, top_p, min_p = (float(getattr(params, name)) for name in KNOWN)
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     kept = reference.filter_logits(logits.double(), temperature, top_k, top_p, min_p)
@@ -149,5 +151,7 @@ def _check_settings(settings: Mapping[str, SamplingParams]) -> None:
             raise TypeError(f"settings: expected a SamplingParams for {name!r}, got {type(params)}")
         for field in fields(params):
             value = getattr(params, field.name)
-            if not isinstance(value, (int, float)):
+            if field.name in KNOWN and not isinstance(value, (int, float)):
                 raise TypeError(f"settings: expected a number as {field.name} of {name!r}, got {type(value)}")
+            if field.name not in KNOWN and (isinstance(value, Tensor) or value != field.default):
+                raise ValueError(f"settings: the laws of {', '.join(KNOWN)} are known, got {field.name} in {name!r}")
