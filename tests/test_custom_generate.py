@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import pickle
 import weakref
 from typing import Any
@@ -18,14 +17,12 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationMixin,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
-    TopPLogitsWarper,
 )
 
 import torch_specops
@@ -260,38 +257,11 @@ def test_two_threads_do_not_share_a_decoder() -> None:
     assert _kept[target].decoder is kept
 
 
-class History(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
-
-
-class Warmer(TemperatureLogitsWarper):
-    pass
-
-
 def test_what_is_not_done_is_an_error() -> None:
-    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
-
-    def processed(*processors: LogitsProcessor) -> dict[str, Any]:
-        return {"logits_processor": LogitsProcessorList(processors)}
-
+    synthid = SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)
     not_done: list[tuple[dict[str, Any], str]] = [
-        ({"repetition_penalty": 1.2}, "logits_processor: RepetitionPenaltyLogitsProcessor may depend on the text"),
-        (processed(History()), "logits_processor: History may depend on the text"),
-        (processed(Warmer(2.0)), "logits_processor: Warmer may depend"),
-        (
-            sampled | processed(TopPLogitsWarper(0.5, -math.inf, 2)),
-            "logits_processor: expected TopPLogitsWarper to keep",
-        ),
-        (sampled | processed(MinPLogitsWarper(0.5, -9.0)), "logits_processor: .* the others to -inf, got 1 and -9.0"),
-        (
-            sampled | processed(TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)),
-            "logits_processor: expected each kind once and in transformers' order, got TemperatureLogitsWarper after",
-        ),
-        (
-            sampled | processed(MinPLogitsWarper(0.5), TopPLogitsWarper(0.5)),
-            "logits_processor: expected each kind once and in transformers' order, got TopPLogitsWarper after",
-        ),
+        ({"guidance_scale": 1.5}, "logits_processor: UnbatchedClassifierFreeGuidanceLogitsProcessor remembers"),
+        ({"watermarking_config": synthid}, "logits_processor: SynthIDTextWatermarkLogitsProcessor remembers"),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores: expected False"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,16 +15,8 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
     GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
     LogitsProcessorList,
-    MinPLogitsWarper,
     StoppingCriteriaList,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -33,13 +24,12 @@ from ..decode import SpeculativeDecoder
 from ..decode.inputs import BatchRequest, Seed
 from ..decode.output import GenerationStats
 from ..decode.stopping import Stopping
-from ..drafts import AnyDraft, LanguageModel
-from ..drafts.base import LanguageModelWrapper
-from ..sampling import SamplingParams
+from ..drafts import AnyDraft
 from ..schedules import Schedule
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
-from .models import EncoderDecoderModel, language_model, placed
+from .models import EncoderDecoderModel, language_model
+from .processors import read_processors
 from .stopping import read_criteria
 
 __all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "custom_generate"]
@@ -86,8 +76,10 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: temperature; top-k, top-p and min-p as `SamplingParams` takes them; suppressed tokens,
-            everywhere or at the start; renormalisation; removal of invalid values, which changes nothing here.
+        logits_processor: any that is a function of its arguments. Temperature, top-k, top-p, min-p, biases, bad words,
+            suppressed tokens, repetition penalty, n-grams, least lengths, renormalisation and removal of invalid values
+            are understood. Others are called as transformers would call them, for every position, and so are those that
+            come before them; such steps are not compiled.
         stopping_criteria: any. A row ends with the token at which one says so. Lengths, eos tokens, stop strings and
             times are understood; any other is called as transformers would call it: once per token, with all rows and
             without scores.
@@ -108,8 +100,8 @@ def custom_generate(
         with these `sequences`, and with `stats`.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor other than those
-            above, a filter with min_tokens_to_keep above 1, scores, logits, attentions or hidden states, an
+        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor that remembers its
+            earlier calls (classifier-free guidance, SynthID), scores, logits, attentions or hidden states, an
             `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
@@ -126,21 +118,24 @@ def custom_generate(
         torch.Size([1, 13])
     """
     _check_mode(generation_config)
-    processors = _processors(logits_processor)
     stops = read_criteria(stopping_criteria)
     mask = _prompt_mask(model, input_ids, model_kwargs)
-    suppresses = bool(processors.keys() & {SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor})
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    pad_token_id = 0 if pad is None else int(pad)
+    sampling = read_processors(
+        logits_processor,
+        input_ids,
+        mask,
+        do_sample=bool(generation_config.do_sample),
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        pad_token_id=pad_token_id,
+    )
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
-    kept = _kept_decoder(model, draft_model, suppresses, choices)
+    kept = _kept_decoder(model, draft_model, sampling.not_compiled, choices)
     target: Any = kept.decoder.target
-    if suppresses:
-        target.suppress(input_ids, mask, processors)
-        target = target.model
     inputs = None
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    pad_token_id = 0 if pad is None else int(pad)
     stopping = None
     if stops.row_rules or stops.batch_rules:
         stopping = Stopping(
@@ -151,7 +146,7 @@ def custom_generate(
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
         max_new_tokens=max(stops.max_length - input_ids.shape[1], 1),
-        sampling=_sampling(generation_config, processors),
+        sampling=sampling,
         seed=seed,
         # transformers minds no eos that the model cannot emit.
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
@@ -171,40 +166,6 @@ def custom_generate(
     return kind(sequences=sequences, stats=output.stats)
 
 
-class _Suppressing(LanguageModelWrapper):
-    """A target that never emits some tokens, and some others never as the first new token."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model)
-        self._never = torch.zeros(model.vocab_size, dtype=torch.bool, device=model.device)
-        self._never_first = torch.zeros_like(self._never)
-        self._first = torch.zeros(0, dtype=torch.int64, device=model.device)
-
-    def suppress(self, input_ids: Tensor, mask: Tensor | None, processors: Mapping[type, Any]) -> None:
-        """Read the processors of a call. The tensors keep their addresses, which CUDA graphs know."""
-        tokens = torch.arange(self.vocab_size, device=self.device)
-        never = processors.get(SuppressTokensLogitsProcessor)
-        never_first = processors.get(SuppressTokensAtBeginLogitsProcessor)
-        for suppressed, listed in (
-            (self._never, None if never is None else never.suppress_tokens),
-            (self._never_first, None if never_first is None else never_first.begin_suppress_tokens),
-        ):
-            suppressed.zero_() if listed is None else suppressed.copy_(torch.isin(tokens, listed.to(self.device)))
-        # Where the first new token of each row stands: at its own length, without padding.
-        padding = torch.zeros_like(input_ids[:, 0]) if mask is None else (mask == 0).sum(1)
-        first = torch.full_like(padding, -1) if never_first is None else never_first.begin_index - padding
-        self._first = placed(self._first, first.to(self.device))
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        logits = self.model.forward(tokens, positions, num_logits)
-        is_first = positions[:, -logits.shape[1] :] + 1 == self._first.unsqueeze(1)
-        return logits.masked_fill(self._never | (is_first.unsqueeze(2) & self._never_first), -torch.inf)
-
-    def static_tensors(self) -> Sequence[Tensor] | None:
-        tensors = super().static_tensors()
-        return None if tensors is None else [*tensors, self._never, self._never_first, self._first]
-
-
 @dataclass(frozen=True)
 class _Kept:
     """A decoder, what it was made for, and what makes the model that it reads."""
@@ -221,13 +182,13 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 def _kept_decoder(
     model: PreTrainedModel,
     draft_model: AnyDraft,
-    suppresses: bool,
+    not_compiled: str | None,
     choices: dict[str, Any],
 ) -> _Kept:
     draft_is_model = draft_model is model
     # A graph of another device or dtype cannot be used again.
     made_for = (
-        *(None if draft_is_model else draft_model, draft_is_model, suppresses, choices),
+        *(None if draft_is_model else draft_model, draft_is_model, not_compiled, choices),
         *(model.device, model.dtype, model.config._attn_implementation),
     )
     kept = _kept.get(model)
@@ -237,9 +198,8 @@ def _kept_decoder(
         return kept
     copy = ModelCopy()
     own = copy.of(model)
-    target: LanguageModel = language_model(own)
-    if suppresses:
-        target = _Suppressing(target)
+    target = language_model(own)
+    target.not_compiled = target.not_compiled or not_compiled
     decoder = SpeculativeDecoder(target, own if draft_is_model else draft_model, **choices)
     return _Kept(made_for, copy, decoder)
 
@@ -252,57 +212,6 @@ def _check_mode(config: GenerationConfig) -> None:
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, sequences and statistics are the only outputs")
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
-
-
-# Processors that are understood, and their order: filters in another order keep other tokens.
-_PROCESSORS: dict[type, int] = {
-    # It changes logits that are not finite, whose meaning here is fixed (docs/law.md).
-    InfNanRemoveLogitsProcessor: 0,
-    SuppressTokensLogitsProcessor: 0,
-    SuppressTokensAtBeginLogitsProcessor: 0,
-    TemperatureLogitsWarper: 1,
-    TopKLogitsWarper: 2,
-    TopPLogitsWarper: 3,
-    MinPLogitsWarper: 4,
-    LogitNormalization: 5,
-}
-
-
-def _processors(processors: LogitsProcessorList) -> dict[type, Any]:
-    known: dict[type, Any] = {}
-    last = 0
-    for processor in processors:
-        kind = type(processor)
-        # Not isinstance: a subclass may do anything.
-        if kind not in _PROCESSORS:
-            raise NotImplementedError(
-                f"logits_processor: {kind.__name__} may depend on the text so far, or is not known here"
-            )
-        if kind in known or _PROCESSORS[kind] < last:
-            raise NotImplementedError(
-                f"logits_processor: expected each kind once and in transformers' order, got {kind.__name__} "
-                f"after {', '.join(earlier.__name__ for earlier in known)}"
-            )
-        known[kind], last = processor, _PROCESSORS[kind]
-    return known
-
-
-def _sampling(config: GenerationConfig, processors: Mapping[type, Any]) -> SamplingParams:
-    if not config.do_sample:
-        # The processors that are understood, but for suppressed tokens, do not change the argmax.
-        return SamplingParams(temperature=0.0)
-    values: dict[str, Any] = {}
-    for kind, processor in processors.items():
-        kept, value = getattr(processor, "min_tokens_to_keep", 1), getattr(processor, "filter_value", -math.inf)
-        if kept != 1 or value != -math.inf:
-            raise NotImplementedError(
-                f"logits_processor: expected {kind.__name__} to keep 1 token at least and to set the others to -inf, "
-                f"got {kept} and {value}"
-            )
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            if hasattr(processor, name):
-                values[name] = getattr(processor, name)
-    return SamplingParams(**values)
 
 
 # What transformers prepares for its own loop. Ours has its own cache and needs none of it.
