@@ -82,6 +82,16 @@ def test_own_model(run: Run) -> None:
     assert re.search(r"^[2-5]\.\d\d tokens per step$", output, re.MULTILINE), output
 
 
+def test_processors(run: Run, models: tuple[str, str]) -> None:
+    output = run("processors.py")
+    texts = dict(re.findall(r"^(.*): '(.*)'$", output, re.MULTILINE))
+    assert len(texts) == len(set(texts.values())) == 4 and "great" in texts["as it is"]
+    assert "great" not in texts["banned words"] and "identical to transformers: True" in output
+    target, draft = models
+    arguments = ["--target", target, "--draft", draft, "--prompt", "3 17 5 3 17", "--words", "9", "4 5"]
+    assert "identical to transformers: True" in run("processors.py", *arguments)
+
+
 def test_quantised_draft(run: Run) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     output = run("quantised_draft.py", "--max-new-tokens", "16")

@@ -170,8 +170,8 @@ class SpeculativeDecoder:
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
             inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`).
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
-                target's logits as they come; "processed" = after temperature and filters (0 for greedy rows); None =
-                none are computed.
+                target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
+                rows); None = none are computed.
             num_return_sequences: how many sequences each prompt gets. They stand together, and each is a row: what is
                 given per row has B * num_return_sequences entries.
             stop_strings: a string or several, each of which ends a row with the token that completes it, as in

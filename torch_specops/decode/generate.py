@@ -48,7 +48,7 @@ def generate(
 
     Arguments, result and errors are those of `SpeculativeDecoder` and of its `generate`. Of a transformers model's
     generation config, eos and pad tokens are used and nothing else; `SamplingParams.from_generation_config` takes its
-    temperature and filters. Beam search is `torch_specops.beam.beam_search`.
+    temperature, filters and penalties. Beam search is `torch_specops.beam.beam_search`.
 
     Example:
         >>> import torch, transformers, torch_specops
