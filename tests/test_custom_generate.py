@@ -264,7 +264,7 @@ def test_what_is_not_done_is_an_error() -> None:
         ({"watermarking_config": synthid}, "logits_processor: SynthIDTextWatermarkLogitsProcessor remembers"),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores: expected False"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
         ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
     ]
     wrong_values: list[tuple[dict[str, Any], str]] = [

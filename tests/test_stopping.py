@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_loops import DRAFTS, streamed
+from tiny_loops import DRAFTS, Late, streamed
 from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
 from transformers import (
@@ -26,7 +26,6 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step, loop
 from torch_specops.decode.inputs import BatchRequest
-from torch_specops.decode.output import RecordReader
 from torch_specops.decode.stopping import Stopping
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate, stop_string_rule
@@ -165,18 +164,6 @@ def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
     plain(TEXTS[0], **call, **stops, streamer=heard)
     plain(TEXTS[0], **call, **stops, streamer=ours_heard, assistant_model=draft, custom_generate=custom_generate)
     assert "".join(ours_heard) == "".join(heard)
-
-
-class Late(RecordReader):
-    """Gives records one step late, as on CUDA, where the next step is queued already."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._late: list[Tensor] = []
-
-    def pop(self) -> Tensor | None:
-        self._late += [record for record in [super().pop()] if record is not None]
-        return self._late.pop(0) if len(self._late) > 1 else None
 
 
 @pytest.mark.parametrize("late", [False, True])

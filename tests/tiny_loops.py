@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
+from torch_specops.decode.output import RecordReader
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
@@ -126,3 +127,15 @@ class Holes(DraftSource):
         holes = self.is_hole(self.num_calls, len(lengths), num_draft_tokens)
         self.num_calls += 1
         return Draft(torch.where(holes, torch.tensor([[-1], [VOCAB], [VOCAB + 1000]]), drafts))
+
+
+class Late(RecordReader):
+    """Gives records one step late, as on CUDA, where the next step is queued already."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._late: list[Tensor] = []
+
+    def pop(self) -> Tensor | None:
+        self._late += [record for record in [super().pop()] if record is not None]
+        return self._late.pop(0) if len(self._late) > 1 else None

@@ -321,7 +321,10 @@ class SpeculativeDecoder:
         )
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
-        self._progress = Progress(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist(), stats, stopping)
+        self._progress = Progress(
+            *(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist()), stats, stopping, request.logits
+        )
+        self._runner.keep_logits = None if request.logits is None else request.logits.push
         self.target.start(batch, capacity, prompts.inputs)
         if not self.compiled and self._loop.cost_is_measured and bool((prompts.lengths == longest).all()):
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.

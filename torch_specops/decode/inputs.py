@@ -16,6 +16,7 @@ from ..drafts.base import missing_members
 from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
+from .output import KeptLogits
 from .stopping import Stopping
 
 __all__ = [
@@ -111,8 +112,9 @@ class BatchRequest:
     num_return_sequences: int = 1
     stop_strings: str | Sequence[str] | None = None
     tokenizer: Any = None
-    # In place of stop strings, what the Hugging Face door makes of a call's criteria; its prompts have their padding.
+    # What the Hugging Face door makes of a call's criteria, in place of stop strings; and where it wants the logits.
     stopping: Stopping | None = None
+    logits: KeptLogits | None = None
 
 
 @dataclass(frozen=True)

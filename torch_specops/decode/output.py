@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -161,6 +162,7 @@ class Progress:
         finished: whether each row has ended.
         stats: counts and times.
         stopping: what else ends rows; None = nothing.
+        logits: keeps the target's logits; None = nobody wants them.
     """
 
     limits: list[int]
@@ -168,6 +170,7 @@ class Progress:
     finished: list[bool]
     stats: GenerationStats
     stopping: Stopping | None = None
+    logits: KeptLogits | None = None
 
     def __post_init__(self) -> None:
         self._prompt_lengths = self.lengths
@@ -198,6 +201,8 @@ class Progress:
                 if is_stopped:
                     step.tokens[row], step.num_accepted[row], step.num_proposed[row] = [], 0, 0
         self.stats.add(step)
+        if self.logits is not None:
+            self.logits.keep(list(map(len, step.tokens)))
         if self.stopping is not None:
             tokens, finished = self.stopping.add(step.tokens, step.finished)
             self.stats.num_tokens += sum(map(len, tokens)) - sum(map(len, step.tokens))
@@ -205,6 +210,34 @@ class Progress:
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
         self.finished = step.finished
         return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
+
+
+class KeptLogits:
+    """The target's logits of every new token, for who asks for them. They take B x L x V x 4 bytes.
+
+    A step that is not compiled leaves all of its logits here, and when the host reads the record, those of the emitted
+    tokens stay.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._steps: list[Tensor] = []
+        self._rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
+
+    def push(self, logits: Tensor) -> None:
+        """Those of a step [B, K+1, V]."""
+        self._steps.append(logits)
+
+    def keep(self, num_tokens: list[int]) -> None:
+        """Of the oldest step, the first ones of each row."""
+        logits = self._steps.pop(0)
+        for row, count in enumerate(num_tokens):
+            self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
+
+    def at(self, place: int) -> Tensor:
+        """From which the rows' new tokens at this place were drawn, [B, V] float32; NaN for rows that have none."""
+        found = [own[place] if place < len(own) else None for own in self._rows]
+        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
+        return torch.stack([none if logits is None else logits for logits in found])
 
 
 class RecordReader:

@@ -69,11 +69,13 @@ class StepRunner:
         compiled: whether steps are compiled.
         unread_length: the length of every row if the next step has to read the prompts as well; None = the target has
             read them.
+        keep_logits: as `verify_and_commit` takes it.
     """
 
     def __init__(self, target: LanguageModel, draft: DraftSource | None, verify: Verifier, one_graph: bool) -> None:
         self.compiled = False
         self.unread_length: int | None = None
+        self.keep_logits: Callable[[Tensor], object] | None = None
         self.verify = verify
         self._target = target
         self._draft = draft
@@ -116,6 +118,7 @@ class StepRunner:
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
+        self.keep_logits = None
         self._num_undrafted = 0
         new = _tensors_of(values)
         if self._state is not None and _constants_of(self._state) == _constants_of(values):
@@ -220,7 +223,7 @@ class StepRunner:
             schedule = None
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self._target, state, proposal, self.verify, unread_length, schedule
+            self._target, state, proposal, self.verify, unread_length, schedule, self.keep_logits
         )
 
     def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
@@ -229,12 +232,14 @@ class StepRunner:
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
         """Marks all rows as finished. A step then emits nothing and changes only cache slots that are not visible."""
-        finished = self.state.finished.clone()
+        finished, keep_logits = self.state.finished.clone(), self.keep_logits
         try:
             self.state.finished.fill_(True)
+            self.keep_logits = None
             yield
         finally:
             self.state.finished.copy_(finished)
+            self.keep_logits = keep_logits
 
     def _capture(self, num_draft_tokens: int) -> None:
         """Capture the whole step as one CUDA graph. Graphs of different K share a memory pool: they never run at the

@@ -7,6 +7,7 @@ can be compiled as one graph, or captured into a CUDA graph and replayed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,7 @@ def verify_and_commit(
     verify: Verifier,
     unread_length: int | None = None,
     schedule: Schedule | None = None,
+    keep_logits: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
 
@@ -92,6 +94,7 @@ def verify_and_commit(
             newest token.
         schedule: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
             drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
+        keep_logits: called in an eager step with the target's logits [B, K+1, V].
     """
     room = torch.where(state.finished, 0, state.limits - state.lengths)
     proposal, num_proposed = _checked(proposal, room, target.vocab_size)
@@ -108,6 +111,8 @@ def verify_and_commit(
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
+    if keep_logits is not None:
+        keep_logits(target_logits)
     processed = _processed(state, proposal.tokens, target_logits)
     output_tokens, num_accepted = verify(processed, proposal, _uniforms(state, num_draft_tokens), state.sampling)
     logprobs = None

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
     GenerationConfig,
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -22,31 +20,18 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import BatchRequest, Seed
-from ..decode.output import GenerationStats
+from ..decode.output import KeptLogits
 from ..decode.stopping import Stopping
 from ..drafts import AnyDraft
 from ..schedules import Schedule
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
 from .models import EncoderDecoderModel, language_model
+from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
 from .processors import read_processors
 from .stopping import read_criteria
 
-__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "custom_generate"]
-
-
-@dataclass
-class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """The output for `return_dict_in_generate=True`: `sequences` and `stats`; the other fields are None."""
-
-    stats: GenerationStats | None = None
-
-
-@dataclass
-class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same for an encoder-decoder model."""
-
-    stats: GenerationStats | None = None
+__all__ = ["custom_generate"]
 
 
 @takes_all_arguments
@@ -81,8 +66,8 @@ def custom_generate(
             are understood. Others are called as transformers would call them, for every position, and so are those that
             come before them; such steps are not compiled.
         stopping_criteria: any. A row ends with the token at which one says so. Lengths, eos tokens, stop strings and
-            times are understood; any other is called as transformers would call it: once per token, with all rows and
-            without scores.
+            times are understood; any other is called as transformers would call it: once per token, with all rows, and
+            with scores if they are asked for.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same.
@@ -97,12 +82,14 @@ def custom_generate(
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
-        with these `sequences`, and with `stats`.
+        with these `sequences`, with `stats`, and on request with `scores` and `logits` as transformers has them: for
+        each new token [B, V] float32, after and before processors. They are NaN where a row has no token, take
+        B x L x V x 4 bytes each, and steps are then not compiled.
 
     Raises:
         NotImplementedError: a generation mode other than greedy decoding and sampling, a processor that remembers its
-            earlier calls (classifier-free guidance, SynthID), scores, logits, attentions or hidden states, an
-            `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
+            earlier calls (classifier-free guidance, SynthID), attentions or hidden states, an `assistant_tokenizer`, an
+            `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -118,7 +105,11 @@ def custom_generate(
         torch.Size([1, 13])
     """
     _check_mode(generation_config)
-    stops = read_criteria(stopping_criteria)
+    predictions = None
+    if Predictions.wanted(generation_config):
+        logits = KeptLogits(len(input_ids))
+        predictions = Predictions(logits, logits_processor, input_ids.shape[1], generation_config)
+    stops = read_criteria(stopping_criteria, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
@@ -131,7 +122,8 @@ def custom_generate(
         pad_token_id=pad_token_id,
     )
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
-    kept = _kept_decoder(model, draft_model, sampling.not_compiled, choices)
+    eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
+    kept = _kept_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
     inputs = None
     if isinstance(target, EncoderDecoderModel):
@@ -153,6 +145,7 @@ def custom_generate(
         pad_token_id=pad_token_id,
         inputs=inputs,
         stopping=stopping,
+        logits=None if predictions is None else predictions.kept,
     )
     output = kept.decoder.run(request, token_streamer)
     # An eager decoder has nothing to keep but caches.
@@ -163,7 +156,8 @@ def custom_generate(
     if not generation_config.return_dict_in_generate:
         return sequences
     kind = EncoderDecoderOutput if model.config.is_encoder_decoder else DecoderOnlyOutput
-    return kind(sequences=sequences, stats=output.stats)
+    fields = {} if predictions is None else predictions.fields(sequences, output.lengths - output.prompt_lengths)
+    return kind(sequences=sequences, stats=output.stats, **fields)
 
 
 @dataclass(frozen=True)
@@ -208,9 +202,9 @@ def _check_mode(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+    for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise NotImplementedError(f"{name}: expected False, sequences and statistics are the only outputs")
+            raise NotImplementedError(f"{name}: expected False, a step reads several tokens at once and keeps no such")
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 

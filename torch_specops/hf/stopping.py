@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -18,6 +19,7 @@ from transformers.generation import (
 )
 
 from ..decode.stopping import BatchRule, RowRule
+from .outputs import Predictions
 
 __all__ = ["Stops", "read_criteria", "stop_string_rule"]
 
@@ -39,8 +41,12 @@ class Stops:
     batch_rules: list[BatchRule]
 
 
-def read_criteria(criteria: StoppingCriteriaList) -> Stops:
-    """Raises ValueError without a length."""
+def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> Stops:
+    """What they say of rows; `predictions` has the scores that a criterion may look at.
+
+    Raises:
+        ValueError: no length.
+    """
     lengths: list[int] = []
     stops = Stops(0, [], [], [])
     for criterion in criteria:
@@ -54,7 +60,7 @@ def read_criteria(criteria: StoppingCriteriaList) -> Stops:
         elif type(criterion) is MaxTimeCriteria:
             stops.row_rules.append(functools.partial(_is_out_of_time, criterion))
         else:
-            stops.batch_rules.append(functools.partial(_ask, criterion))
+            stops.batch_rules.append(functools.partial(_ask, criterion, predictions))
     if not lengths:
         raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
     return Stops(min(lengths), stops.eos_token_ids, stops.row_rules, stops.batch_rules)
@@ -81,5 +87,5 @@ def _is_out_of_time(criterion: MaxTimeCriteria, texts: list[list[int]]) -> list[
     return ends
 
 
-def _ask(criterion: StoppingCriteria, input_ids: torch.Tensor) -> Any:
-    return criterion(input_ids, None)
+def _ask(criterion: StoppingCriteria, predictions: Predictions | None, input_ids: Tensor) -> Any:
+    return criterion(input_ids, None if predictions is None else predictions.scores(input_ids))

@@ -1,0 +1,123 @@
+"""Scores and logits that `custom_generate` returns are those of transformers, one row of numbers for each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import DRAFTS, Late
+from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, shared_tiny
+from torch import Tensor
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from torch_specops.decode import loop
+from torch_specops.hf import custom_generate
+
+IDS, MASK = padded(PROMPTS, "left")
+WIDTH = IDS.shape[1]
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 11, **ASKED}
+
+
+def check(found: Any, expected: Any, lengths: list[int]) -> None:
+    """Up to the end of each row; then there is no number."""
+    assert torch.equal(found.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        assert len(found[name]) == len(expected[name]) == max(lengths)
+        for place, (own, other) in enumerate(zip(found[name], expected[name], strict=True)):
+            ended = torch.tensor(lengths).unsqueeze(1) <= place
+            assert own.dtype == other.dtype == torch.float32 and not own.is_inference()
+            torch.testing.assert_close(own, other.masked_fill(ended, torch.nan), equal_nan=True)
+
+
+class Doubtful(StoppingCriteria):
+    """Stops a row whose scores are close, and keeps them."""
+
+    def __init__(self, gap: float) -> None:
+        self.gap = gap
+        self.seen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        assert len(scores) == input_ids.shape[1] - WIDTH
+        best = scores[-1].topk(2).values
+        self.seen.append(best.clone())
+        return best[:, 0] - best[:, 1] < self.gap
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("draft", ["nothing", "prompt lookup", "perturbed"])
+def test_greedy_rows_have_the_scores_of_transformers(draft: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end at different places, by an eos and by a criterion that looks at the scores."""
+    if late:
+        monkeypatch.setattr(loop, "RecordReader", Late)
+    target = shared_tiny("llama")
+    free = target.generate(IDS, **CALL).sequences[:, WIDTH:]
+    options = {**CALL, "suppress_tokens": [int(free[1, 3])], "eos_token_id": int(free[0, 7])}
+    gaps = set()
+    for gap in (0.0, 0.05, 0.5):
+        both = [Doubtful(gap), Doubtful(gap)]
+        expected = target.generate(IDS, **options, stopping_criteria=StoppingCriteriaList(both[:1]))
+        found = target.generate(
+            IDS,
+            **options,
+            stopping_criteria=StoppingCriteriaList(both[1:]),
+            custom_generate=custom_generate,
+            draft_model=DRAFTS[draft]("llama"),
+            num_draft_tokens=4,
+        )
+        new = expected.sequences[:, WIDTH:].tolist()
+        lengths = [row.index(11) if 11 in row else len(row) for row in new]
+        check(found, expected, lengths)
+        gaps.add(tuple(lengths))
+        for place, (own, other) in enumerate(zip(both[1].seen, both[0].seen, strict=True)):
+            # Of rows that have ended, transformers shows what would come after the padding.
+            live = torch.tensor(lengths) > place
+            torch.testing.assert_close(own[live], other[live])
+    assert len(gaps) == 3
+
+
+def test_sampled_rows_have_the_scores_they_were_drawn_from() -> None:
+    target = shared_tiny("llama")
+    sampled = {"do_sample": True, "temperature": 1.5, "top_k": 7, "seed": 3}
+    prompt = torch.tensor([PROMPTS[0]]).expand(4, -1)
+    options = {**CALL, "attention_mask": torch.ones_like(prompt), **sampled}
+    found = target.generate(prompt, **options, custom_generate=custom_generate, draft_model=perturbed(target))
+    with torch.no_grad():
+        logits = target(found.sequences).logits.float()[:, prompt.shape[1] - 1 : -1].unbind(1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(1.5), TopKLogitsWarper(7)])
+    torch.testing.assert_close(found.logits, tuple(logits))
+    torch.testing.assert_close(found.scores, tuple(warpers(found.sequences, row) for row in logits))
+    # As transformers' own function reads them.
+    transition = target.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+    assert transition.shape == (4, 12) and bool((transition.exp() > 0).all())
+
+
+def test_an_encoder_decoder_has_them_too() -> None:
+    target, inputs = shared_tiny("t5"), encoder_inputs("t5")
+    options = {**inputs, "decoder_input_ids": torch.tensor([[1, 9, 17]] * 3), "max_new_tokens": 6, **ASKED}
+    expected = GenerationMixin.generate(target, **options, use_cache=False)
+    found = GenerationMixin.generate(target, **options, custom_generate=custom_generate, draft_model=perturbed(target))
+    check(found, expected, [6, 6, 6])
+
+
+def test_they_come_from_eager_steps_and_only_on_request() -> None:
+    target = shared_tiny("llama")
+    options = {**CALL, "custom_generate": custom_generate}
+    eager = target.generate(IDS, **options)
+    assert eager.stats.compiled == "eager: scores and logits are kept"
+    with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: scores and logits are kept"):
+        target.generate(IDS, **options, compile=True)
+    none = target.generate(IDS, **(options | {"output_scores": False}))
+    assert none.scores is None and torch.equal(none.logits[3], eager.logits[3])
+    assert torch.equal(target.generate(IDS, **(options | {"return_dict_in_generate": False})), eager.sequences)
+    # The loop that measures the cost of a draft first.
+    again = target.generate(IDS, **options, draft_model=perturbed(target), schedule="optimal")
+    torch.testing.assert_close(again.logits, eager.logits)
