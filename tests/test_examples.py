@@ -168,3 +168,13 @@ def test_rollouts(run: Run, models: tuple[str, str]) -> None:
     for arguments in ((), ("--target", target, "--draft", draft, "--prompt", "1 17 5", "--samples", "3")):
         found = re.search(r"1 to within (\S+)", run("rollouts.py", *arguments))
         assert found and float(found[1]) < 1e-4
+
+
+def test_many_requests(run: Run, models: tuple[str, str]) -> None:
+    target, draft = models
+    for arguments in ((), ("--target", target, "--draft", draft, "--batch-size", "3")):
+        output = run("many_requests.py", *arguments)
+        assert "6 requests, 132 tokens" in output and "the same as each request alone: True" in output
+        # Answers come as they finish.
+        order = [int(line[0]) for line in output.splitlines() if "(length)" in line]
+        assert sorted(order) == list(range(6)) != order

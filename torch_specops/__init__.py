@@ -10,14 +10,16 @@ from __future__ import annotations
 from types import ModuleType
 
 from . import drafts, ops
-from .decode import GenerationOutput, SpeculativeDecoder, generate
+from .decode import Completion, GenerationOutput, Request, SpeculativeDecoder, generate
 from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from .sampling import SamplingParams
 from .uniforms import uniforms
 
 __version__ = "0.1.0"
 __all__ = [
+    "Completion",
     "GenerationOutput",
+    "Request",
     "SamplingParams",
     "SpeculativeDecoder",
     "drafts",

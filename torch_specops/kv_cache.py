@@ -25,10 +25,14 @@ class RaggedKeyValues:
         self.keys = keys.new_zeros(keys.shape[0], keys.shape[1], capacity, keys.shape[3])
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
 
-    def clear(self) -> None:
-        """Forget everything. Slots that are not visible must be finite too, because 0 times NaN is NaN."""
-        self.keys.zero_()
-        self.values.zero_()
+    def clear(self, rows: Tensor | None = None) -> None:
+        """Forget the sequences `rows` [A]; None = all. Slots that are not visible must be finite too, because 0 times
+        NaN is NaN."""
+        for buffer in (self.keys, self.values):
+            if rows is None:
+                buffer.zero_()
+            else:
+                buffer.index_fill_(0, rows, 0)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A]; None = all."""

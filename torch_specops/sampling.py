@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .processors import AnyProcessors, Processors, round_up
 
-__all__ = ["Bias", "SamplingParams", "SamplingTensors"]
+__all__ = ["NEUTRAL", "Bias", "SamplingParams", "SamplingTensors"]
 
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
@@ -47,6 +47,9 @@ _NUMBERS = {
     "no_repeat_ngram_size": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
     "min_new_tokens": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
 }
+
+# What changes nothing, by field.
+NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
 
 # Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the
 # value besides None that changes nothing.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,22 +23,22 @@ from .inputs import (
     Seed,
     as_draft_source,
     as_language_model,
+    check_logprobs,
     check_pair,
     check_room,
+    checked_sampling,
     read_prompts,
     read_seeds,
     read_stopping,
 )
 from .loop import Loop
+from .many import Completion, Request, RequestRows
 from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, streamer_calls
 from .runner import on_device
 from .step import DecodeState
 from .verify import Verifier
 
 __all__ = ["SpeculativeDecoder"]
-
-# The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
-CAPACITY_MULTIPLE = 64
 
 
 class SpeculativeDecoder:
@@ -112,7 +113,7 @@ class SpeculativeDecoder:
         chosen = schedules.as_schedule(schedule, num_draft_tokens)
         if draft is None:
             chosen = schedules.Constant(0)
-        self.sampling = _checked(sampling) or SamplingParams()
+        self.sampling = checked_sampling(sampling) or SamplingParams()
         self.max_length = max_length
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
@@ -240,12 +241,66 @@ class SpeculativeDecoder:
         )
         return self._guarded(self._stream(request)[0])
 
+    def generate_many(
+        self,
+        requests: Iterable[Request | Tensor | Sequence[int]],
+        *,
+        batch_size: int,
+        max_length: int | None = None,
+        logprobs: str | None = None,
+    ) -> Iterator[Completion]:
+        """Continue many prompts, `batch_size` at a time: a row whose sequence has ended takes the next request, and the
+        other rows go on.
+
+        With a constant schedule a request gets the tokens that `generate` gives it alone with the same seed, up to the
+        rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). The first request that is
+        sampled, that uses some filter or processor, or that has more than 8 eos tokens compiles its own pieces, once;
+        no other one compiles anything. `compile="auto"` decides when this is called.
+
+        Args:
+            requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it.
+            batch_size: how many rows there are.
+            max_length: the most tokens of a request, prompt included, for which every row gets room; None = the
+                decoder's, or what the longest request of a list (or another collection) needs.
+            logprobs: as in `generate`.
+
+        Returns:
+            An iterator of `Completion`s, as they finish. A request that `generate` would refuse, that is longer than
+            max_length, or whose target gave no finite logit, is one with an `error`. `stats` counts over all requests.
+
+        Raises:
+            TypeError, ValueError: a wrong argument, by name; a target with an encoder; a draft that cannot read new
+                prompts between two steps (`DraftSource.restart`).
+            RuntimeError: while iterating, if another call has begun with this decoder.
+        """
+        longest = self.max_length if max_length is None else max_length
+        rows = RequestRows(self._loop, self.sampling, requests, batch_size, longest, logprobs)
+        with self._working():
+            stream = self._guard.begin_stream()
+            rows.start()
+        self._progress = rows.progress
+
+        @contextmanager
+        def step() -> Iterator[None]:
+            with self._working():
+                self._guard.check_is_newest(stream)
+                yield
+
+        return rows.completions(step)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times of the newest call, so far."""
+        return self._progress.stats
+
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
     def output(self, interrupted: bool = False) -> GenerationOutput:
         """The sequences and statistics so far, of the newest stream."""
         with self._guard.working():
             state, progress = self._runner.state, self._progress
+            if progress.num_refills:
+                raise RuntimeError("output: the newest call is generate_many, whose iterator has the results")
             # Up to the steps that the host has seen: on CUDA the state may be one step ahead.
             lengths = torch.tensor(progress.lengths, device=state.tokens.device)
             width = int(lengths.max())
@@ -270,7 +325,7 @@ class SpeculativeDecoder:
 
     def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
         """The steps, and the number of the stream."""
-        with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
+        with self._working():
             stream = self._guard.begin_stream()
             self._start(request)
         return self._steps(stream), stream
@@ -284,19 +339,26 @@ class SpeculativeDecoder:
                 return
             yield step
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """What surrounds a piece of work with models."""
+        with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
+            yield
+
     def _start(self, request: BatchRequest) -> None:
         """Check the request, make room in the models, and read the prompts."""
         prompts = read_prompts(self.target, request)
         stopping = read_stopping(request, prompts)
         batch, longest = prompts.tokens.shape
         seeds = read_seeds(request.seed, batch)
-        sampling = (_checked(request.sampling) or self.sampling).tensors(
+        sampling = (checked_sampling(request.sampling) or self.sampling).tensors(
             batch, prompt_lengths=prompts.lengths, eos=prompts.eos, vocab_size=self.target.vocab_size
         )
-        if request.logprobs not in (None, "raw", "processed"):
-            raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {request.logprobs!r}")
+        check_logprobs(request.logprobs)
         self._loop.choose_compile(int((prompts.limits - prompts.lengths).max()))
-        capacity = self._capacity(int(prompts.limits.max()))
+        longest_end = int(prompts.limits.max())
+        check_room(self.target, self.draft, longest_end, self.max_length)
+        capacity = self._loop.capacity(self.max_length or longest_end)
         self._pad_token_id = prompts.pad_token_id
         finished = prompts.limits <= prompts.lengths
 
@@ -342,18 +404,6 @@ class SpeculativeDecoder:
         self._runner.synchronize()
         stats.prefill_seconds = time.perf_counter() - started
 
-    def _capacity(self, longest: int) -> int:
-        """Slots for the longest sequence, and for the drafts of a step beyond it."""
-        if self.max_length is not None and longest > self.max_length:
-            raise ValueError(
-                f"max_new_tokens: expected prompt and new tokens within max_length = {self.max_length}, got {longest}"
-            )
-        check_room(self.target, self.draft, longest)
-        slots = (self.max_length or longest) + max(self.schedule.buckets) + 1
-        if not self.compiled:
-            return slots
-        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-
     @torch.inference_mode()
     def _steps(self, stream: int) -> Iterator[Step]:
         self._guard.check_is_newest(stream)
@@ -366,9 +416,3 @@ class SpeculativeDecoder:
             if all(step.finished):
                 return
             self._guard.check_is_newest(stream)
-
-
-def _checked(sampling: SamplingParams | None) -> SamplingParams | None:
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
-    return sampling

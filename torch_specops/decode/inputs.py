@@ -26,8 +26,10 @@ __all__ = [
     "Seed",
     "as_draft_source",
     "as_language_model",
+    "check_logprobs",
     "check_pair",
     "check_room",
+    "checked_sampling",
     "read_prompts",
     "read_seeds",
     "read_stopping",
@@ -85,8 +87,15 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
         raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
 
 
-def check_room(target: LanguageModel, draft: DraftSource | LanguageModel | None, longest: int) -> None:
-    """Raise ValueError if a sequence of `longest` tokens is longer than the target or the draft can read."""
+def check_room(
+    target: LanguageModel, draft: DraftSource | LanguageModel | None, longest: int, max_length: int | None = None
+) -> None:
+    """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target or the draft
+    can read."""
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
+        )
     for name, model in (("target", target), ("draft", draft)):
         readable = None if model is None else model.max_length
         if readable is not None and longest > readable:
@@ -215,6 +224,17 @@ def read_seeds(seed: Seed, batch: int) -> Tensor:
     if len(numbers) != batch:
         raise ValueError(f"{expected}, got {len(numbers)} numbers")
     return torch.tensor(numbers, dtype=torch.int64)
+
+
+def checked_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
+    return sampling
+
+
+def check_logprobs(logprobs: str | None) -> None:
+    if logprobs not in (None, "raw", "processed"):
+        raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {logprobs!r}")
 
 
 def _of_numpy(value: Any) -> Any:

@@ -14,6 +14,9 @@ from .verify import Verifier
 
 __all__ = ["Loop"]
 
+# The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
+CAPACITY_MULTIPLE = 64
+
 
 class Loop:
     """Runs the steps of one batch after another.
@@ -26,6 +29,7 @@ class Loop:
             first step.
 
     Attributes:
+        target, draft: as given.
         runner: runs a step.
         schedule: the one in use.
         compile_reason: whether steps are compiled, and why.
@@ -45,7 +49,8 @@ class Loop:
         self.runner = StepRunner(target, draft, verify, one_graph)
         self.schedule = schedule
         self.cost_is_measured = not measures_cost
-        self._models = target, draft
+        self.target = target
+        self.draft = draft
         self._compile = compile
         self._num_eager_steps = 0
         self.choose_compile(0)
@@ -64,10 +69,15 @@ class Loop:
             return
         certain = num_new_tokens / (max(self.schedule.buckets) + 1)
         steps = self._num_eager_steps + certain
-        self.runner.compiled, self.compile_reason = resolve_compile(self._compile, *self._models, steps)
+        self.runner.compiled, self.compile_reason = resolve_compile(self._compile, self.target, self.draft, steps)
+
+    def capacity(self, longest: int) -> int:
+        """Slots for the longest sequence, and for the drafts of a step beyond it."""
+        slots = longest + max(self.schedule.buckets) + 1
+        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
     def steps(self, progress: Progress) -> Iterator[Step]:
-        """The steps of the batch that the runner has begun, without an end.
+        """The steps of the batch that the runner has begun, without an end. Between two of them, rows may be refilled.
 
         Args:
             progress: learns from each of them.
@@ -81,11 +91,13 @@ class Loop:
             num_draft_tokens = self._prepare(wanted, progress)
             # Neither compiling counts, nor the time that the caller spends on a step.
             before = time.perf_counter()
-            reader.push(self.runner.run(num_draft_tokens, self.schedule))
-            record = reader.pop()
-            if record is None:
+            record = self.runner.run(num_draft_tokens, self.schedule)
+            reader.push(record, list(progress.num_refills))
+            read = reader.pop()
+            if read is None:
                 continue
-            step, num_proposed, num_accepted = progress.add(record, time.perf_counter() - before)
+            seconds = time.perf_counter() - before
+            step, num_proposed, num_accepted = progress.add(progress.of_present(*read), seconds)
             self._num_eager_steps += not self.compiled
             for row, length in progress.cuts().items():
                 self.runner.end_row(row, length)

@@ -163,6 +163,7 @@ class Progress:
         stats: counts and times.
         stopping: what else ends rows; None = nothing.
         logits: keeps the target's logits; None = nobody wants them.
+        num_refills: how many sequences each row had before its present one; empty in a batch without refills.
     """
 
     limits: list[int]
@@ -171,6 +172,7 @@ class Progress:
     stats: GenerationStats
     stopping: Stopping | None = None
     logits: KeptLogits | None = None
+    num_refills: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._prompt_lengths = self.lengths
@@ -211,6 +213,21 @@ class Progress:
         self.finished = step.finished
         return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
 
+    def refill(self, row: int, length: int, limit: int) -> None:
+        """Count another sequence in this row from now on."""
+        self.lengths[row], self.limits[row], self.finished[row] = length, limit, False
+        self.num_refills[row] += 1
+
+    def of_present(self, record: Tensor, num_refills: list[int]) -> Tensor:
+        """The record of a step that began when `num_refills` were counted, without what it says of earlier sequences
+        of its rows: that they had ended."""
+        rows = [row for row, both in enumerate(zip(num_refills, self.num_refills, strict=True)) if both[0] != both[1]]
+        if rows:
+            record = record.clone()
+            record[rows, :-3] = -1
+            record[rows, -3:] = 0
+        return record
+
 
 class KeptLogits:
     """The target's logits of every new token, for who asks for them. They take B x L x V x 4 bytes.
@@ -241,7 +258,7 @@ class KeptLogits:
 
 
 class RecordReader:
-    """Copies the records of steps to the host.
+    """Copies the records of steps to the host, each with what was noted beside it.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
     while the host looks at this one.
@@ -249,26 +266,27 @@ class RecordReader:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._queue: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._queue: list[tuple[Tensor, list[int], torch.cuda.Event | None]] = []
 
-    def push(self, record: Tensor) -> None:
+    def push(self, record: Tensor, note: list[int]) -> None:
         if not self._is_cuda:
-            self._queue.append((record, None))
+            self._queue.append((record, note, None))
             return
         pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
         # The copy is on the stream of the record's device, which need not be the current device.
         event.record(torch.cuda.current_stream(record.device))
-        self._queue.append((pinned, event))
+        self._queue.append((pinned, note, event))
 
-    def pop(self) -> Tensor | None:
+    def pop(self) -> tuple[Tensor, list[int]] | None:
+        """The oldest record; None if it is too early to read it."""
         if self._is_cuda and len(self._queue) < 2:
             return None
-        record, event = self._queue.pop(0)
+        record, note, event = self._queue.pop(0)
         if event is not None:
             event.synchronize()
-        return record
+        return record, note
 
 
 # Called with every step; or an object with `put(tokens)` and `end()`, like transformers' streamers.

@@ -8,43 +8,19 @@ many tokens, and rows that have ended would be read until the whole batch has en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..drafts import LanguageModel
+from ..drafts.rows import FORWARD_COST, RowReader
 
-__all__ = ["RowReader", "can_read_rows", "read_ragged", "row_groups"]
+__all__ = ["read_ragged", "row_groups"]
 
-# The cost of a forward without its tokens (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one
-# thread, 36 with two.
-FORWARD_COST = 32
 # Groups have to be cheaper than this share of the padded forward, because their rows are gathered from the cache.
 MAX_RELATIVE_COST = 0.75
 
 # Rows that are read together, and how many tokens of each.
 Group = tuple[list[int], int]
-
-
-class RowReader(LanguageModel, Protocol):
-    """A language model that can read some rows of its batch and leave the others as they are."""
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether it can: a class may have the method while some of its models cannot use it."""
-        ...
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
-    ) -> Tensor:
-        """As `LanguageModel.forward`, for the rows `rows` [A] int64 only, each at most once; tokens and positions are
-        [A, n]. None = all rows."""
-        ...
-
-
-def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
-    return getattr(model, "reads_rows", False)
 
 
 def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:

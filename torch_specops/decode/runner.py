@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 from ..compilation import CompiledPieces
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
-from ..processors import Processors
-from ..sampling import SamplingTensors
 from ..schedules import Schedule
+from .state import constants_of, moved, refilled, tensors_of
 from .step import DecodeState, propose, speculative_step, verify_and_commit
 from .verify import Verifier
 
@@ -120,15 +118,23 @@ class StepRunner:
         self.unread_length = None
         self.keep_logits = None
         self._num_undrafted = 0
-        new = _tensors_of(values)
-        if self._state is not None and _constants_of(self._state) == _constants_of(values):
-            old = _tensors_of(self._state)
+        new = tensors_of(values)
+        if self._state is not None and constants_of(self._state) == constants_of(values):
+            old = tensors_of(self._state)
             if {name: tensor.shape for name, tensor in old.items()} == {name: t.shape for name, t in new.items()}:
                 for name, tensor in new.items():
                     old[name].copy_(tensor)
                 return self._state
-        self._state = _moved(values, self._target.device)
+        self._state = moved(values, self._target.device)
         return self._state
+
+    def refill(self, row: int, values: DecodeState) -> None:
+        """Put another sequence into a row of the batch (`refilled`)."""
+        before, self._state = self.state, refilled(self.state, row, values)
+        if self._state is not before:
+            self._forget_graphs()
+            self._shape = _shape_of(self._state, {})
+            self.keep_valid_graphs()
 
     def keep_valid_graphs(self) -> None:
         """Drop the CUDA graphs unless every tensor that they captured is still where it was. Called once the models
@@ -138,7 +144,7 @@ class StepRunner:
         parts = [self._target] if self._draft is None else [self._target, self._draft]
         tensors = static_tensors_of(*parts)
         static = [part for tensor in tensors or () for part in _parts_of(tensor)]
-        found = [*_tensors_of(self.state).values(), *static]
+        found = [*tensors_of(self.state).values(), *static]
         if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
             self._forget_graphs()
         self._captured = found
@@ -269,40 +275,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
     """Everything that a compiled piece takes as constant for a batch, without K."""
-    tensors = _tensors_of(state) | dict(inputs)
-    return _constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-
-
-def _constants_of(state: DecodeState) -> Hashable:
-    """What is no tensor, and decides what a step computes."""
-    processors = state.sampling.processors
-    return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
-
-
-# What of a state has tensors: itself, its sampling, and that one's processors.
-_HOLDERS = (DecodeState, SamplingTensors, Processors)
-
-
-def _tensors_of(values: object) -> dict[str, Tensor]:
-    """Every tensor of a state by name."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in vars(values).items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif isinstance(value, _HOLDERS):
-            tensors |= _tensors_of(value)
-    return tensors
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    """A state with copies of its tensors on the device."""
-    changes: dict[str, Any] = {}
-    for name, value in vars(values).items():
-        if isinstance(value, Tensor):
-            changes[name] = value.to(device, copy=True)
-        elif isinstance(value, _HOLDERS):
-            changes[name] = _moved(value, device)
-    return replace(values, **changes)
+    tensors = tensors_of(state) | dict(inputs)
+    return constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
+from ..drafts.rows import can_read_rows
 from ..sampling import SamplingTensors
 from ..schedules import Schedule
 from ..uniforms import verification_uniforms
-from .ragged import can_read_rows, read_ragged
+from .ragged import read_ragged
 from .verify import Verifier, log_probabilities
 
 __all__ = [

@@ -22,6 +22,7 @@ __all__ = [
     "LanguageModel",
     "LanguageModelWrapper",
     "MinimalDraftSource",
+    "clear_rows",
     "first_layers",
     "missing_members",
     "static_tensors_of",
@@ -95,11 +96,30 @@ class DraftSource(ABC):
             tokens, lengths: as in `propose`.
         """
 
-    def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called when every row of a batch has ended; not if the caller stops before. Runs eagerly.
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """Some rows have new prompts: forget what was read of these rows, and read the prompts. Called between two
+        steps of `generate_many`, for the first prompts too: there `start` gets rows of one token that mean nothing.
+        Runs eagerly and may wait for the device.
+
+        A source with a `start` of its own needs a `restart` for `generate_many`.
 
         Args:
-            tokens, lengths: as in `propose`, with all that was emitted.
+            tokens, lengths: as in `propose`.
+            rows: [A] int64.
+        """
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether rows may get new prompts: the source has `restart`, or no `start`."""
+        kind = type(self)
+        return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
+
+    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Called with sequences that have ended: when every row of a batch has, or in `generate_many` when some rows
+        have; not if the caller stops before. Runs eagerly.
+
+        Args:
+            tokens, lengths: as in `propose`, of these sequences alone, with all that was emitted.
         """
 
     def static_tensors(self) -> Sequence[Tensor] | None:
@@ -138,8 +158,9 @@ class LanguageModel(Protocol):
     device.
 
     It may also have `static_tensors()`, as `DraftSource` has: its cache and its weights. Without it, every batch
-    captures its CUDA graphs anew. And it may have `first_layers(num_layers)`, which `EarlyExit` needs: the model that
-    stops after its first layers, with the same weights and a cache of its own.
+    captures its CUDA graphs anew. It may have `first_layers(num_layers)`, which `EarlyExit` needs: the model that
+    stops after its first layers, with the same weights and a cache of its own. And it may have `clear_rows(rows)`, with
+    rows [A] int64 that begin new texts: needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     """
 
     @property
@@ -201,6 +222,13 @@ def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:
     return layers
 
 
+def clear_rows(model: LanguageModel, rows: Tensor) -> None:
+    """Let a model forget what it read of some rows, if it has the method for that."""
+    clear = getattr(model, "clear_rows", None)
+    if clear is not None:
+        clear(rows)
+
+
 class LanguageModelWrapper:
     """A `LanguageModel` around another one. A subclass overrides `forward`, and whatever else differs."""
 
@@ -225,6 +253,9 @@ class LanguageModelWrapper:
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         return self.model.forward(tokens, positions, num_logits)
+
+    def clear_rows(self, rows: Tensor) -> None:
+        clear_rows(self.model, rows)
 
     def first_layers(self, num_layers: int) -> LanguageModel:
         return first_layers(self.model, num_layers)

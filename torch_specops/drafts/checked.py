@@ -75,6 +75,16 @@ class CheckedDraft(DraftSource):
         if hasattr(self.source, "catch_up"):
             self.source.catch_up(tokens, lengths, num_steps)
 
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        if hasattr(self.source, "restart"):
+            self.source.restart(tokens, lengths, rows)
+
+    @property
+    def can_restart(self) -> bool:
+        if isinstance(self.source, DraftSource):
+            return self.source.can_restart
+        return hasattr(self.source, "restart") or not hasattr(self.source, "start")
+
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
         if hasattr(self.source, "end"):
             self.source.end(tokens, lengths)

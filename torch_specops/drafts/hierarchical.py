@@ -91,6 +91,14 @@ class HierarchicalDraft(ModelDraft):
         super().start(tokens, lengths, capacity, inputs)
         self.inner.start(tokens, lengths, capacity, inputs)
 
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        super().restart(tokens, lengths, rows)
+        self.inner.restart(tokens, lengths, rows)
+
+    @property
+    def can_restart(self) -> bool:
+        return self.inner.can_restart
+
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
         self.inner.end(tokens, lengths)
 

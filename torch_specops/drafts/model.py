@@ -14,6 +14,7 @@ from ..ops import sample
 from ..sampling import SamplingTensors
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
+from .rows import read_texts
 
 __all__ = ["ModelDraft"]
 
@@ -46,6 +47,9 @@ class ModelDraft(DraftSource):
         width = max(int(lengths.max()) - 2, 1)
         positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
         self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
+
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        read_texts(self.model, tokens, lengths, rows, num_unread=2)
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape

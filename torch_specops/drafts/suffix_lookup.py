@@ -67,6 +67,9 @@ class SuffixLookup(DraftSource):
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._memory = self._memory.to(tokens.device)
 
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """Nothing is kept of a row that has not ended."""
+
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
         if len(self._memory) == 0:
             return

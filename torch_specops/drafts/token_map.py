@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import LanguageModel, LanguageModelWrapper, first_layers
+from .rows import can_read_rows
 
 __all__ = ["TokenMap", "twin_tokens"]
 
@@ -71,8 +73,15 @@ class TokenMap(LanguageModelWrapper):
         """The size of the target's vocabulary."""
         return self._draft_of_target.shape[0]
 
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        logits = self.model.forward(self._read_as[tokens], positions, num_logits)
+    @property
+    def reads_rows(self) -> bool:
+        return can_read_rows(self.model)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        own: tuple[Any, ...] = () if rows is None else (rows,)
+        logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
 
     def first_layers(self, num_layers: int) -> TokenMap:

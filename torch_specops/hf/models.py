@@ -95,12 +95,14 @@ class TransformersModel:
         max_length: the most tokens that its positions allow; None = any.
         not_compiled: why its forward cannot be compiled; None if it can.
         reads_rows: whether `forward` can read some rows alone, once it has read all of them.
+        reads_inputs: whether it reads something besides the tokens: the input of an encoder.
 
     Raises:
         ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
     """
 
     reads_rows = True
+    reads_inputs = False
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         if getattr(model, "_is_stateful", False):
@@ -175,6 +177,10 @@ class TransformersModel:
                 layer.clear()
         else:
             self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
+
+    def clear_rows(self, rows: Tensor) -> None:
+        for layer in self.key_values:
+            layer.clear(rows)
 
     @property
     def _num_layers(self) -> int:
@@ -294,6 +300,7 @@ class EncoderDecoderModel(TransformersModel):
 
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
+    reads_inputs = True
 
     @property
     def _num_layers(self) -> int:

@@ -1,0 +1,444 @@
+"""More requests than rows: a request gets the tokens that it gets alone, whoever had its row before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import DRAFTS, GREEDY, AnyDraft, expected_rows
+from tiny_models import PROMPTS, PairModel, padded, raised, random_table, shared_tiny, tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import torch_specops
+from torch_specops import Completion, Request, SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_piece
+from torch_specops.decode import loop as loop_module
+from torch_specops.decode.output import RecordReader
+from torch_specops.drafts import HierarchicalDraft, ModelDraft, PromptLookup, SuffixLookup, TokenMap
+from torch_specops.drafts.rows import groups_by_length
+from torch_specops.hf import language_model
+from torch_specops.schedules import Schedule
+
+# Greedy and sampled ones, with and without filters, of every length; eos tokens that come, or do not.
+REQUESTS = [
+    Request([1, 17, 5, 33, 17, 5, 48], 12, SamplingParams(temperature=0.0)),
+    Request(torch.tensor([7]), 5, SamplingParams(temperature=0.7, top_k=12), seed=3, eos_token_id=[9, 12]),
+    Request([3, 8, 3, 8, 3], 16, SamplingParams(temperature=1.3, top_p=0.8, min_p=0.02), seed=[2**62]),
+    Request([1, 29, 40, 8], 1, seed=11, eos_token_id=()),
+    Request([6, 6], 9, seed=11),
+    Request([9, 4, 9, 4, 9, 4, 9, 4, 9, 4, 9, 4], 7, SamplingParams(temperature=0.0), eos_token_id=33),
+    Request([5], 0, seed=1),
+    Request([44, 2], 14, seed=-5, eos_token_id=[*range(0, 60, 11), *[59] * 5]),
+    Request([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], 3, SamplingParams(temperature=0.0)),
+    Request([50, 51, 50], 11, SamplingParams(temperature=0.5), seed=0),
+    Request([3, 4, 3, 4, 3], 10, SamplingParams(repetition_penalty=1.3, no_repeat_ngram_size=2), seed=4),
+    Request([3, 4, 5], 8, SamplingParams(min_new_tokens=6, bad_words=[[9], [3, 4, 5]]), seed=4, eos_token_id=range(50)),
+    Request([3, 4, 5], 8, SamplingParams(temperature=0.0, presence_penalty=2.0), eos_token_id=11),
+    Request([8], 6, SamplingParams(no_repeat_ngram_size=3, logit_bias=dict.fromkeys(range(9), 1.0)), seed=9),
+    Request([1, 17, 5, 33, 17, 5, 48], 12, SamplingParams(temperature=0.0)),
+]
+
+
+def new_decoder(draft: str | AnyDraft = None, **options: Any) -> SpeculativeDecoder:
+    source = DRAFTS[draft]("llama") if isinstance(draft, str) else draft
+    return SpeculativeDecoder(shared_tiny("llama"), source, **({"num_draft_tokens": 3} | options))
+
+
+def alone(
+    decoder: SpeculativeDecoder, requests: Iterable[Request], **options: Any
+) -> list[torch_specops.GenerationOutput]:
+    return [
+        decoder.generate(
+            torch.as_tensor(request.input_ids).unsqueeze(0),
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            seed=request.seed,
+            eos_token_id=request.eos_token_id,
+            **options,
+        )
+        for request in requests
+    ]
+
+
+def texts_alone(decoder: SpeculativeDecoder, requests: Iterable[Request] = REQUESTS) -> list[list[int]]:
+    return [output.new_tokens(0) for output in alone(decoder, requests)]
+
+
+def in_order(completions: Iterable[Completion]) -> list[Completion]:
+    found = sorted(completions, key=lambda completion: completion.index)
+    assert [completion.index for completion in found] == list(range(len(found)))
+    return found
+
+
+def texts(completions: Iterable[Completion]) -> list[list[int]]:
+    return [completion.new_tokens.tolist() for completion in in_order(completions)]
+
+
+DETERMINED = ["nothing", "prompt lookup", "n-gram with counts", "perturbed", "token map", "hierarchical", "early exit"]
+
+
+@pytest.mark.parametrize("draft", DETERMINED)
+def test_a_request_gets_the_tokens_that_it_gets_alone(draft: str) -> None:
+    decoder = new_decoder(draft)
+    expected = texts_alone(decoder)
+    assert len({tuple(text) for text in expected}) == len(REQUESTS) - 1
+    for batch_size in (1, 3, 16):
+        assert texts(decoder.generate_many(REQUESTS, batch_size=batch_size)) == expected
+    # What it leaves behind disturbs nobody.
+    assert texts_alone(decoder, REQUESTS[:3]) == expected[:3]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_model_that_reads_all_rows_at_once(draft: bool) -> None:
+    """It remembers what it read where, so a row that was read in passing would show."""
+    table = random_table(60, seed=5)
+    source = PairModel(random_table(60, seed=6)) if draft else None
+    decoder = SpeculativeDecoder(PairModel(table), source, num_draft_tokens=3)
+    expected = texts_alone(decoder)
+    for batch_size in (1, 4):
+        assert texts(decoder.generate_many(REQUESTS, batch_size=batch_size)) == expected
+
+
+class Late(RecordReader):
+    """Reads one step late, as on CUDA."""
+
+    def pop(self) -> tuple[Tensor, list[int]] | None:
+        return None if len(self._queue) < 2 else super().pop()
+
+
+@pytest.mark.parametrize("draft", ["nothing", "perturbed"])
+def test_a_record_that_is_read_late_is_of_the_row_as_it_was(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that the row has ended, when the row has another request already."""
+    decoder = new_decoder(draft)
+    expected = texts_alone(decoder)
+    monkeypatch.setattr(loop_module, "RecordReader", Late)
+    for batch_size in (1, 3):
+        assert texts(decoder.generate_many(REQUESTS, batch_size=batch_size)) == expected
+        assert decoder.stats.num_tokens == sum(map(len, expected))
+
+
+def test_completions() -> None:
+    decoder = new_decoder("perturbed")
+    outputs = alone(decoder, REQUESTS)
+    found = in_order(decoder.generate_many(REQUESTS, batch_size=3))
+    for request, output, completion in zip(REQUESTS, outputs, found, strict=True):
+        assert torch.equal(completion.tokens, output.sequences[0])
+        assert completion.tokens.tolist() == [
+            *torch.as_tensor(request.input_ids).tolist(),
+            *completion.new_tokens.tolist(),
+        ]
+        assert [completion.finish_reason] == output.finish_reasons and completion.error is None
+        assert completion.logprobs is None
+        assert request.seed is None or [completion.seed] == output.stats.seeds
+    assert {completion.finish_reason for completion in found} == {"eos", "length"}
+    # They come as they finish.
+    limits = [20, 4, 9, 2, 1, 6]
+    requests = [Request([5, 6], limit, GREEDY) for limit in limits]
+    order = [completion.index for completion in new_decoder().generate_many(requests, batch_size=2)]
+    assert order == [1, 3, 2, 4, 0, 5] or order == [1, 2, 3, 4, 0, 5]
+    stats = decoder.stats
+    assert stats.num_tokens == sum(len(completion.new_tokens) for completion in found)
+    assert stats.num_row_steps > stats.num_steps > 0 and stats.prefill_seconds > 0
+
+
+def test_seeds() -> None:
+    """A request without a seed gets the next one of torch's generator; the one that is reported repeats it."""
+    decoder = new_decoder("perturbed")
+    requests = [Request([5, 6], 8) for _ in range(5)]
+    torch.manual_seed(3)
+    first = in_order(decoder.generate_many(requests, batch_size=2))
+    torch.manual_seed(3)
+    assert texts(decoder.generate_many(requests, batch_size=3)) == [each.new_tokens.tolist() for each in first]
+    assert len({each.seed for each in first}) == 5
+    again = [Request([5, 6], 8, seed=[each.seed]) for each in first]
+    assert texts(decoder.generate_many(again, batch_size=2)) == [each.new_tokens.tolist() for each in first]
+
+
+@pytest.mark.parametrize("logprobs", ["raw", "processed"])
+def test_log_probabilities(logprobs: str) -> None:
+    decoder = new_decoder("perturbed")
+    outputs = alone(decoder, REQUESTS, logprobs=logprobs)
+    for output, completion in zip(
+        outputs, in_order(decoder.generate_many(REQUESTS, batch_size=3, logprobs=logprobs)), strict=True
+    ):
+        assert output.logprobs is not None and completion.logprobs is not None
+        torch.testing.assert_close(completion.logprobs, output.logprobs[0, int(output.prompt_lengths[0]) :])
+
+
+# Drafts.
+
+
+def itself() -> Any:
+    return language_model(shared_tiny("llama"))
+
+
+@pytest.mark.parametrize("schedule", ["constant", "pauses"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ModelDraft(itself()),
+        lambda: TokenMap(itself(), torch.arange(60)),
+        lambda: HierarchicalDraft(itself(), num_forwards=8),
+    ],
+)
+def test_a_draft_reads_the_prompts_of_its_rows(make: Any, schedule: str) -> None:
+    """The target as its own draft is always right, also about a text that it reads behind another one."""
+    decoder = new_decoder(make(), schedule=Pauses() if schedule == "pauses" else "constant")
+    list(decoder.generate_many(REQUESTS, batch_size=3))
+    assert decoder.stats.acceptance_rate == 1.0 and decoder.stats.num_accepted > 20
+
+
+class Pauses(Schedule):
+    """Three drafts after every two steps without."""
+
+    buckets = (0, 3)
+
+    def first(self) -> int:
+        self._count = 0
+        return 0
+
+    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
+        self._count += 1
+        return 3 if self._count % 3 == 2 else 0
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_draft_that_does_not_read_them_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelDraft, "restart", lambda *arguments: None)
+    decoder = new_decoder("itself")
+    list(decoder.generate_many(REQUESTS, batch_size=3))
+    assert decoder.stats.acceptance_rate is not None and decoder.stats.acceptance_rate < 0.9
+
+
+class Started:
+    """A source that reads the prompts."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[list[int], list[int]]] = []
+
+    def start(self, *arguments: Any) -> None:
+        pass
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> torch_specops.drafts.Draft:
+        return torch_specops.drafts.Draft(tokens.new_full((len(tokens), num_draft_tokens), -1))
+
+
+class Restarted(Started):
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        self.rows += [tokens[row, : lengths[row]].tolist() for row in rows]
+
+
+class Derived(PromptLookup):
+    def start(self, *arguments: Any) -> None:
+        pass
+
+
+def test_a_draft_of_ones_own_is_told_of_new_prompts() -> None:
+    for draft in (Started(), Derived(), HierarchicalDraft(itself(), Started())):
+        with pytest.raises(ValueError, match="draft: generate_many needs the method restart"):
+            new_decoder(draft).generate_many(REQUESTS, batch_size=2)
+    draft = Restarted()
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    list(new_decoder(draft).generate_many([Request(prompt, 3) for prompt in prompts], batch_size=2))
+    assert draft.rows == prompts
+
+
+def test_suffix_lookup_learns_each_text_when_it_ends() -> None:
+    """And without a memory it gives the tokens of a request alone."""
+    decoder = new_decoder(SuffixLookup(min_ngram=1, memory=0))
+    assert texts(decoder.generate_many(REQUESTS, batch_size=3)) == texts_alone(decoder)
+    requests = [Request(prompt, 20, GREEDY) for prompt in (*PROMPTS, *PROMPTS)]
+    decoder = new_decoder(SuffixLookup())
+    completions = decoder.generate_many(requests, batch_size=3)
+    for _ in range(3):
+        next(completions)
+    before = decoder.stats.num_row_steps
+    assert texts(decoder.generate_many(requests, batch_size=3)) == expected_rows() * 2
+    assert decoder.stats.num_row_steps < before + 3 * 20
+
+
+# What is compiled.
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_other_requests_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    greedy = [Request(prompt, 5 + i, GREEDY, eos_token_id=list(range(i))) for i, prompt in enumerate(PROMPTS * 2)]
+    sampled = [Request([i, i + 1], 4 + i, seed=i) for i in range(5)]
+    filtered = [Request([i, i + 1], 4 + i, SamplingParams(temperature=0.7, top_p=0.8), seed=i) for i in range(5)]
+    decoder = new_decoder("perturbed", compile=True, max_length=40)
+    expected = texts_alone(new_decoder("perturbed", compile=False), [*greedy, *sampled, *filtered])
+    graphs, found = [], []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for completion in decoder.generate_many([*greedy, *sampled, *filtered], batch_size=2):
+            found.append(completion)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert texts(found) == expected
+    # One set of pieces for greedy requests, one with the first sampled one, one with the first filter.
+    assert len(set(graphs)) == 3
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert texts(decoder.generate_many([*greedy, *sampled, *filtered], batch_size=2)) == expected
+
+
+# What fails.
+
+
+def test_a_request_that_is_refused_is_a_completion() -> None:
+    cases: list[tuple[Any, str]] = [
+        (Request([1, 60], 3), r"input_ids: expected tokens in \[0, 60\), got 60"),
+        (Request([], 3), r"input_ids: expected \[P\] with P >= 1, got shape \[0\]"),
+        (torch.tensor([[1, 2]]), r"input_ids: expected \[P\] with P >= 1, got shape \[1, 2\]"),
+        (Request(["a"], 3), r"input_ids: expected an int64 tensor \[P\] or a list of tokens, got <class 'list'>"),
+        ("text", r"input_ids: expected an int64 tensor \[P\] or a list of tokens, got <class 'str'>"),
+        (Request([1.5], 3), "input_ids: expected an int64 tensor"),
+        (Request([1], -1), "max_new_tokens: expected"),
+        (Request([1], 40), "max_new_tokens: expected prompt and new tokens within max_length = 40, got 41"),
+        (Request([1], 3, sampling=0.5), "sampling: expected SamplingParams, got <class 'float'>"),
+        (Request([1], 3, SamplingParams(temperature=[0.0, 1.0])), "temperature: expected one number or 1, got shape"),
+        (Request([1], 3, seed=1.5), "seed: expected an int"),
+        (Request([1], 3, eos_token_id=60), r"eos_token_id: expected tokens in \[0, 60\), got 60"),
+    ]
+    good = [Request([5, 6], 4, GREEDY) for _ in cases]
+    mixed = [request for pair in zip([case[0] for case in cases], good, strict=True) for request in pair]
+    decoder = new_decoder("perturbed", max_length=40)
+    found = in_order(decoder.generate_many(mixed, batch_size=2))
+    [expected] = texts_alone(decoder, good[:1])
+    assert all(each.new_tokens.tolist() == expected and each.error is None for each in found[1::2])
+
+    def fail(request: Any) -> None:
+        [completion] = decoder.generate_many([request], batch_size=1)
+        assert (completion.finish_reason, completion.seed, len(completion.tokens)) == ("error", None, 0)
+        raise ValueError(completion.error)
+
+    assert raised(fail, [(case, ValueError, message) for case, message in cases]) == []
+    [other] = new_decoder().generate_many([Request([1, 2], 95)], batch_size=1)
+    assert other.error == "max_new_tokens: expected prompt and new tokens within the 96 that the target reads, got 97"
+
+
+def test_a_row_that_fails_leaves_nothing_to_the_next_one() -> None:
+    """What the model computed of it is NaN, in slots that the next text does not see; 0 times NaN is NaN."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = math.nan
+    decoder = SpeculativeDecoder(model, tiny("llama"), num_draft_tokens=3, sampling=GREEDY)
+    bad, good = Request([5, 4, 3, 2, 13, 13], 6), Request([5, 6], 9, eos_token_id=())
+    long = Request([1] * 20, 40)
+    expected = texts_alone(decoder, [good, long])
+    found = in_order(decoder.generate_many([long, bad, good, bad, good], batch_size=2))
+    assert [each.new_tokens.tolist() for each in found] == [expected[1], [], expected[0], [], expected[0]]
+    assert [each.error for each in found[1::2]] == ["target: no finite logit after 6 tokens"] * 2
+    assert found[1].finish_reason == "error" and found[1].tokens.tolist() == bad.input_ids
+
+
+def test_wrong_arguments() -> None:
+    decoder = new_decoder()
+
+    def call(given: Any) -> None:
+        decoder.generate_many(**({"requests": REQUESTS, "batch_size": 2} | given))
+
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ({"requests": REQUESTS[0]}, TypeError, "requests: expected an iterable of Request, got .*Request"),
+        ({"requests": "text"}, TypeError, "requests: expected an iterable of Request, got .*str"),
+        ({"batch_size": 0}, ValueError, "batch_size: expected"),
+        ({"max_length": 1}, ValueError, "max_length: expected"),
+        ({"logprobs": "all"}, ValueError, "logprobs: expected None, 'raw' or 'processed', got 'all'"),
+        ({"requests": iter(REQUESTS)}, ValueError, "max_length: expected a number, because requests that are read"),
+    ]
+    assert raised(call, cases) == []
+    with pytest.raises(ValueError, match="target: generate_many takes no encoder-decoder model"):
+        SpeculativeDecoder(shared_tiny("t5")).generate_many(REQUESTS, batch_size=2)
+
+
+# The input, and other calls.
+
+
+def test_the_input_is_read_when_a_row_is_free() -> None:
+    """Also without an end, and by what came of the requests before."""
+    read = 0
+    done: list[int] = []
+
+    def requests() -> Iterator[Request | Tensor]:
+        nonlocal read
+        assert not torch.is_inference_mode_enabled()
+        while True:
+            assert read - len(done) < 3
+            read += 1
+            yield Request([5, 6], [3, 9, 1, 6, 0, -1][read % 6], GREEDY)
+
+    for completion in new_decoder("perturbed").generate_many(requests(), batch_size=3, max_length=20):
+        assert not torch.is_inference_mode_enabled() and not completion.tokens.is_inference()
+        done.append(completion.index)
+        if len(done) == 20:
+            break
+    assert read <= 22
+    assert list(new_decoder().generate_many([], batch_size=3)) == []
+    assert list(new_decoder().generate_many(iter([]), batch_size=3, max_length=9)) == []
+
+
+def test_a_row_may_be_as_long_as_the_model_reads() -> None:
+    prompts = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    decoder = new_decoder(sampling=GREEDY)
+    expected = decoder.generate(prompts, max_new_tokens=94).sequences.tolist()
+    found = in_order(
+        decoder.generate_many(iter(Request(prompt, 94) for prompt in prompts), batch_size=2, max_length=96)
+    )
+    assert [each.tokens.tolist() for each in found] == expected
+
+
+def test_a_decoder_serves_others_before_and_after() -> None:
+    decoder = new_decoder("perturbed")
+    expected = texts_alone(decoder)
+    ids, mask = padded(PROMPTS, "left")
+    batch = decoder.generate(ids, attention_mask=mask, max_new_tokens=20, sampling=GREEDY)
+    abandoned = decoder.generate_many(REQUESTS, batch_size=2)
+    next(abandoned)
+    with pytest.raises(RuntimeError, match="output: the newest call is generate_many"):
+        decoder.output()
+    again = decoder.generate(ids, attention_mask=mask, max_new_tokens=20, sampling=GREEDY)
+    assert torch.equal(again.sequences, batch.sequences)
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        next(abandoned)
+    never_begun = decoder.generate_many(REQUESTS, batch_size=2)
+    assert texts(decoder.generate_many(REQUESTS, batch_size=3)) == expected
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        next(never_begun)
+
+
+class Impatient(PairModel):
+    """Ctrl-C in a forward."""
+
+    left = 9
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().forward(tokens, positions, num_logits)
+
+
+def test_an_interrupt_leaves_a_decoder_that_works() -> None:
+    target = Impatient(random_table(60, seed=5))
+    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        list(decoder.generate_many(REQUESTS, batch_size=2))
+    assert texts(decoder.generate_many(REQUESTS, batch_size=2)) == texts_alone(decoder)
+
+
+def test_prompts_of_similar_length_are_read_together() -> None:
+    cases = [
+        ([10, 500, 490, 12], 32, [[1, 2], [3, 0]]),
+        ([10, 20, 30], 32, [[2, 1, 0]]),
+        ([10, 20, 30], 29, [[2, 1], [0]]),
+        ([10, 500], None, [[1, 0]]),
+        ([4], 32, [[0]]),
+        ([], 32, []),
+    ]
+    for counts, forward_cost, expected in cases:
+        assert groups_by_length(counts, forward_cost) == expected

@@ -1,0 +1,114 @@
+"""The tensors of a batch's state, by name: moved to a device, and with another sequence in a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..processors import Processors
+from ..sampling import NEUTRAL, SamplingTensors
+from .step import DecodeState
+
+__all__ = ["constants_of", "moved", "refilled", "tensors_of"]
+
+# What a row has in a tensor of the batch where it has nothing of its own; 0 in those that are not named.
+_NOTHING = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
+
+
+def constants_of(state: DecodeState) -> Hashable:
+    """What is no tensor, and decides what a step computes."""
+    processors = state.sampling.processors
+    return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
+
+
+# What of a state has tensors: itself, its sampling, and that one's processors.
+_HOLDERS = (DecodeState, SamplingTensors, Processors)
+
+
+def tensors_of(values: object) -> dict[str, Tensor]:
+    """Every tensor of a state by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in vars(values).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif isinstance(value, _HOLDERS):
+            tensors |= tensors_of(value)
+    return tensors
+
+
+def moved(values: Any, device: torch.device) -> Any:
+    """A state with copies of its tensors on the device."""
+    changes: dict[str, Any] = {}
+    for name, value in vars(values).items():
+        if isinstance(value, Tensor):
+            changes[name] = value.to(device, copy=True)
+        elif isinstance(value, _HOLDERS):
+            changes[name] = moved(value, device)
+    return replace(values, **changes)
+
+
+def refilled(state: DecodeState, row: int, values: DecodeState) -> DecodeState:
+    """The batch with another sequence in a row: the same object, written in place, if its tensors have room for the
+    sequence. They have not if it is the first one that is sampled or that uses some filter or processor, or if it has
+    more eos tokens or biases than any before.
+
+    Args:
+        state: of the batch.
+        values: of the sequence alone, on any device.
+    """
+    old, new = tensors_of(state), tensors_of(values)
+    tensors = {name: _with_row(name, old.get(name), new.get(name), row, state.tokens) for name in old | new}
+    is_sampled = state.is_sampled or values.is_sampled
+    longest_ngram = max(_longest_ngram(state), _longest_ngram(values))
+    if (is_sampled, longest_ngram) == (state.is_sampled, _longest_ngram(state)) and all(
+        tensor is old.get(name) for name, tensor in tensors.items()
+    ):
+        return state
+    has_processors = "prompt_lengths" in tensors
+    processors = _of_tensors(Processors, tensors, longest_ngram=longest_ngram) if has_processors else None
+    sampling = _of_tensors(SamplingTensors, tensors, processors=processors)
+    return _of_tensors(DecodeState, tensors, sampling=sampling, is_sampled=is_sampled, logprobs_of=state.logprobs_of)
+
+
+def _longest_ngram(state: DecodeState) -> int:
+    processors = state.sampling.processors
+    return processors.longest_ngram if isinstance(processors, Processors) else 0
+
+
+def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
+    """One of `_HOLDERS`, with those of the tensors that it has a field for."""
+    return kind(**{field.name: tensors[field.name] for field in fields(kind) if field.name in tensors}, **others)
+
+
+def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, tokens: Tensor) -> Tensor:
+    """A tensor of the batch with another row: the same tensor if it has room.
+
+    Args:
+        old: of the batch [B, ...], or None.
+        new: of the row [1, ...], or None.
+        tokens: those of the batch.
+    """
+    nothing = _NOTHING.get(name, 0)
+    if old is None or (new is not None and any(n > m for n, m in zip(new.shape[1:], old.shape[1:], strict=True))):
+        assert new is not None
+        sizes = new.shape[1:] if old is None else [max(pair) for pair in zip(old.shape[1:], new.shape[1:], strict=True)]
+        wider = torch.full((len(tokens), *sizes), nothing, dtype=new.dtype, device=tokens.device)
+        if old is not None:
+            _corner(name, wider, old.shape).copy_(old)
+        old = wider
+    old[row] = nothing
+    if new is not None:
+        _corner(name, old[row : row + 1], new.shape).copy_(new)
+    return old
+
+
+def _corner(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    """The part of a tensor that has the entries of a smaller one."""
+    part = tensor[tuple(map(slice, shape))]
+    # These are aligned to the right.
+    return tensor[: shape[0], : shape[1], tensor.shape[2] - shape[2] :] if name == "sequences" else part
