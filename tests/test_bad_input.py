@@ -4,6 +4,7 @@ was expected and what came. What only the data could tell follows the law."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,11 +244,19 @@ def unreachable(*_: object) -> None:
     ],
 )
 def test_traced(op: str, name: str, value: object, said: str) -> None:
-    """Bad input is refused while tracing, with our message."""
-    compiled = torch.compile(function(op, "function"), fullgraph=True, backend=unreachable)
-    with pytest.raises(Exception) as caught:
-        compiled(**good(op) | {name: value})
-    assert f"{name}: {said}" in causes(caught.value)
+    """Bad input is refused while tracing, with our message; where a graph may break, by the eager error itself. An op
+    that is called without its function shows the message further up."""
+    arguments = good(op) | {name: value}
+    compiled = torch.compile(function(op, "function"), backend=unreachable)
+    eager = outcome(function(op, "function"), arguments)
+    assert outcome(compiled, arguments) == eager and eager[1] == f"{name}: {said}"
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=f"\n.*context: raised exception .*{re.escape(eager[1])}"):
+        torch.compile(function(op, "function"), fullgraph=True, backend=unreachable)(**arguments)
+    if isinstance(value, Tensor):
+        with pytest.raises(Exception) as caught:
+            torch.compile(function(op, "op"), fullgraph=True, backend=unreachable)(**arguments)
+        assert eager[1] in causes(caught.value)
 
 
 @pytest.mark.parametrize("op", OPS[:-1])

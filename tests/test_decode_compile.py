@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
-from torch_specops.compilation import compile_piece
+from torch_specops.compilation import compile_errors_named, compile_piece
 from torch_specops.decode import runner
 from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import PromptLookup
@@ -44,6 +44,36 @@ def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[Speculati
 def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
     settings: dict[str, Any] = {"max_new_tokens": 16, "seed": 5} | options
     return decoder.generate(prompts, attention_mask=mask, **settings).sequences
+
+
+class LooksAtData(torch.nn.Module):
+    """A layer that no compiler can trace in one graph."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: Tensor) -> Tensor:
+        if float(values.max()) > 1e9:
+            return values
+        return self.inner(values)
+
+
+def test_a_compile_error_ends_with_where_and_why() -> None:
+    target = tiny("llama", num_hidden_layers=1)
+    target.model.layers[0].mlp = LooksAtData(target.model.layers[0].mlp)
+    decoder = SpeculativeDecoder(target, PromptLookup(), compile=True)
+    place = r"test_decode_compile.py:\d+ \(if float\(values.max\(\)\) > 1e9:\)"
+    with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it as it is\)$"):
+        decode(decoder)
+
+    def refusing(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no graphs today")
+
+    with pytest.raises(RuntimeError, match=r"^compile: .*: ValueError: no graphs today \("), compile_errors_named():
+        torch.compile(lambda x: x + 1, backend=refusing)(torch.ones(1))
+    with pytest.raises(RuntimeError, match="an error of another kind"), compile_errors_named():
+        raise RuntimeError("an error of another kind")
 
 
 @pytest.mark.slow

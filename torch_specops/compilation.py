@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["CompiledPieces", "compile_piece"]
+__all__ = ["CompiledPieces", "compile_errors_named", "compile_piece"]
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
@@ -27,6 +28,28 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
     if "backend" not in options:
         options["options"] = {"size_asserts": False} | options.get("options", {})
     return torch.compile(alone, fullgraph=True, dynamic=dynamic, **options)
+
+
+@contextmanager
+def compile_errors_named() -> Iterator[None]:
+    """An error of torch's compiler, which fills pages, is followed by one in a line that says where and why.
+
+    Raises:
+        RuntimeError: in place of the compiler's error, which is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # A first line such as "backend='inductor' raised:" says nothing without the next one.
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        frames = list(getattr(error, "real_stack", None) or ())
+        place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+        raise RuntimeError(
+            f"compile: torch could not compile the step{place}: {reason} (compile=False runs it as it is)"
+        ) from error
 
 
 class CompiledPieces:

@@ -4,6 +4,9 @@ A public function packs its arguments into one object (`arguments.py`), which ev
 what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches: eager
 calls on a CPU go to `eager/`; traced ones to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to
 the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
+
+Under Dynamo the functions check all, too: it buries what an op raises in pages of its own, and breaks the graph where
+it sees a function raise, so that the eager call raises the error itself.
 """
 
 from __future__ import annotations
@@ -109,6 +112,8 @@ def verify_exact(
         filter_draft=filter_draft,
     )
     checks.check_kinds(given)
+    if torch.compiler.is_compiling():
+        checks.check_verify_exact(given)
     return torch.ops.specops.verify_exact.default(*given)
 
 
@@ -176,6 +181,8 @@ def verify_block(
         *step, **filters._asdict(), draft_lse=draft_lse, lenience=lenience, filter_draft=filter_draft
     )
     checks.check_kinds(given)
+    if torch.compiler.is_compiling():
+        checks.check_verify_block(given)
     return torch.ops.specops.verify_block.default(*given[:-2], filter_draft)
 
 
@@ -232,6 +239,8 @@ def verify_sigmoid(
         checks.filters_of("target_logits", target_logits, temperature).temperature,
     )
     checks.check_kinds(given)
+    if torch.compiler.is_compiling():
+        checks.check_verify_sigmoid(given)
     return torch.ops.specops.verify_sigmoid.default(*given)
 
 
@@ -278,6 +287,8 @@ def sample(
     filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_tensor("uniforms", uniforms)
     checks.check_kinds(filters)
+    if torch.compiler.is_compiling():
+        checks.check_sample(logits, uniforms, filters)
     return torch.ops.specops.sample.default(logits, uniforms, *filters)
 
 
@@ -323,6 +334,8 @@ def filter_logits(
     """
     filters = checks.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     checks.check_kinds(filters)
+    if torch.compiler.is_compiling():
+        checks.check_filter_logits(logits, filters)
     return torch.ops.specops.filter_logits.default(logits, *filters)
 
 

@@ -111,7 +111,5 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line such as "backend='inductor' raised:" says nothing without the next one.
-        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        print(f"torch-specops: error: {reason}", file=sys.stderr)
+        print(f"torch-specops: error: {lines[0]}", file=sys.stderr)
         raise typer.Exit(2) from None

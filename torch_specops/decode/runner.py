@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compilation import CompiledPieces
+from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
 from ..schedules import Schedule
@@ -193,7 +193,7 @@ class StepRunner:
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
-        with on_device(self.state.tokens.device), self._all_finished():
+        with on_device(self.state.tokens.device), self._all_finished(), compile_errors_named():
             if self._target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
