@@ -7,6 +7,7 @@ formula of the presence and frequency penalty), so that the drafts before a posi
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from chains import expect_caught, expect_laws
 from conftest import Report
 from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, make_draft, p_values
 from tiny_laws import prompts as law_prompts
-from tiny_models import PairModel
+from tiny_loops import DRAFTS
+from tiny_models import PairModel, padded, perturbed, raised, tiny
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList
 from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
@@ -24,11 +27,16 @@ from transformers.generation import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
 )
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_piece
 from torch_specops.decode import step
 from torch_specops.decode.step import DecodeState
+from torch_specops.drafts import ModelDraft, PromptLookup
+from torch_specops.drafts.hierarchical import HierarchicalDraft
 
 # Of three kinds of rows. The first mixes penalties, so that the order of biases and penalties shows; the second has
 # words and n-grams that prompts and drafts begin; the third may end with token 5, but not at once.
@@ -150,3 +158,139 @@ def test_a_wrong_loop_is_caught(
 ) -> None:
     monkeypatch.setattr(step, "_processed", lambda *arguments: wrongly_processed(shift, *arguments))
     expect_caught(report, f"processors, a loop that {wrong}, {kind} draft", law_p_values(kind, 2, FEWER_TRIALS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_like_the_target_is_accepted(temperature: float) -> None:
+    """Only if it is processed as the target is, with its own drafts in the text."""
+    kinds = [row % len(ROWS) for row in range(60)]
+    input_ids, mask = law_prompts(60)
+    draws = {"seed": 3, "eos_token_id": [EOS[kind] for kind in kinds], "pad_token_id": 5}
+    for draft in (ModelDraft(PairModel(TARGET)), HierarchicalDraft(PairModel(TARGET), PromptLookup(min_ngram=1))):
+        sampling = batch_params(kinds, temperature=temperature)
+        decoder = SpeculativeDecoder(PairModel(TARGET), draft, num_draft_tokens=3, sampling=sampling)
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=5, **draws)
+        assert output.stats.acceptance_rate > 0.999, type(draft)
+
+
+def test_random_texts_as_transformers_has_them() -> None:
+    """Sizes that the tables above do not have, in rows that differ, over texts shorter and longer than they are."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, words = [1, 2, 3, 5, 0], [[[1, 0, 2], [3]], [[0, 1]], [], [[2, 2, 2, 2, 1], [4, 0]], [[0]]]
+    penalties = [1.2, 1.0, 0.7, 3.0, 1.0]
+    biases: list[dict[int, float]] = [{0: 1.5}, {}, {3: -0.5, 1: 2.0}, {}, {2: -math.inf}]
+    params = SamplingParams(
+        no_repeat_ngram_size=sizes,
+        bad_words=words,
+        logit_bias=biases,
+        repetition_penalty=penalties,
+    )
+    for width in (1, 2, 3, 8, 13, 30):
+        text = torch.randint(0, V - 1, (5, 30), generator=generator)
+        lengths = torch.stack([torch.full((5,), width), torch.randint(1, 31, (5,), generator=generator)], 1)
+        logits = 2 * torch.randn(5, 2, V, generator=generator)
+        tensors = params.tensors(5, prompt_lengths=torch.ones(5, dtype=torch.int64))
+        found, given = tensors.process(logits, text, lengths), logits.clone()
+        for row in range(5):
+            for place in range(2):
+                processors = LogitsProcessorList()
+                if biases[row]:
+                    sequences = {(token,): value for token, value in biases[row].items()}
+                    processors.append(SequenceBiasLogitsProcessor(sequences))
+                processors.append(RepetitionPenaltyLogitsProcessor(penalties[row]))
+                processors += [NoRepeatNGramLogitsProcessor(size) for size in sizes[row : row + 1] if size]
+                processors += [NoBadWordsLogitsProcessor(each) for each in words[row : row + 1] if each]
+                ids = text[row : row + 1, : int(lengths[row, place])]
+                assert torch.equal(found[row, place], processors(ids, logits[row : row + 1, place].clone())[0])
+        assert torch.equal(logits, given)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("eager", "perturbed"),
+        ("eager", "hierarchical"),
+        ("eager", "n-gram with counts"),
+        pytest.param("inductor", "perturbed", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And batches with other values, or fewer words, compile nothing."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+    input_ids, mask = padded([[5, 6, 7, 8, 9, 5, 6], [3, 4, 3, 4]], "left")
+    first = {
+        "repetition_penalty": [1.4, 1.0],
+        "presence_penalty": [0.0, 0.5],
+        "frequency_penalty": 0.3,
+        "no_repeat_ngram_size": [2, 3],
+        "min_new_tokens": [0, 4],
+        "logit_bias": {7: 1.0},
+        "bad_words": [[5, 6], [9], [3, 4, 5]],
+    }
+    second = {"repetition_penalty": 0.9, "presence_penalty": -0.2, "frequency_penalty": [0.1, 0.0]} | {
+        "no_repeat_ngram_size": [4, 0],
+        "bad_words": [[[5, 7]], [[1], [2, 3, 4], [9], [5]]],
+    }
+    family = tiny("llama", num_hidden_layers=1)
+    decoders = [
+        SpeculativeDecoder(family, DRAFTS[kind]("llama"), num_draft_tokens=2, compile=compiled)
+        for compiled in (False, True)
+    ]
+    for index, values in enumerate((first, second, first)):
+        given: dict[str, Any] = {"sampling": SamplingParams(temperature=[0.0, 0.9], **values), "eos_token_id": (2, 3)}
+        with torch.compiler.set_stance("fail_on_recompile" if index else "default"):
+            outputs = [
+                decoder.generate(input_ids, attention_mask=mask, max_new_tokens=16, seed=5, **given).sequences
+                for decoder in decoders
+            ]
+        assert torch.equal(*outputs)
+    assert not counters["graph_break"]
+    fresh = SpeculativeDecoder(family, DRAFTS[kind]("llama"), num_draft_tokens=2, compile=False)
+    again = fresh.generate(input_ids, attention_mask=mask, max_new_tokens=16, seed=5, **given)
+    assert torch.equal(again.sequences, outputs[0])
+
+
+@torch.inference_mode()
+def test_log_probabilities_are_before_or_after_processors() -> None:
+    model = tiny("llama")
+    sampling = SamplingParams(temperature=0.8, repetition_penalty=1.5, no_repeat_ngram_size=2, top_k=20)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2)])
+    for kind, after in (("raw", []), ("processed", [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20)])):
+        decoder = SpeculativeDecoder(model, perturbed(model), num_draft_tokens=3, sampling=sampling)
+        output = decoder.generate(torch.tensor([[1, 17, 5, 17]]), max_new_tokens=16, seed=1, logprobs=kind)
+        text, logprobs = output.sequences[:1], output.logprobs
+        assert logprobs is not None
+        for place in range(4, 20):
+            logits = model(text[:, :place]).logits[:, -1].float()
+            for processor in [*processors, *after] if kind == "processed" else []:
+                logits = processor(text[:, :place], logits)
+            expected = logits.log_softmax(-1)[0, text[0, place]]
+            torch.testing.assert_close(logprobs[0, place], expected, rtol=0, atol=1e-5)
+
+
+def test_what_does_not_fit_the_batch_or_the_target_is_named() -> None:
+    prompt_lengths = torch.tensor([2, 2])
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"logit_bias": [{1: 1.0}]}, ValueError, "logit_bias: expected one for all sequences or 2, got 1"),
+        ({"bad_words": [[[1]], [], []]}, ValueError, "bad_words: expected one for all sequences or 2, got 3"),
+        ({"repetition_penalty": [1.1]}, ValueError, "repetition_penalty: expected one number or 2, got shape"),
+        ({"min_new_tokens": [1, 1, 1]}, ValueError, "min_new_tokens: expected one number or 2, got shape"),
+        ({"bad_words": [[1, 6]]}, ValueError, r"logit_bias, bad_words: expected tokens in \[0, 6\), .* got 6"),
+    ]
+
+    def tensors(fields: dict[str, Any]) -> object:
+        return SamplingParams(**fields).tensors(2, prompt_lengths=prompt_lengths, vocab_size=6)
+
+    assert raised(tensors, cases) == []
+    with pytest.raises(ValueError, match="prompt_lengths: expected the prompts' lengths"):
+        SamplingParams(presence_penalty=1.0).tensors(2)
+
+
+def test_neutral_values_leave_no_processors() -> None:
+    """So that a batch without them runs the graphs without them."""
+    neutral = NEUTRAL | {"repetition_penalty": [1.0, 1], "logit_bias": [None, {}], "bad_words": [[], [[5]]]}
+    eos = torch.tensor([[2, -1], [5, 2]])
+    for fields in ({}, NEUTRAL, neutral):
+        tensors = SamplingParams(**fields).tensors(2, prompt_lengths=torch.tensor([1, 1]), eos=eos)
+        assert tensors.processors is None

@@ -40,7 +40,7 @@ class Processors:
 
     A row that uses none has neutral entries: 1, 0, 0, 0, and sequences of -1. Another row can take its place if it uses
     no others, has at most M sequences of at most L tokens, and no n-grams longer than `longest_ngram`. These sizes are
-    rounded up to powers of two, so that most batches share them.
+    rounded up (`round_up`), so that most batches share them.
 
     Args:
         prompt_lengths: [B] int64; what stands behind is new.
@@ -132,9 +132,9 @@ class Processors:
         logits.scatter_add_(2, last.clamp(min=0).expand_as(biases), biases)
 
 
-def round_up(size: int) -> int:
-    """The next power of two; 0 stays."""
-    return 1 << (size - 1).bit_length() if size > 0 else 0
+def round_up(size: int, least: int) -> int:
+    """The next power of two that is not below `least`."""
+    return max(1 << (size - 1).bit_length(), least)
 
 
 def _from_end(text: Tensor, lengths: Tensor, back: int) -> Tensor:

@@ -264,7 +264,7 @@ class SamplingParams:
         return Processors(
             prompt_lengths.to(device),
             **values,
-            longest_ngram=0 if size is None else round_up(int(size.max())),
+            longest_ngram=0 if size is None else round_up(int(size.max()), 4),
             **(_bias_tensors(rows, device) if tokens else {}),
         )
 
@@ -401,8 +401,8 @@ def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[st
         for bias in biases:
             key = (bias.tokens, bias.until)
             row[key] = row.get(key, 0.0) + bias.value
-    count = round_up(max(len(row) for row in sums))
-    length = round_up(max(len(tokens) for row in sums for tokens, _ in row))
+    count = round_up(max(len(row) for row in sums), 8)
+    length = round_up(max(len(tokens) for row in sums for tokens, _ in row), 4)
     no_bias = ([-1] * length, 0.0, 0)
     filled = [
         [([-1] * (length - len(tokens)) + list(tokens), value, limit) for (tokens, limit), value in row.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ class HierarchicalDraft(ModelDraft):
 
     def bind(self, target: LanguageModel) -> None:
         self.inner.bind(target)
+
+    def compile(self, shape: Hashable | None) -> None:
+        """Nothing: it has no pieces of its own."""
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         # Inner drafts are read at positions beyond the last draft.
