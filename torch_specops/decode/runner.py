@@ -116,7 +116,6 @@ class StepRunner:
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
-        self.keep_logits = None
         self._num_undrafted = 0
         new = tensors_of(values)
         if self._state is not None and constants_of(self._state) == constants_of(values):
