@@ -102,6 +102,22 @@ def test_eos_and_criteria_end_rows_together() -> None:
         assert torch.equal(output, expected) and len(shown) == len(expected_shown)
 
 
+def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
+    """The rows that are ahead of the slowest one have more tokens, which nobody has heard."""
+    target, steps = shared_tiny("llama"), list[Step]()
+
+    def interrupted(step: Step) -> None:
+        steps.append(step)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+
+    drafting = {"draft_model": DRAFTS["perturbed"]("llama"), "token_streamer": interrupted, "num_draft_tokens": 4}
+    output, shown = generate(target, lambda ids: False, custom_generate=custom_generate, **drafting)
+    new = [[token for token in row if token != 11] for row in output[:, WIDTH:].tolist()]
+    assert new == streamed(steps) and len(shown) == output.shape[1] - WIDTH < LENGTH
+    assert max(steps[0].num_accepted) + 1 > max(map(len, steps[0].tokens))
+
+
 def test_time_that_is_up_ends_rows_after_one_token() -> None:
     target = shared_tiny("llama")
     expected, _ = generate(target, lambda ids: False, max_time=1e-9)
