@@ -33,7 +33,7 @@ from .inputs import (
 )
 from .loop import Loop
 from .many import Completion, Request, RequestRows
-from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, streamer_calls
+from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, collect, streamer_calls
 from .runner import on_device
 from .step import DecodeState
 from .verify import Verifier
@@ -301,27 +301,7 @@ class SpeculativeDecoder:
             state, progress = self._runner.state, self._progress
             if progress.num_refills:
                 raise RuntimeError("output: the newest call is generate_many, whose iterator has the results")
-            # Up to the steps that the host has seen: on CUDA the state may be one step ahead.
-            lengths = torch.tensor(progress.lengths, device=state.tokens.device)
-            width = int(lengths.max())
-            inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
-            sequences = torch.where(inside, state.tokens[:, :width], self._pad_token_id)
-            failed = [row for row in state.failed.nonzero().flatten().tolist() if progress.finished[row]]
-            newest = state.tokens.gather(1, (lengths - 1).unsqueeze(1))
-            ends_with_eos = ((newest == state.eos).any(1) & (lengths > self._prompt_lengths)).tolist()
-            prompt_lengths = self._prompt_lengths.clone()
-            logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
-        stopped = [False] * len(ends_with_eos) if progress.stopping is None else progress.stopping.stopped
-        # A row that was stopped had not come to the end that the device may know of.
-        errors = {
-            row: f"target: no finite logit after {progress.lengths[row]} tokens" for row in failed if not stopped[row]
-        }
-        reasons = [
-            "error" if row in errors else "eos" if is_eos else "stop" if stopped[row] else "length" if ended else None
-            for row, (is_eos, ended) in enumerate(zip(ends_with_eos, progress.finished, strict=True))
-        ]
-        stats = progress.stats
-        return GenerationOutput(sequences, prompt_lengths, lengths, stats, errors, interrupted, logprobs, reasons)
+            return collect(state, progress, self._prompt_lengths, self._pad_token_id, interrupted)
 
     def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
         """The steps, and the number of the stream."""

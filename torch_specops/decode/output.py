@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .step import unpack_record
+from .step import DecodeState, unpack_record
 from .stopping import Stopping
 
-__all__ = ["GenerationOutput", "GenerationStats", "Progress", "RecordReader", "Step", "Streamer", "streamer_calls"]
+__all__ = [
+    "GenerationOutput",
+    "GenerationStats",
+    "KeptLogits",
+    "Progress",
+    "RecordReader",
+    "Step",
+    "Streamer",
+    "collect",
+    "streamer_calls",
+]
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,31 @@ class Progress:
             record[rows, :-3] = -1
             record[rows, -3:] = 0
         return record
+
+
+def collect(
+    state: DecodeState, progress: Progress, prompt_lengths: Tensor, pad_token_id: int, interrupted: bool
+) -> GenerationOutput:
+    """What a batch has come to, up to the steps that the host has seen: on CUDA the state may be one step ahead."""
+    lengths = torch.tensor(progress.lengths, device=state.tokens.device)
+    width = int(lengths.max())
+    inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
+    sequences = torch.where(inside, state.tokens[:, :width], pad_token_id)
+    logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
+    newest = state.tokens.gather(1, (lengths - 1).unsqueeze(1))
+    ends_with_eos = ((newest == state.eos).any(1) & (lengths > prompt_lengths)).tolist()
+    errors: dict[int, str] = {}
+    reasons: list[str | None] = []
+    for row, (ended, failed) in enumerate(zip(progress.finished, state.failed.tolist(), strict=True)):
+        # A row that was stopped had not come to the end that the device may know of.
+        stopped = progress.stopping is not None and progress.stopping.stopped[row]
+        if ended and failed and not stopped:
+            errors[row] = f"target: no finite logit after {progress.lengths[row]} tokens"
+        early = "error" if row in errors else "eos" if ends_with_eos[row] else "stop" if stopped else None
+        reasons.append(early or ("length" if ended else None))
+    return GenerationOutput(
+        *(sequences, prompt_lengths.clone(), lengths, progress.stats, errors, interrupted, logprobs, reasons)
+    )
 
 
 class KeptLogits:
