@@ -31,10 +31,15 @@ def main(arguments: list[str] | None = None) -> float:
     policy = AutoModelForCausalLM.from_pretrained(args.target)
     draft = AutoModelForCausalLM.from_pretrained(args.draft)
 
-    # Each row has a seed of its own, which repeats it: output.stats.seeds.
-    prompts = tokenizer(args.prompt, return_tensors="pt")["input_ids"].repeat(args.samples, 1)
+    # Each sample has a seed of its own, which repeats it: output.stats.seeds.
     decoder = torch_specops.SpeculativeDecoder(policy, draft, num_draft_tokens=4)
-    output = decoder.generate(prompts, max_new_tokens=args.new_tokens, seed=0, logprobs="raw")
+    output = decoder.generate(
+        tokenizer(args.prompt, return_tensors="pt")["input_ids"],
+        num_return_sequences=args.samples,
+        max_new_tokens=args.new_tokens,
+        seed=0,
+        logprobs="raw",
+    )
     is_new = ~output.logprobs.isnan()
 
     # A stand-in for a reward: how many words. The advantage is over the mean of the samples.
