@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 import torch_specops
+from torch_specops.processors import Processors
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 8, 5, 50_257
 PROPERTIES = SimpleNamespace(
@@ -147,6 +148,26 @@ def seeds() -> dict[str, Tensor]:
     return {name: torch.empty(BATCH, dtype=torch.int64, device="cuda") for name in ("seeds", "positions")}
 
 
+def processors() -> dict[str, Tensor]:
+    """All of them, and the logits of a step."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "logits": ((BATCH, NUM_DRAFTS + 1, VOCAB_SIZE), torch.bfloat16),
+        "text": ((BATCH, 192), torch.int64),
+        "lengths": ((BATCH, NUM_DRAFTS + 1), torch.int64),
+        "prompt_lengths": ((BATCH,), torch.int64),
+        **{f"{name}_penalty": ((BATCH,), torch.float32) for name in ("repetition", "presence", "frequency")},
+        "no_repeat_ngram_size": ((BATCH,), torch.int64),
+        "sequences": ((BATCH, 8, 4), torch.int64),
+        "biases": ((BATCH, 8), torch.float32),
+        "until": ((BATCH, 8), torch.int64),
+    }
+    return {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in shapes.items()}
+
+
+def process(logits: Tensor, text: Tensor, lengths: Tensor, **tensors: Tensor) -> Tensor:
+    return Processors(longest_ngram=4, **tensors)(logits, text, lengths)
+
+
 def after_a_product(target_logits: Tensor, **rest: Any) -> Any:
     """With work of Inductor's own in front."""
     return torch_specops.verify_exact(target_logits * 0.5, **rest)
@@ -162,6 +183,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool
     "verify_sigmoid": (torch_specops.verify_sigmoid, drafts, False),
     "sample": (torch_specops.sample, given("sample"), False),
     "filters": (torch_specops.sample, given("sample", "temperature, filters"), False),
+    "processors": (process, processors, False),
     "uniforms": (partial(torch_specops.uniforms, n=NUM_DRAFTS, stream="accept"), seeds, False),
 }
 

@@ -74,6 +74,13 @@ class Processors:
     def constants(self) -> Hashable:
         return self.longest_ngram
 
+    @property
+    def read_text(self) -> bool:
+        """Whether any looks at tokens, and not only at their number. Waits for the device."""
+        values = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
+        has_words = self.sequences is not None and bool((self.sequences[:, :, :-1] >= 0).any())
+        return has_words or any(value is not None for value in values)
+
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """New logits [B, n, V], float32: biases first, then the penalties in the order above, then n-grams.
 
@@ -96,26 +103,26 @@ class Processors:
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
             # Equal tokens write equal numbers. What is no text yet stands for the first token, which always is.
-            tokens = torch.where(is_before, every, text[:, :1].unsqueeze(1))
+            tokens = torch.where(is_before, every, text.narrow(1, 0, 1).unsqueeze(1))
             found = logits.gather(2, tokens)
-            logits.scatter_(2, tokens, torch.where(found < 0, found * penalty, found / penalty))
+            _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
             # As above; if nothing is new, the token that would come first is written back as it was.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)
             penalty = torch.where(any_new, self.presence_penalty.unsqueeze(1), 0.0).unsqueeze(2)
-            logits.scatter_(2, tokens, logits.gather(2, tokens) - penalty)
+            _write(logits, tokens, logits.gather(2, tokens) - penalty)
         if self.frequency_penalty is not None:
-            logits.scatter_add_(2, every, torch.where(is_new, -self.frequency_penalty.view(-1, 1, 1), 0.0))
+            _write(logits, every, torch.where(is_new, -self.frequency_penalty.view(-1, 1, 1), 0.0), add=True)
         if self.no_repeat_ngram_size is not None:
             size = self.no_repeat_ngram_size.view(-1, 1, 1)
             # Places at which an n-gram ends that begins like the one which comes next.
             matches = is_before & (size > 0) & (index + 1 >= size)
             for back in range(1, self.longest_ngram):
-                earlier = text.roll(back, 1).unsqueeze(1) == _from_end(text, lengths, back).unsqueeze(2)
-                matches = matches & (earlier | (back >= size))
-            logits.scatter_add_(2, every, torch.where(matches, -math.inf, 0.0))
+                earlier = text.gather(1, (index - back).clamp(min=0).expand_as(text)).unsqueeze(1)
+                matches = matches & ((back >= size) | (earlier == _from_end(text, lengths, back).unsqueeze(2)))
+            _write(logits, every, torch.where(matches, -math.inf, 0.0), add=True)
         return logits
 
     def _add_biases(self, logits: Tensor, text: Tensor, lengths: Tensor) -> None:
@@ -124,17 +131,23 @@ class Processors:
         num_new = lengths - self.prompt_lengths.unsqueeze(1)
         sizes = (self.sequences >= 0).sum(2)
         counts = (num_new.unsqueeze(2) < self.until.unsqueeze(1)) & (lengths.unsqueeze(2) >= sizes.unsqueeze(1))
-        for back in range(1, self.sequences.shape[2]):
-            wanted = self.sequences[:, :, -1 - back].unsqueeze(1)
+        last, *others = reversed(self.sequences.unsqueeze(1).unbind(3))
+        for back, wanted in enumerate(others, 1):
             counts = counts & ((wanted < 0) | (wanted == _from_end(text, lengths, back).unsqueeze(2)))
-        last = self.sequences[:, :, -1].unsqueeze(1)
         biases = torch.where(counts & (last >= 0), self.biases.unsqueeze(1), 0.0)
-        logits.scatter_add_(2, last.clamp(min=0).expand_as(biases), biases)
+        _write(logits, last.clamp(min=0).expand_as(biases), biases, add=True)
 
 
 def round_up(size: int, least: int) -> int:
     """The next power of two that is not below `least`."""
     return max(1 << (size - 1).bit_length(), least)
+
+
+def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) -> None:
+    """Write values [B, n, m] into the logits [B, n, V] of tokens [B, n, m], or add them. Inductor compiles this in
+    place, where `scatter_` would copy all logits."""
+    batch, places = (torch.arange(size, device=tokens.device) for size in tokens.shape[:2])
+    logits.index_put_((batch.view(-1, 1, 1), places.view(1, -1, 1), tokens), values, accumulate=add)
 
 
 def _from_end(text: Tensor, lengths: Tensor, back: int) -> Tensor:

@@ -96,7 +96,7 @@ class DoorSampling(SamplingParams):
             lengths = prompts["prompt_lengths"]
             return replace(tensors, processors=_Called(self.called, self.input_ids, lengths, self.pad_token_id))
         processors = tensors.processors
-        if isinstance(processors, Processors) and bool((self.num_padding > 0).any()):
+        if isinstance(processors, Processors) and processors.read_text and bool((self.num_padding > 0).any()):
             width = -(-int(self.num_padding.max()) // PADDING_MULTIPLE) * PADDING_MULTIPLE
             padding = torch.nn.functional.pad(self.input_ids, (0, max(width - self.input_ids.shape[1], 0)))[:, :width]
             processors = replace(
