@@ -184,7 +184,7 @@ def bench(
             plot_categories(results, total, plot_file)
         if json_file is not None:
             chosen = {
-                "prompt": list(texts),
+                "prompt": None if questions else list(texts),
                 "prompts": None if prompts is None else str(prompts),
                 "batch_sizes": sizes,
                 "temperature": temperatures,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def print_categories(
     print_compile_seconds(console, totals or results)
 
 
-def _by_category(results: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _by_category(results: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [list(group) for _, group in groupby(results, lambda result: result["category"])]
 
 
