@@ -63,7 +63,9 @@ class Comparison:
                 answers, turns = [], []
                 for provider, measured in active:
                     yield f"{place}, warming up: {provider.name}"
-                    answer, run = self._observe(provider, batch, case.sampling, kind[1:] not in warm)
+                    # With the seed of the first round, so that lengths and times are of the same texts.
+                    settings = case.sampling, self.work.seed + num_rounds
+                    answer, run = self._observe(provider, batch, *settings, is_first=kind[1:] not in warm)
                     answers.append(answer)
                     measured.runs.append(run)
                     turns.append((provider, run))
@@ -94,7 +96,7 @@ class Comparison:
         return input_ids.to(self._device), attention_mask.to(self._device)
 
     def _observe(
-        self, provider: Provider, batch: tuple[Tensor, Tensor], sampling: SamplingParams, is_first: bool
+        self, provider: Provider, batch: tuple[Tensor, Tensor], sampling: SamplingParams, seed: int, is_first: bool
     ) -> tuple[Answer, Run]:
         """Run once to count steps and see where the time goes; the first time, once before to compile and allocate."""
         rows = batch[0].shape[0]
@@ -104,7 +106,7 @@ class Comparison:
             before = torch.cuda.memory_allocated(self._device) if on_cuda else 0
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats(self._device)
-            first = provider.decode(*batch, sampling, self.work.seed)
+            first = provider.decode(*batch, sampling, seed)
             if on_cuda:
                 run.peak_memory_bytes = torch.cuda.max_memory_allocated(self._device) - before
             if first.stats is not None:
@@ -112,7 +114,7 @@ class Comparison:
         # A forward with hooks would be compiled again.
         watched = () if provider.compiled else provider.modules
         with _forwards_watched(watched, self._device) as (calls, in_forwards):
-            seconds, answer = self._timed(provider, batch, sampling, self.work.seed)
+            seconds, answer = self._timed(provider, batch, sampling, seed)
         if answer.stats is not None:
             run.compile_seconds += answer.stats.compile_seconds
             run.num_steps, run.num_row_steps = answer.stats.num_steps, answer.stats.num_row_steps
