@@ -171,3 +171,14 @@ def test_lookup() -> None:
     assert lengths["no draft", 0] == lengths["no draft", 1] == 1
     assert lengths["suffix lookup", 0] == lengths["suffix lookup, memory", 0] > 1
     assert lengths["suffix lookup, memory", 1] != lengths["suffix lookup", 1] > 1
+
+
+def test_many() -> None:
+    """Also on a machine without a GPU, transformers' continuous batching gives the same texts."""
+    records = script("bench_many").main(["--requests", "5", "--rows", "2", "--longest", "16", "--rounds", "1"])
+    assert [record["name"] for record in records] == [
+        *("generate_many", "static batches", "no draft", "generate_batch", "assisted")
+    ]
+    for record in records:
+        assert record["same_texts"] == 5 and record["tokens_per_second"] > 0
+    assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1

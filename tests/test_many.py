@@ -22,7 +22,7 @@ from torch_specops.decode.output import RecordReader
 from torch_specops.drafts import HierarchicalDraft, ModelDraft, PromptLookup, SuffixLookup, TokenMap
 from torch_specops.drafts.rows import groups_by_length
 from torch_specops.hf import language_model
-from torch_specops.schedules import Schedule
+from torch_specops.schedules import Constant, Schedule
 
 # Greedy and sampled ones, with and without filters, of every length; eos tokens that come, or do not.
 REQUESTS = [
@@ -262,6 +262,23 @@ def test_suffix_lookup_learns_each_text_when_it_ends() -> None:
     before = decoder.stats.num_row_steps
     assert texts(decoder.generate_many(requests, batch_size=3)) == expected_rows() * 2
     assert decoder.stats.num_row_steps < before + 3 * 20
+
+
+def test_looked_up_drafts_are_trimmed_for_refilled_rows() -> None:
+    asked: list[str] = []
+
+    class Asked(Constant):
+        def trim(self, num_proposed: Sequence[int]) -> int:
+            asked.append("trim")
+            return super().trim(num_proposed)
+
+        def trim_refilled(self, num_proposed: Sequence[int]) -> int:
+            asked.append("trim_refilled")
+            return 1
+
+    decoder = new_decoder("prompt lookup", schedule=Asked(3))
+    list(decoder.generate_many([Request([5, 6, 5, 6], 9, GREEDY)], batch_size=2))
+    assert set(asked) == {"trim_refilled"} and len(decoder.stats.proposed_at) == 1
 
 
 # What is compiled.

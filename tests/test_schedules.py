@@ -136,14 +136,20 @@ def test_drafts_that_never_pay_are_tried_now_and_then(explore_every: int) -> Non
 
 
 @pytest.mark.parametrize("num_proposed", [[5], [5, 0, 0, 0, 0, 0, 0, 0], [5, 1, 3], [2] * 8, [0, 0], []])
-def test_trim_is_the_best_number_for_the_batch(num_proposed: list[int]) -> None:
+@pytest.mark.parametrize("trim", ["trim", "trim_refilled"])
+def test_trim_is_the_best_number_for_the_batch(num_proposed: list[int], trim: str) -> None:
+    """A batch is as fast as its slowest row; one that is refilled as all rows together."""
     most = max(num_proposed, default=0)
     for cost_ratio in (0.0, 0.05, 0.2, 0.9):
         schedule = Optimal(cost_ratio, buckets=(0, 5), prior=0.7)
         expected = expected_tokens_per_step(0.7, torch.arange(most + 1)).tolist()
-        slowest = [min((expected[min(count, own)] for own in num_proposed), default=1.0) for count in range(most + 1)]
-        speeds = [tokens / (count * cost_ratio + 1) for count, tokens in enumerate(slowest)]
-        assert speeds[schedule.trim(num_proposed)] == pytest.approx(max(speeds))
+        rows = [[expected[min(count, own)] for own in num_proposed] or [1.0] for count in range(most + 1)]
+        tokens = [min(row) if trim == "trim" else sum(row) / len(row) for row in rows]
+        speeds = [each / (count * cost_ratio + 1) for count, each in enumerate(tokens)]
+        assert speeds[getattr(schedule, trim)(num_proposed)] == pytest.approx(max(speeds))
+    # Where one row of eight has no drafts.
+    chosen = Optimal(0.2, buckets=(0, 5)), Optimal(0.2, buckets=(0, 5))
+    assert (chosen[0].trim([5] * 7 + [0]), chosen[1].trim_refilled([5] * 7 + [0])) == (0, 3)
 
 
 def test_drafts_that_are_always_trimmed_are_tried_now_and_then() -> None:

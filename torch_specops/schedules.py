@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from statistics import fmean
 
 from .checks import check_int, check_numbers
 
-__all__ = ["Constant", "Heuristic", "Optimal", "Schedule", "as_schedule"]
+__all__ = ["Constant", "Heuristic", "Optimal", "Schedule", "Trim", "as_schedule"]
+
+# From the drafts of each active row to how many of a row are verified at most.
+Trim = Callable[[Sequence[int]], int]
 
 # Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
@@ -53,6 +57,11 @@ class Schedule(ABC):
             num_proposed: drafts of each active row, without padding.
         """
         return max(num_proposed, default=0)
+
+    def trim_refilled(self, num_proposed: Sequence[int]) -> int:
+        """As `trim`, for a batch whose ended rows take other requests: no row then waits for another one. By default,
+        what `trim` says."""
+        return self.trim(num_proposed)
 
     @abstractmethod
     def reset(self) -> None:
@@ -158,8 +167,8 @@ class Optimal(Schedule):
     Drafting pays where alpha > c (corollary 3.9, for K = 1). Where it does not, K is 0 if 0 is a bucket. Every
     `explore_every`-th step then drafts the smallest other bucket, because without drafts alpha is not measured.
 
-    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K up to the fewest drafts of
-    a row. It chooses 0 only if 0 is a bucket.
+    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K by the row with the fewest
+    drafts; `trim_refilled` chooses it by the mean of all rows. Both choose 0 only if 0 is a bucket.
 
     Args:
         cost_ratio: c >= 0, the time of one draft forward / the time of one target forward.
@@ -239,10 +248,22 @@ class Optimal(Schedule):
         return self._fewest
 
     def trim(self, num_proposed: Sequence[int]) -> int:
+        return self._trim(num_proposed, min)
+
+    def trim_refilled(self, num_proposed: Sequence[int]) -> int:
+        return self._trim(num_proposed, fmean)
+
+    def _trim(self, num_proposed: Sequence[int], together: Callable[[Sequence[float]], float]) -> int:
+        """The best number of drafts by what the rows' expected tokens are together."""
         most = max(num_proposed, default=0)
         if self.buckets[0] > 0 or most == 0 or self._explores:
             return most
-        best = self._best(range(min(num_proposed) + 1))
+        expected = self._expected(most)
+        speeds = [
+            together([expected[min(count, own)] for own in num_proposed]) / self._cost(count)
+            for count in range(most + 1)
+        ]
+        best = speeds.index(max(speeds))
         self._steps_trimmed_to_none = self._steps_trimmed_to_none + 1 if best == 0 else 0
         if self._steps_trimmed_to_none < self.explore_every:
             return best
@@ -250,11 +271,17 @@ class Optimal(Schedule):
         return min(self._fewest, most)
 
     def _best(self, counts: Sequence[int]) -> int:
-        """Of ascending numbers of drafts the best one."""
-        # `analysis.expected_tokens_per_step(alpha, K)` for all K, as running sums.
-        expected = list(accumulate(self.alpha**count for count in range(counts[-1] + 1)))
-        # The first of equals is the smallest.
-        return max(counts, key=lambda count: expected[count] / (count * self.cost_ratio + 1))
+        """Of ascending numbers of drafts the best one, the smallest of equals."""
+        expected = self._expected(counts[-1])
+        return max(counts, key=lambda count: expected[count] / self._cost(count))
+
+    def _expected(self, most: int) -> list[float]:
+        """`analysis.expected_tokens_per_step(alpha, K)` for K from 0 to `most`, as running sums."""
+        return list(accumulate(self.alpha**count for count in range(most + 1)))
+
+    def _cost(self, count: int) -> float:
+        """The time of a step with so many drafts, in steps without drafts."""
+        return count * self.cost_ratio + 1
 
 
 def _buckets_up_to(maximum: int) -> tuple[int, ...]:

@@ -91,7 +91,8 @@ class Loop:
             num_draft_tokens = self._prepare(wanted, progress)
             # Neither compiling counts, nor the time that the caller spends on a step.
             before = time.perf_counter()
-            record = self.runner.run(num_draft_tokens, self.schedule)
+            trim = self.schedule.trim_refilled if progress.num_refills else self.schedule.trim
+            record = self.runner.run(num_draft_tokens, trim)
             reader.push(record, list(progress.num_refills))
             read = reader.pop()
             if read is None:

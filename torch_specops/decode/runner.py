@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
-from ..schedules import Schedule
+from ..schedules import Trim
 from .state import constants_of, moved, refilled, tensors_of
 from .step import DecodeState, propose, speculative_step, verify_and_commit
 from .verify import Verifier
@@ -153,12 +153,12 @@ class StepRunner:
         self._ready.clear()
         self._captured = []
 
-    def run(self, num_draft_tokens: int, schedule: Schedule | None = None) -> Tensor:
+    def run(self, num_draft_tokens: int, trim: Trim | None = None) -> Tensor:
         """Run one step and return its record.
 
         Args:
             num_draft_tokens: K.
-            schedule: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
+            trim: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
                 padding included.
         """
         state = self.state
@@ -173,7 +173,7 @@ class StepRunner:
                 graph, record = self._graphs[num_draft_tokens]
                 graph.replay()
                 return record
-            return self._step(num_draft_tokens, schedule)
+            return self._step(num_draft_tokens, trim)
 
     def end_row(self, row: int, length: int) -> None:
         """Set a row back to this length, and end it. Waits for nothing: the device does it before the next step."""
@@ -216,7 +216,7 @@ class StepRunner:
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
 
-    def _step(self, num_draft_tokens: int, schedule: Schedule | None = None) -> Tensor:
+    def _step(self, num_draft_tokens: int, trim: Trim | None = None) -> Tensor:
         state = self.state
         if self.compiled and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
@@ -225,10 +225,10 @@ class StepRunner:
         draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
         proposal = draft(self._draft, state, num_draft_tokens)
         if self.compiled or state.tokens.device.type != "cpu":
-            schedule = None
+            trim = None
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self._target, state, proposal, self.verify, unread_length, schedule, self.keep_logits
+            self._target, state, proposal, self.verify, unread_length, trim, self.keep_logits
         )
 
     def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.rows import can_read_rows
 from ..sampling import SamplingTensors
-from ..schedules import Schedule
+from ..schedules import Trim
 from ..uniforms import verification_uniforms
 from .ragged import read_ragged
 from .verify import Verifier, log_probabilities
@@ -84,7 +84,7 @@ def verify_and_commit(
     proposal: Draft,
     verify: Verifier,
     unread_length: int | None = None,
-    schedule: Schedule | None = None,
+    trim: Trim | None = None,
     keep_logits: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
@@ -93,21 +93,21 @@ def verify_and_commit(
         proposal: tokens [B, K].
         unread_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
-        schedule: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
+        trim: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
             drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
         keep_logits: called in an eager step with the target's logits [B, K+1, V].
     """
     room = torch.where(state.finished, 0, state.limits - state.lengths)
     proposal, num_proposed = _checked(proposal, room, target.vocab_size)
-    if schedule is not None and proposal.tokens.shape[1] > 0:
-        proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, schedule)
+    if trim is not None and proposal.tokens.shape[1] > 0:
+        proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, trim)
     num_draft_tokens = proposal.tokens.shape[1]
     num_unread = unread_length or 1
     index = torch.arange(num_unread + num_draft_tokens, device=room.device)
     positions = (state.lengths - num_unread).unsqueeze(1) + index
     newest = state.tokens.gather(1, positions[:, :num_unread])
     unread = torch.cat([newest, proposal.tokens.clamp(min=0)], 1)
-    may_group = schedule is not None and unread_length is None and unread.shape[0] > 1
+    may_group = trim is not None and unread_length is None and unread.shape[0] > 1
     if may_group and can_read_rows(target):
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
     else:
@@ -143,11 +143,11 @@ def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Ten
     return Draft(torch.where(is_draft, tokens, -1), proposal.logits, proposal.lse), is_draft.cumprod(1).sum(1)
 
 
-def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, schedule: Schedule) -> tuple[Draft, Tensor]:
+def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, trim: Trim) -> tuple[Draft, Tensor]:
     """The first drafts of every row, and how many each row then has. What is left out is padding in all rows, and of
     a deterministic draft what the schedule does not want verified."""
     counts = num_proposed[~finished].tolist()
-    count = schedule.trim(counts) if proposal.logits is None else max(counts, default=0)
+    count = trim(counts) if proposal.logits is None else max(counts, default=0)
     if count == proposal.tokens.shape[1]:
         return proposal, num_proposed
     logits = None if proposal.logits is None else proposal.logits[:, :count]
