@@ -14,7 +14,7 @@ from gpu_suite import no_synchronisation, size
 from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
 
-from torch_specops import GenerationOutput, SamplingParams, SpeculativeDecoder
+from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode import Step
 from torch_specops.decode.inputs import BatchRequest
@@ -76,6 +76,22 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
         assert texts(captured) == expected
     assert loop._runner._graphs
     assert captured.stats.compile_seconds == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
+    """A record is read when its row has another request already. The first filter captures other graphs, once."""
+    settings = [GREEDY, GREEDY, SamplingParams(), SamplingParams(temperature=0.8, top_k=20)]
+    requests = [Request([7, 5, 7], 2 + 2 * row, sampling, seed=row) for row, sampling in enumerate(settings)]
+
+    def all_texts(loop: SpeculativeDecoder) -> list[list[int]]:
+        found = {each.index: each.new_tokens.tolist() for each in loop.generate_many(requests, batch_size=2)}
+        return [found[index] for index in range(len(requests))]
+
+    expected = all_texts(decoder("cpu", kind, compile=False))
+    loop = decoder("cuda", kind)
+    assert all_texts(loop) == expected and loop._runner._graphs
 
 
 @pytest.mark.usefixtures("uncompiled")

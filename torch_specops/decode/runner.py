@@ -131,6 +131,8 @@ class StepRunner:
         """Put another sequence into a row of the batch (`refilled`)."""
         before, self._state = self.state, refilled(self.state, row, values)
         if self._state is not before:
+            # The newest step may still be running.
+            self.synchronize()
             self._forget_graphs()
             self._shape = _shape_of(self._state, {})
             self.keep_valid_graphs()
