@@ -54,8 +54,12 @@ ALLOWED = {
     "tracing": set(),
     "uniforms": {"tracing"},
 }
-# The loop is handed transformers models, and fetches their adapter when it is.
-EXCEPTIONS = {("decode/inputs.py", "torch_specops.hf"), ("__init__.py", "torch_specops.hf")}
+# Loops and drafts are handed transformers models, and their adapter is fetched when they are.
+EXCEPTIONS = {
+    ("drafts/adapter.py", "torch_specops.hf"),
+    ("decode/inputs.py", "torch_specops.hf"),
+    ("__init__.py", "torch_specops.hf"),
+}
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
@@ -63,6 +67,8 @@ ALLOWED_THIRD_PARTY = {
     "transformers": {"cli", "hf"},
     "torchao": {"drafts"},
     "matplotlib": {"cli"},
+    "safetensors": {"drafts"},
+    "huggingface_hub": {"drafts"},
     "rich": {"cli"},
     "typer": {"cli"},
 }

@@ -24,13 +24,15 @@ from tiny_laws import (
     V,
     first_tokens,
     make_draft,
+    model_laws,
     ngram,
     p_values,
     pair_laws,
     prompts,
+    tiny_transformer,
 )
-from tiny_models import PairModel, perturbed, tiny
-from torch import Tensor, nn
+from tiny_models import PairModel, perturbed
+from torch import Tensor
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -92,25 +94,6 @@ def test_rows_of_a_mixed_batch_have_their_own_laws(name: str, values: tuple[floa
         else:
             laws = pair_laws(TARGET, **({name: value} if value else {}))
             expect_laws(report, f"loop, mixed batch, {name} = {value}", p_values(chosen, laws))
-
-
-@torch.inference_mode()
-def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
-    """[V, V, V] for each prompt, from full forwards over every text."""
-    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
-    laws = []
-    for prompt in PROMPTS:
-        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
-        # The decoder sees float32 logits.
-        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
-        p = torch.softmax(logits / temperature, -1)
-        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
-    return laws
-
-
-def tiny_transformer() -> nn.Module:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    return tiny("llama", vocab=V, num_attention_heads=1, num_key_value_heads=1, **sizes).float()
 
 
 @pytest.mark.parametrize("draft", ["itself", "perturbed", "prompt lookup"])

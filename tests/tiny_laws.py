@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import PairModel, padded, random_table
+from tiny_models import PairModel, padded, random_table, tiny
 from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -124,3 +124,22 @@ def pair_laws(table: Tensor, temperature: float = 1.0, **filters: Any) -> list[T
         first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
         laws.append(first[:, None, None] * second[:, :, None] * p[:V])
     return laws
+
+
+@torch.inference_mode()
+def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
+    """[V, V, V] for each prompt, from full forwards over every text."""
+    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    laws = []
+    for prompt in PROMPTS:
+        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
+        # The decoder sees float32 logits.
+        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
+        p = torch.softmax(logits / temperature, -1)
+        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
+    return laws
+
+
+def tiny_transformer() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return tiny("llama", vocab=V, num_attention_heads=1, num_key_value_heads=1, **sizes).float()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tiny_eagle3 import trained_head
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, greedy_rows, padded, perturbed, shared_tiny
 from torch import Tensor, nn
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.output import RecordReader
-from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, NGram, PromptLookup
+from torch_specops.drafts import Draft, DraftSource, Eagle3, EarlyExit, LanguageModel, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.hf import language_model
@@ -58,6 +59,7 @@ DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "early exit": lambda family: EarlyExit(1),
     "hierarchical": lambda family: HierarchicalDraft(language_model(perturbed(shared_tiny(family)))),
     "token map": without_some_tokens,
+    "eagle 3": lambda family: Eagle3(trained_head(family)),
 }
 
 

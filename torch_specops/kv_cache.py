@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RaggedKeyValues", "visible_slots"]
+__all__ = ["RaggedKeyValues", "fold_groups", "visible_slots"]
 
 
 class RaggedKeyValues:
@@ -67,3 +67,19 @@ def visible_slots(
     if window is not None:
         visible = visible & (distance < window)
     return visible.unsqueeze(1)
+
+
+def fold_groups(queries: Tensor, num_key_heads: int, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The query heads of a group as further queries of the key head that they share, so that no key is copied.
+
+    Args:
+        queries: [B, G * num_key_heads, n, D].
+        mask: [B or 1, 1, n, W].
+
+    Returns:
+        [B, num_key_heads, G * n, D] and [B, 1, G * n, W]: the queries of a group one head after another.
+    """
+    batch, num_heads, count, head_dim = queries.shape
+    group = num_heads // num_key_heads
+    folded = queries.reshape(batch, num_key_heads, group * count, head_dim)
+    return folded, mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)

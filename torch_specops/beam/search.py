@@ -19,13 +19,13 @@ from ..decode.inputs import (
     EosTokenIds,
     Prompts,
     as_draft_source,
-    as_language_model,
     check_pair,
     check_room,
     read_prompts,
 )
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
+from ..drafts.adapter import as_language_model
 from .scorer import BeamScorer
 from .tree import BeamTree, Level, TreeModel
 

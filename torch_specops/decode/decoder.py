@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import checks, schedules
 from ..drafts import AnyDraft, LanguageModel
+from ..drafts.adapter import as_language_model
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .guard import Guard
@@ -22,11 +23,11 @@ from .inputs import (
     EosTokenIds,
     Seed,
     as_draft_source,
-    as_language_model,
     check_logprobs,
     check_pair,
     check_room,
     checked_sampling,
+    keep_features,
     read_prompts,
     read_seeds,
     read_stopping,
@@ -367,8 +368,10 @@ class SpeculativeDecoder:
             *(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist()), stats, stopping, request.logits
         )
         self._runner.keep_logits = None if request.logits is None else request.logits.push
+        keeps_features = keep_features(self.target, self.draft)
         self.target.start(batch, capacity, prompts.inputs)
-        if not self.compiled and self._loop.cost_is_measured and bool((prompts.lengths == longest).all()):
+        is_even = bool((prompts.lengths == longest).all())
+        if not self.compiled and self._loop.cost_is_measured and is_even and not keeps_features:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             self._runner.unread_length = longest
         else:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
-from ..drafts.base import missing_members
+from ..drafts import AnyDraft, DraftSource, FeatureModel, LanguageModel, ModelDraft
+from ..drafts.adapter import as_language_model, refuse_class
+from ..drafts.base import missing_of_features
 from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
@@ -25,11 +26,11 @@ __all__ = [
     "Prompts",
     "Seed",
     "as_draft_source",
-    "as_language_model",
     "check_logprobs",
     "check_pair",
     "check_room",
     "checked_sampling",
+    "keep_features",
     "read_prompts",
     "read_seeds",
     "read_stopping",
@@ -40,38 +41,17 @@ EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed = int | Sequence[int] | Tensor | None
 
 
-def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
-    """The model itself, or the adapter of a transformers model."""
-    _refuse_class(name, model)
-    missing = missing_members(model)
-    if not missing:
-        return cast(LanguageModel, model)
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        # `hf` imports this package, so it is imported only when a transformers model arrives.
-        from ..hf import language_model
-
-        return language_model(model)
-    raise TypeError(
-        f"{name}: expected a transformers model or a LanguageModel, got {type(model)} without {', '.join(missing)}"
-    )
-
-
 def as_draft_source(draft: AnyDraft) -> DraftSource | None:
     """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
     if draft is None:
         return None
-    _refuse_class("draft", draft)
+    refuse_class("draft", draft)
     if not hasattr(draft, "propose"):
         if isinstance(draft, nn.Module) or hasattr(draft, "forward"):
             return ModelDraft(as_language_model("draft", draft))
         raise TypeError(f"draft: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
     is_own = isinstance(draft, DraftSource) and type(draft).propose.__module__.startswith("torch_specops.")
     return cast(DraftSource, draft) if is_own else CheckedDraft(draft)
-
-
-def _refuse_class(name: str, given: object) -> None:
-    if isinstance(given, type):
-        raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
@@ -85,6 +65,19 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
         )
     if draft.device is not None and draft.device != target.device:
         raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
+
+
+def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
+    """Let the target keep the hidden states that the draft reads, and no others; returns whether it keeps any."""
+    layers = () if draft is None else draft.feature_layers
+    if not missing_of_features(target):
+        cast(FeatureModel, target).keep_features(layers)
+    elif layers:
+        raise TypeError(
+            f"target: the draft reads hidden states; expected a FeatureModel, got {type(target).__name__} without "
+            f"{', '.join(missing_of_features(target))}"
+        )
+    return bool(layers)
 
 
 def check_room(

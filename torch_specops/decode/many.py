@@ -15,7 +15,16 @@ from torch import Tensor
 from .. import checks
 from ..drafts.rows import read_texts
 from ..sampling import SamplingParams, SamplingTensors
-from .inputs import BatchRequest, Seed, check_logprobs, check_room, checked_sampling, read_prompts, read_seeds
+from .inputs import (
+    BatchRequest,
+    Seed,
+    check_logprobs,
+    check_room,
+    checked_sampling,
+    keep_features,
+    read_prompts,
+    read_seeds,
+)
 from .loop import Loop
 from .output import GenerationStats, Progress
 from .step import DecodeState
@@ -223,6 +232,7 @@ class RequestRows:
             ),
             {},
         )
+        keep_features(loop.target, loop.draft)
         loop.target.start(batch, capacity)
         # The first forward allocates the cache.
         loop.target.forward(state.tokens[:, :1], torch.zeros_like(state.tokens[:, :1]), 1)

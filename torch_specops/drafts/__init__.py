@@ -14,7 +14,8 @@ A source that samples sets `deterministic = False`, uses the `sampling` and `see
 that it sampled from; `ModelDraft` in model.py shows how.
 """
 
-from .base import AnyDraft, Draft, DraftSource, LanguageModel
+from .base import AnyDraft, Draft, DraftSource, FeatureModel, LanguageModel
+from .eagle3 import Eagle3
 from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
 from .model import ModelDraft
@@ -28,7 +29,9 @@ __all__ = [
     "AnyDraft",
     "Draft",
     "DraftSource",
+    "Eagle3",
     "EarlyExit",
+    "FeatureModel",
     "HierarchicalDraft",
     "LanguageModel",
     "ModelDraft",

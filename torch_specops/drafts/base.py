@@ -19,12 +19,14 @@ __all__ = [
     "AnyDraft",
     "Draft",
     "DraftSource",
+    "FeatureModel",
     "LanguageModel",
     "LanguageModelWrapper",
     "MinimalDraftSource",
     "clear_rows",
     "first_layers",
     "missing_members",
+    "missing_of_features",
     "static_tensors_of",
 ]
 
@@ -60,6 +62,8 @@ class DraftSource(ABC):
         max_length: the longest sequence it can read; None = no limit known.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
             compiled loop compiles `propose` as a whole.
+        feature_layers: the layers of the target whose inputs the source reads, as `FeatureModel.features`; () = none,
+            and then none are kept.
     """
 
     deterministic: bool = True
@@ -67,6 +71,7 @@ class DraftSource(ABC):
     device: torch.device | None = None
     max_length: int | None = None
     compiles_itself: bool = False
+    feature_layers: Sequence[int] = ()
 
     def bind(self, target: LanguageModel) -> None:
         """Called once, when the source becomes the draft of a target."""
@@ -192,6 +197,37 @@ class LanguageModel(Protocol):
         ...
 
 
+class FeatureModel(LanguageModel, Protocol):
+    """A language model that hands out its hidden states, as a draft with `feature_layers` needs."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of a hidden state."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its hidden states."""
+        ...
+
+    def keep_features(self, layers: Sequence[int]) -> None:
+        """From the next `start` on, keep what these layers read; () = nothing. Called before every `start`."""
+        ...
+
+    @property
+    def features(self) -> Tensor:
+        """[B, capacity, len(layers) * H], the layers side by side: the feature of the token that was last read at
+        position j stands in slot j. The tensor stays the same as long as batch and capacity do."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The model's own embeddings [B, n, H] of tokens [B, n]."""
+        ...
+
+
 class MinimalDraftSource(Protocol):
     """All that a draft has to have; `DraftSource` says what it may have."""
 
@@ -207,6 +243,13 @@ AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
 def missing_members(model: object) -> list[str]:
     """Those of a `LanguageModel` that an object lacks."""
     return [name for name in ("vocab_size", "device", "max_length", "start", "forward") if not hasattr(model, name)]
+
+
+def missing_of_features(model: object) -> list[str]:
+    """Those of a `FeatureModel` that a `LanguageModel` lacks."""
+    names = ("num_layers", "hidden_size", "dtype", "keep_features", "features", "embed")
+    # `features` may have no value yet.
+    return [name for name in names if not hasattr(type(model), name) and not hasattr(model, name)]
 
 
 def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:

@@ -54,6 +54,10 @@ class CheckedDraft(DraftSource):
         return getattr(self.source, "compiles_itself", DraftSource.compiles_itself)
 
     @property
+    def feature_layers(self) -> Sequence[int]:  # type: ignore[override]
+        return getattr(self.source, "feature_layers", DraftSource.feature_layers)
+
+    @property
     def model(self) -> object:
         """The model that the source reads, if it has one under this name."""
         return getattr(self.source, "model", None)

@@ -16,10 +16,34 @@ from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 from .rows import read_texts
 
-__all__ = ["ModelDraft"]
+__all__ = ["ModelDraft", "SequentialDraft"]
 
 
-class ModelDraft(DraftSource):
+class SequentialDraft(DraftSource):
+    """A source whose drafts are sampled one after another, in pieces that are compiled once each."""
+
+    deterministic = False
+    compiles_itself = True
+
+    def __init__(self) -> None:
+        self._pieces = CompiledPieces()
+        self._shape: Hashable | None = None
+
+    def compile(self, shape: Hashable | None) -> None:
+        self._shape = shape
+
+    def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
+        return function if self._shape is None else self._pieces.get(function, self._shape, *key)
+
+    def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
+        """[B, K] uniforms; zeros on a CPU if all rows are greedy, because looking costs nothing there."""
+        may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
+        if may_look and not bool((temperature > 0).any()):
+            return torch.zeros(seeds.shape[0], num_draft_tokens)
+        return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
+
+
+class ModelDraft(SequentialDraft):
     """Samples K tokens one after another from a draft model (Leviathan et al. 2023, Algorithm 1, the draws from M_q).
 
     The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
@@ -30,16 +54,12 @@ class ModelDraft(DraftSource):
         model: the draft model; its vocabulary must be the target's.
     """
 
-    deterministic = False
-    compiles_itself = True
-
     def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
         self.model = model
         self.vocab_size = model.vocab_size
         self.device = model.device
         self.max_length = model.max_length
-        self._pieces = CompiledPieces()
-        self._shape: Hashable | None = None
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
@@ -51,9 +71,6 @@ class ModelDraft(DraftSource):
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)
 
-    def compile(self, shape: Hashable | None) -> None:
-        self._shape = shape
-
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All that was not read but the two newest tokens, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
@@ -62,9 +79,6 @@ class ModelDraft(DraftSource):
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
-
-    def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
-        return function if self._shape is None else self._pieces.get(function, self._shape, *key)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -90,13 +104,6 @@ class ModelDraft(DraftSource):
             if text is not None:
                 text = text.scatter(1, positions, pending)
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
-
-    def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
-        """[B, K] uniforms; zeros on a CPU if all rows are greedy, because looking costs nothing there."""
-        may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
-        if may_look and not bool((temperature > 0).any()):
-            return torch.zeros(seeds.shape[0], num_draft_tokens)
-        return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
     def _read_and_draw(
         self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors, text: Tensor | None

@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..kv_cache import fold_groups
+
 __all__ = ["grouped_attention", "use_grouped_attention"]
 
 SDPA, GROUPED = "sdpa", "torch_specops_grouped_sdpa"
@@ -38,9 +40,7 @@ def grouped_attention(
     if group == 1 or is_long or attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    # [B, heads, G * n, D] and [B, 1, G * n, W]: the queries of a head's group one after another.
-    folded = query.reshape(batch, -1, group * count, head_dim)
-    mask = attention_mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
+    folded, mask = fold_groups(query, key.shape[1], attention_mask)
     output = nn.functional.scaled_dot_product_attention(
         folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..kv_cache import RaggedKeyValues, visible_slots
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
+from .features import FeatureBuffer
 from .model_copy import ModelCopy
 from .regions import compile_once
 
@@ -131,6 +132,7 @@ class TransformersModel:
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
+        self._features: FeatureBuffer | None = None
         self._copy = ModelCopy()
         self.not_compiled = why_not_compiled(model)
         self._prepare()
@@ -143,6 +145,8 @@ class TransformersModel:
             del layers_of(self.prepared)[self._first_layers :]
         if self._config.model_type in TESTED_FAMILIES and not self.model.config.is_encoder_decoder:
             compile_once(layers_of(self.prepared))
+        if self._features is not None:
+            self._features.attach(layers_of(self.prepared))
 
     @property
     def vocab_size(self) -> int:
@@ -176,15 +180,44 @@ class TransformersModel:
             for layer in self._cache.key_values:
                 layer.clear()
         else:
-            self._cache, self._cache_key = RaggedCache(capacity, self._num_layers), key
+            self._cache, self._cache_key = RaggedCache(capacity, self.num_layers), key
+        if self._features is not None:
+            self._features.start(batch, self._cache, self.model.dtype, self.device)
 
     def clear_rows(self, rows: Tensor) -> None:
         for layer in self.key_values:
             layer.clear(rows)
 
     @property
-    def _num_layers(self) -> int:
+    def num_layers(self) -> int:
         return self._first_layers or self._config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.prepared.get_input_embeddings()(tokens)
+        return embedded
+
+    def keep_features(self, layers: Sequence[int]) -> None:
+        if tuple(layers) != self.feature_layers:
+            self._features = FeatureBuffer(tuple(layers), self.hidden_size) if layers else None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs are kept."""
+        return () if self._features is None else self._features.layers
+
+    @property
+    def features(self) -> Tensor:
+        if self._features is None or self._features.values is None:
+            raise RuntimeError("features: none are kept; call keep_features, then start")
+        return self._features.values
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
@@ -195,9 +228,10 @@ class TransformersModel:
         return self._require_cache().key_values
 
     def static_tensors(self) -> list[Tensor]:
-        """Weights and cache."""
+        """Weights, cache and features."""
         cache = [tensor for layer in self.key_values for tensor in (layer.keys, layer.values)]
-        return [*self.prepared.parameters(), *self.prepared.buffers(), *cache]
+        features = [] if self._features is None else [self.features]
+        return [*self.prepared.parameters(), *self.prepared.buffers(), *cache, *features]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
@@ -303,7 +337,7 @@ class EncoderDecoderModel(TransformersModel):
     reads_inputs = True
 
     @property
-    def _num_layers(self) -> int:
+    def num_layers(self) -> int:
         return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -316,7 +350,7 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
         if self._cross_cache is None or self._encoder_states is not before:
-            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self._num_layers)])
+            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
         self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
 

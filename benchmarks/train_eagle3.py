@@ -1,0 +1,321 @@
+"""Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
+
+    python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 1000000] [--max-minutes 30]
+
+The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
+DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
+-log sum_x min(p(x), q(x)), the logarithm of the acceptance rate of exact verification (as the LK losses do,
+arXiv:2602.23881), after a first part of the run with the Kullback-Leibler divergence, whose gradient is the better one
+as long as little is accepted. Matrices are trained by Muon, the rest by AdamW; what is stored is the mean of the last
+weights, in float16.
+
+The text: half of the rows are sampled at temperature 1; the others begin with a piece of such a row, and go on at
+temperature 0 or 0.5. `--text FILE` measures on other text: the acceptance rate of each draft given that those before it
+were right, at temperature 1 (sum_x min(p, q)) and 0 (the same argmax). It is held out of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from train_byte_pair import Muon
+from transformers import PreTrainedModel
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.cli.loading import AUSTEN, load_model, load_tokenizer
+from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPTH = 4
+# Later drafts are only verified if those before were accepted.
+DECAY = 0.85
+ROW = 512
+ROWS_PER_BATCH = 32
+ROWS_PER_STEP = 4
+# A row that does not begin at temperature 1 has this much from one that does.
+BEGINNING = 64
+WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
+# Pairs that the head sees in training, and from which share of the run on as many as a row has.
+WINDOW, WHOLE_ROWS_FROM = 128, 0.8
+LEARNING_RATE = {"matrices": 0.02, "others": 0.003}
+
+
+class ChainAttention:
+    """Attention of all chains of drafts at once, DEPTH deep, one of which begins at every pair.
+
+    At depth 0 pairs attend to the pairs before them. At depth d, the draft that began at pair i stands at i + d: it
+    sees the pairs up to i, and the drafts of its own chain.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        group = queries.shape[1] // keys.shape[1]
+        self.keys.append(keys.repeat_interleave(group, 1))
+        self.values.append(values.repeat_interleave(group, 1))
+        if len(self.keys) == 1:
+            return F.scaled_dot_product_attention(queries, self.keys[0], self.values[0], is_causal=True)
+        count = queries.shape[2]
+        later = torch.ones(count, count, dtype=torch.bool).triu(1)
+        scores = (queries @ self.keys[0].transpose(2, 3)).masked_fill(later, -torch.inf)
+        own = torch.stack([(queries * drafted).sum(-1) for drafted in self.keys[1:]], -1)
+        weights = (torch.cat([scores, own], -1) / math.sqrt(queries.shape[-1])).softmax(-1)
+        mixed = weights[..., :count] @ self.values[0]
+        for depth, drafted in enumerate(self.values[1:]):
+            mixed = mixed + weights[..., count + depth, None] * drafted
+        return mixed
+
+
+def chain_logits(head: Eagle3Head, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
+    """For each depth d the logits [B, N, draft_vocab_size] of token i + d + 2, given the features of tokens up to i and
+    the tokens up to i + d + 1. The features are [B, N, F * H], the embeddings [B, >= N + depth, H]."""
+    count = features.shape[1]
+    attention = ChainAttention()
+    hidden = head.fuse(features)
+    positions = torch.arange(count).unsqueeze(0)
+    for step in range(depth):
+        output = head.read(hidden, embedded[:, step + 1 : step + 1 + count], positions + step, attention)
+        yield head.logits(output)
+        hidden = head.feedback(output)
+
+
+class Target:
+    """What training needs of the target: its features, embeddings and probabilities of a text."""
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        self.model = model
+        self.layers = layers
+
+    @torch.no_grad()
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features [B, N, F * H], embeddings [B, N, H] and log-probabilities [B, N, V] after each of rows [B, N]."""
+        output = self.model(rows, output_hidden_states=True, use_cache=False)
+        features = torch.cat([output.hidden_states[layer] for layer in self.layers], -1)
+        embedded = self.model.get_input_embeddings()(rows)
+        return features, embedded, output.logits.float().log_softmax(-1)
+
+
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum_x min(p(x), q(x)) of [.., V] log-probabilities."""
+    return torch.minimum(log_p, log_q).exp().sum(-1)
+
+
+def losses(head: Eagle3Head, target: Target, rows: Tensor, window: int, divergence: float) -> Tensor:
+    """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
+    # The target reads whole rows. The last chain of a window has to end inside of it.
+    features, embedded, log_p = (
+        read.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for read in target.read(rows)
+    )
+    count = window - DEPTH
+    found = []
+    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
+        log_q = logits.log_softmax(-1)
+        own = log_p[:, depth + 1 : depth + 1 + count]
+        accepted = -acceptance(own, log_q).clamp(min=1e-6).log()
+        apart = (own.exp() * (own - log_q)).sum(-1)
+        found.append((divergence * apart + (1.0 - divergence) * accepted).mean())
+    return torch.stack(found)
+
+
+@torch.inference_mode()
+def measure(head: Eagle3Head, target: Target, rows: Tensor) -> dict[str, list[float]]:
+    """The acceptance rate of each draft, given that those before it were right."""
+    count = rows.shape[1] - DEPTH
+    features, embedded, log_p = target.read(rows)
+    rates: dict[str, list[float]] = {"temperature 1": [], "greedy": []}
+    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
+        own = log_p[:, depth + 1 : depth + 1 + count]
+        rates["temperature 1"].append(round(acceptance(own, logits.log_softmax(-1)).mean().item(), 4))
+        rates["greedy"].append(round((own.argmax(-1) == logits.argmax(-1)).float().mean().item(), 4))
+    return rates
+
+
+def new_head(model: PreTrainedModel, layers: tuple[int, ...], intermediate_size: int | None) -> Eagle3Head:
+    """A head as wide as the target. It begins with the target's last norm and output matrix, and with the feature of
+    the last of the layers."""
+    config = model.config.get_text_config()
+    head = Eagle3Head(
+        Eagle3Config(
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=intermediate_size or config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            target_hidden_size=config.hidden_size,
+            feature_layers=layers,
+            num_features=len(layers),
+            norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_parameters["rope_theta"],
+            # Hidden states may be a hundred times as large as what the layer adds to them.
+            fc_norm=True,
+        ),
+        has_embedding=False,
+    )
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
+        head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        head.lm_head.weight.copy_(model.get_output_embeddings().weight)
+        head.norm.weight.copy_(model.get_decoder().norm.weight)
+    return head
+
+
+def write_text(model: PreTrainedModel, prompt: Tensor, num_tokens: int, progress: Progress) -> Tensor:
+    """[N, ROW] of the target's own text."""
+    decoder = SpeculativeDecoder(model, compile=False)
+    rows = []
+    num_batches = max(num_tokens // (ROWS_PER_BATCH * ROW), 2)
+    task = progress.add_task("text", total=num_batches)
+    for index in range(num_batches):
+        if index % 2 == 0:
+            prompts = prompt.expand(ROWS_PER_BATCH, -1)
+            temperatures = torch.ones(ROWS_PER_BATCH)
+        else:
+            starts = torch.randint(ROW - BEGINNING, (ROWS_PER_BATCH, 1))
+            prompts = rows[-1].gather(1, starts + torch.arange(BEGINNING))
+            temperatures = 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
+        output = decoder.generate(
+            prompts,
+            max_new_tokens=ROW - prompts.shape[1],
+            sampling=SamplingParams(temperature=temperatures),
+            seed=index,
+            eos_token_id=(),
+        )
+        rows.append(output.sequences)
+        progress.advance(task)
+    return torch.cat(rows)
+
+
+def train(head: Eagle3Head, target: Target, rows: Tensor, max_minutes: float, progress: Progress) -> Eagle3Head:
+    """Until the minutes are over; returns the mean of the last weights."""
+    named = [(name, parameter) for name, parameter in head.named_parameters()]
+    matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
+    others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
+    optimizers = {
+        "matrices": Muon(matrices, LEARNING_RATE["matrices"]),
+        "others": torch.optim.AdamW(others, LEARNING_RATE["others"], betas=(0.9, 0.95), weight_decay=0.0),
+    }
+    weights = DECAY ** torch.arange(DEPTH)
+    weights /= weights.sum()
+    mean = copy.deepcopy(head)
+    task = progress.add_task("training", total=1.0)
+    began, step, share = time.monotonic(), 0, 0.0
+    order = iter(())
+    while share < 1.0:
+        batch = next(order, None)
+        if batch is None:
+            order = iter(torch.randperm(len(rows)).split(ROWS_PER_STEP))
+            batch = next(order)
+        scale = min(1.0, (share + 1e-4) / WARMUP) * max(0.02, 0.5 * (1 + math.cos(math.pi * share)))
+        for name, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE[name] * scale
+            optimizer.zero_grad()
+        window = WINDOW if share < WHOLE_ROWS_FROM else ROW
+        found = losses(head, target, rows[batch], window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
+        (found * weights).sum().backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        step += 1
+        with torch.no_grad():
+            for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
+                averaged.lerp_(parameter, max(0.005, 1 / step))
+        share = (time.monotonic() - began) / (60 * max_minutes)
+        progress.update(task, completed=share, description=f"training, step {step}, {found[0].item():.3f}")
+    return mean
+
+
+def save(head: Eagle3Head, folder: Path) -> None:
+    """config.json and model.safetensors as SpecForge writes them, in float16; embeddings are the target's."""
+    config = head.config
+    folder.mkdir(parents=True, exist_ok=True)
+    assert config.feature_layers is not None
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "fc_norm": config.fc_norm,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        # Here layers are counted by their outputs.
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.feature_layers],
+            "use_aux_hidden_state": True,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    path = folder / "model.safetensors"
+    save_file({name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}, path)
+    # safetensors writes a file that only its owner can read, and a package would be built with that mode.
+    path.chmod(0o644)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--target", default=AUSTEN, help="a folder, a hub id, or a name that the command line knows")
+    parser.add_argument("--prompt", default="\n", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the target's own text")
+    parser.add_argument("--max-minutes", type=float, default=30.0, help="of training, without writing the text")
+    parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
+    parser.add_argument("--intermediate-size", type=int, help="default: the target's")
+    parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes/eagle3")
+    parser.add_argument("--keep-text", type=Path, help="a file for the text, used again if it is there")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+    model, tokenizer = load_model(args.target).model, load_tokenizer(args.target)
+    count = model.config.get_text_config().num_hidden_layers
+    layers = tuple(args.layers or (2, count // 2, count - 3))
+    target, head = Target(model, layers), new_head(model, layers, args.intermediate_size)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
+    with Progress(*columns) as progress:
+        if args.keep_text is not None and args.keep_text.exists():
+            rows = torch.load(args.keep_text, weights_only=True)
+        else:
+            rows = write_text(model, tokenizer(args.prompt, return_tensors="pt")["input_ids"], args.tokens, progress)
+            if args.keep_text is not None:
+                torch.save(rows, args.keep_text)
+        head = train(head, target, rows, args.max_minutes, progress)
+    save(head, args.out)
+    # As it is stored.
+    head.half().float()
+    held_out = tokenizer(args.text.read_text(encoding="latin-1"), return_tensors="pt")["input_ids"][0]
+    windows = held_out[: len(held_out) // ROW * ROW].view(-1, ROW)[:64]
+    print(json.dumps({"layers": layers, "rows": len(rows), **measure(head, target, windows)}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A model as a `LanguageModel`."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from .base import LanguageModel, missing_members
+
+__all__ = ["as_language_model", "refuse_class"]
+
+
+def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
+    """The model itself, or the adapter of a transformers model."""
+    refuse_class(name, model)
+    missing = missing_members(model)
+    if not missing:
+        return cast(LanguageModel, model)
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        # `hf` imports this package, so it is imported only when a transformers model arrives.
+        from ..hf import language_model
+
+        return language_model(model)
+    raise TypeError(
+        f"{name}: expected a transformers model or a LanguageModel, got {type(model)} without {', '.join(missing)}"
+    )
+
+
+def refuse_class(name: str, given: object) -> None:
+    if isinstance(given, type):
+        raise TypeError(f"{name}: expected an object, got the class {given.__name__}")

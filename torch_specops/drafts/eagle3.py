@@ -1,0 +1,265 @@
+"""EAGLE-3: a small head that reads the target's hidden states (Li et al. 2025, arXiv:2503.01840)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import pad
+
+from ..kv_cache import RaggedKeyValues, fold_groups, visible_slots
+from ..ops import sample
+from ..sampling import SamplingTensors
+from .adapter import as_language_model
+from .base import Draft, FeatureModel, LanguageModel, missing_of_features
+from .eagle3_files import read_head
+from .eagle3_head import Eagle3Head
+from .model import SequentialDraft
+
+__all__ = ["Eagle3"]
+
+
+class Eagle3(SequentialDraft):
+    """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
+
+    Pair i is the feature of token i, what three of the target's layers read there, with the embedding of token i + 1;
+    from it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has
+    read since; their keys and values replace those that were made for drafts. Every further draft costs a forward of
+    one layer over one token, with the layer's own output as the feature.
+
+    The head may have fewer tokens than the target. The others get the logit -inf and are never proposed, and since
+    these logits are verified, the target's distribution is kept.
+
+    Args:
+        head: the network.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> from torch_specops.drafts.eagle3 import Eagle3
+        >>> from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> sizes = dict(vocab_size=64, draft_vocab_size=64, target_hidden_size=32, hidden_size=32,
+        ...     intermediate_size=64, num_heads=4, num_key_value_heads=2, head_dim=8)
+        >>> draft = Eagle3(Eagle3Head(Eagle3Config(**sizes)))
+        >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
+        >>> output.lengths
+        tensor([11])
+    """
+
+    def __init__(self, head: Eagle3Head) -> None:
+        super().__init__()
+        self.head = head
+        self.vocab_size = head.config.vocab_size
+        self.device = head.fc.weight.device
+        self._target: FeatureModel | None = None
+        self._cache: RaggedKeyValues | None = None
+        # Pairs that each row has read; kept up to date in an eager loop on a CPU alone.
+        self._num_read: Tensor | None = None
+        self._most_drafts = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | os.PathLike[str],
+        target: LanguageModel | nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Eagle3:
+        """A head as EAGLE and SpecForge save it (`architectures: ["LlamaForCausalLMEagle3"]`), or as the speculators
+        library does (`speculators_model_type: "eagle3"`).
+
+        Args:
+            folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
+                (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code.
+            target: the model that it was trained for, on the device where the head is to be.
+            dtype: of the head; None = the target's.
+
+        Raises:
+            TypeError: a target that hands out no hidden states.
+            ValueError: no such folder; a config with an unknown value; a weight that is missing, unknown or of another
+                shape; a head for another target. The message names it.
+        """
+        model = _feature_model(as_language_model("target", target))
+        draft = cls(read_head(folder_or_id, model.device, dtype or model.dtype))
+        draft.bind(model)
+        return draft
+
+    def bind(self, target: LanguageModel) -> None:
+        model, config = _feature_model(target), self.head.config
+        layers = config.feature_layers
+        if layers is None:
+            layers = (2, model.num_layers // 2, model.num_layers - 3)
+        for name, own, expected in (
+            ("vocab_size", config.vocab_size, model.vocab_size),
+            ("target_hidden_size", config.target_hidden_size, model.hidden_size),
+        ):
+            if own != expected:
+                raise ValueError(f"draft: the head is for another target: {name} {own}, the target has {expected}")
+        if not all(0 <= layer < model.num_layers for layer in layers):
+            raise ValueError(
+                f"draft: the head is for another target: it reads layers {list(layers)}, "
+                f"the target has layers 0 to {model.num_layers - 1}"
+            )
+        if self.head.embed_tokens is None and config.hidden_size != model.hidden_size:
+            raise ValueError(
+                f"draft: the head has no embed_tokens, and the target's are {model.hidden_size} wide; "
+                f"expected {config.hidden_size}"
+            )
+        self.feature_layers = layers
+        self._target = model
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self._start_cache(tokens.shape[0], capacity)
+        self._num_read = lengths - 2
+        self.restart(tokens, lengths, torch.arange(tokens.shape[0], device=tokens.device))
+
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        assert self._num_read is not None
+        tokens, ends = tokens[rows], lengths[rows].unsqueeze(1)
+        # All pairs of the longest prompt but its last one.
+        width = max(int(ends.max()) - 2, 0)
+        if width > 0:
+            self._read_pairs(tokens, ends, torch.arange(width, device=tokens.device).expand(len(rows), -1), rows)
+        self._num_read[rows] = lengths[rows] - 2
+
+    def _start_cache(self, batch: int, capacity: int) -> None:
+        config, weight = self.head.config, self.head.fc.weight
+        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+        if self._cache is not None and tuple(self._cache.keys.shape) == shape:
+            self._cache.clear()
+        else:
+            empty = weight.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
+            self._cache = RaggedKeyValues(empty, empty, capacity)
+
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        if self._reads_what_is_new(lengths):
+            return
+        positions = self._last_pairs(lengths, num_steps + self._most_drafts + 1)
+        self._read_pairs(tokens, lengths.unsqueeze(1), positions)
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        cache = [] if self._cache is None else [self._cache.keys, self._cache.values]
+        return [*self.head.parameters(), *self.head.buffers(), *cache]
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
+        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        positions = self._last_pairs(lengths, self._num_pairs(lengths, num_draft_tokens))
+        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
+        drafts, logits, lse = [], [], []
+        ends, output = lengths.unsqueeze(1), None
+        for draw in draws:
+            # Two graphs: the forward over pairs of the text, and the one over a draft.
+            read = self._piece(self._read_and_draw, positions.shape[1], output is None)
+            token, row, row_lse, output = read(tokens, ends, positions, output, draw, sampling, text)
+            drafts.append(token)
+            logits.append(row)
+            lse.append(row_lse)
+            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
+            tokens = token.clamp(min=0).unsqueeze(1)
+            positions = positions[:, -1:] + 1
+            if text is not None:
+                text = text.scatter(1, ends, tokens)
+            ends = ends + 1
+        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+
+    def _reads_what_is_new(self, lengths: Tensor) -> bool:
+        """Whether a step looks how many pairs are new, as it can where that costs nothing."""
+        return lengths.device.type == "cpu" and self._shape is None and not torch.compiler.is_compiling()
+
+    def _num_pairs(self, lengths: Tensor, num_draft_tokens: int) -> int:
+        """How many of the last pairs to read, so that all that are new are among them."""
+        if self._reads_what_is_new(lengths):
+            assert self._num_read is not None
+            num_new = int((lengths - 1 - self._num_read).max())
+            self._num_read = lengths - 1
+            return max(num_new, 1)
+        # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
+        most = max(self._most_drafts, num_draft_tokens)
+        if not torch.compiler.is_compiling():
+            self._most_drafts = most
+        return most + 1
+
+    def _last_pairs(self, lengths: Tensor, count: int) -> Tensor:
+        """[B, count] the newest pairs; pair 0 stands for those before it. A text of one token has no pair, and what is
+        read in its place is its token with a feature of zeros."""
+        return (lengths.unsqueeze(1) - 1 + torch.arange(-count, 0, device=lengths.device)).clamp(min=0)
+
+    def _read_pairs(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The head's output [A, n, H] at pairs [A, n] of the rows `rows` [A], None = all, whose texts are `ends` [A, 1]
+        long."""
+        assert self._target is not None
+        batch_rows = torch.arange(tokens.shape[0], device=tokens.device) if rows is None else rows
+        features = self._target.features[batch_rows.unsqueeze(1), positions].to(self.head.fc.weight.dtype)
+        # The target may not have read a text of one token.
+        features = torch.where(ends.unsqueeze(2) > 1, features, 0.0)
+        following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
+        return self._read(self.head.fuse(features), following, positions, rows)
+
+    def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
+        assert self._target is not None and self._cache is not None
+        cache = self._cache
+        # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
+        width = int(positions.amax()) + 1 if self._reads_what_is_new(positions) else cache.keys.shape[2]
+        slots = torch.arange(width, device=positions.device).unsqueeze(0)
+        visible = visible_slots(positions, slots, self.head.config.window)
+
+        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.write(keys, values, positions, rows)
+            keys, values = cache.read(width, rows)
+            # Folding copies the mask for each head of a group, and for a long prompt the mask is the larger.
+            if queries.shape[2] > queries.shape[3]:
+                return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
+            folded, mask = fold_groups(queries, keys.shape[1], visible)
+            return F.scaled_dot_product_attention(folded, keys, values, mask).view_as(queries)
+
+        embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
+        return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)
+
+    def _read_and_draw(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        positions: Tensor,
+        output: Tensor | None,
+        draws: Tensor,
+        sampling: SamplingTensors,
+        text: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A draft [B] with its logits and logsumexp, and what it was drawn from [B, 1, H].
+
+        Args:
+            tokens: [B, W], the text; or the draft before, [B, 1].
+            ends: [B, 1] int64, the length of the text with the drafts before.
+            output: what the draft before was drawn from; None = there is none.
+        """
+        if output is None:
+            # Its strides are those of the outputs that follow, so that the graph that reads it is the same.
+            output = self._read_pairs(tokens, ends, positions)[:, -1:].contiguous()
+        else:
+            output = self._read(self.head.feedback(output), tokens, positions)
+        logits = self.head.target_logits(output)
+        if text is not None:
+            logits = sampling.process(logits, text, ends)
+        logits = logits[:, -1]
+        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
+        return token, logits, lse, output
+
+
+def _feature_model(target: LanguageModel) -> FeatureModel:
+    missing = missing_of_features(target)
+    if missing:
+        raise TypeError(
+            f"target: an EAGLE-3 head reads hidden states; expected a FeatureModel, got {type(target).__name__} "
+            f"without {', '.join(missing)}"
+        )
+    return cast(FeatureModel, target)
