@@ -79,7 +79,16 @@ def texts(completions: Iterable[Completion]) -> list[list[int]]:
     return [completion.new_tokens.tolist() for completion in in_order(completions)]
 
 
-DETERMINED = ["nothing", "prompt lookup", "n-gram with counts", "perturbed", "token map", "hierarchical", "early exit"]
+DETERMINED = [
+    "nothing",
+    "prompt lookup",
+    "n-gram with counts",
+    "perturbed",
+    "token map",
+    "hierarchical",
+    "early exit",
+    "eagle 3",
+]
 
 
 @pytest.mark.parametrize("draft", DETERMINED)
