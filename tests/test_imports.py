@@ -50,7 +50,8 @@ ALLOWED = {
     "reference": set(),
     "registration": set(),
     "processors": {"tracing"},
-    "sampling": {"processors"},
+    "generation_config": set(),
+    "sampling": {"generation_config", "processors"},
     "tracing": set(),
     "uniforms": {"tracing"},
 }

@@ -12,7 +12,7 @@ from tiny_models import raised
 from transformers import GenerationConfig
 
 from torch_specops import SamplingParams
-from torch_specops.sampling import _ALWAYS_READ, _READ_IF_SAMPLED, _TAKEN, _TAKEN_IF_SAMPLED
+from torch_specops.generation_config import ALWAYS_READ, READ_IF_SAMPLED, TAKEN, TAKEN_IF_SAMPLED
 
 NAN = math.nan
 FILTERS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
@@ -91,7 +91,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"logit_bias": {token: 1.0}}, TypeError, "logit_bias: expected tokens to be") for token in (1.5, "a", True)),
     ({"logit_bias": [None, {-1: 1.0}]}, ValueError, "logit_bias: expected tokens >= 0, got -1"),
     *(({"logit_bias": {1: value}}, TypeError, "logit_bias: expected a number for") for value in ("a", None, True)),
-    *(({"logit_bias": {1: value}}, ValueError, "logit_bias: expected a finite") for value in (NAN, math.inf)),
+    *(({"logit_bias": {1: value}}, ValueError, "logit_bias: expected a finite") for value in (NAN, math.inf, 1e39)),
     *(
         ({"bad_words": value}, TypeError, "bad_words: expected sequences of")
         for value in (3, "ab", [3], ["a"], [[3], 4])
@@ -132,7 +132,7 @@ def test_a_generation_config_means_what_transformers_means() -> None:
         no_repeat_ngram_size=3,
         min_new_tokens=2,
         bad_words_ids=[[1, 2], [3]],
-        suppress_tokens=[4],
+        suppress_tokens=[4, -1],
         sequence_bias=[[[5], 1.5], [[6, 7], -math.inf]],
     ) == SamplingParams(
         temperature=0.0,
@@ -166,8 +166,8 @@ remove_invalid_values renormalize_logits
 def test_every_field_of_a_generation_config_is_known() -> None:
     """A processor of a new release would otherwise be left out silently."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    taken = {*_TAKEN, *_TAKEN_IF_SAMPLED, "bad_words_ids", "sequence_bias", "suppress_tokens"}
-    known = {"do_sample", *taken, *_ALWAYS_READ, *_READ_IF_SAMPLED}
+    taken = {*TAKEN, *TAKEN_IF_SAMPLED, "bad_words_ids", "sequence_bias", "suppress_tokens"}
+    known = {"do_sample", *taken, *ALWAYS_READ, *READ_IF_SAMPLED}
     assert fields - known == set(NO_PART_OF_THE_LAW.split()) & fields
 
 

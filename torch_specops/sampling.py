@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .generation_config import values_of
 from .processors import AnyProcessors, Processors, round_up
 
 __all__ = ["NEUTRAL", "Bias", "SamplingParams", "SamplingTensors"]
@@ -50,33 +51,6 @@ _NUMBERS = {
 
 # What changes nothing, by field.
 NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
-
-# Fields of a transformers `GenerationConfig` that decide the law of the text and have no counterpart here, with the
-# value besides None that changes nothing.
-_ALWAYS_READ: dict[str, Any] = {
-    "assistant_ensemble_weight": 1.0,
-    "begin_suppress_tokens": None,
-    "constraints": None,
-    "dola_layers": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "token_healing": False,
-    "watermarking_config": None,
-}
-# Those that greedy decoding does not read.
-_READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
-# Those that have one here; where the config has None, transformers' own default.
-_TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
-_TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-_TAKEN_AS_BIASES = ("bad_words_ids", "sequence_bias", "suppress_tokens")
 
 
 class Bias(NamedTuple):
@@ -177,26 +151,7 @@ class SamplingParams:
             >>> params.temperature, params.top_k, params.repetition_penalty
             (0.7, 50, 1.05)
         """
-        if not hasattr(config, "do_sample"):
-            raise TypeError(f"config: expected a GenerationConfig of transformers, got {type(config)}")
-        read = _ALWAYS_READ | (_READ_IF_SAMPLED if config.do_sample else {})
-        values = {name: getattr(config, name, None) for name in read}
-        others = [f"{name} = {value!r}" for name, value in values.items() if value not in (None, [], read[name])]
-        pairs = getattr(config, "sequence_bias", None) or ()
-        sequences = {tuple(key): value for key, value in (pairs.items() if isinstance(pairs, Mapping) else pairs)}
-        biases = {key[0]: value for key, value in sequences.items() if len(key) == 1}
-        longer = {key: value for key, value in sequences.items() if len(key) > 1}
-        others += [f"sequence_bias {key}: {value!r}" for key, value in longer.items() if value != -math.inf]
-        if others:
-            raise ValueError(f"config: SamplingParams has no {', no '.join(others)}")
-        biases |= dict.fromkeys(getattr(config, "suppress_tokens", None) or (), -math.inf)
-        defaults = _TAKEN | (_TAKEN_IF_SAMPLED if config.do_sample else {})
-        given = {name: getattr(config, name, None) for name in defaults}
-        taken = {name: defaults[name] if value is None else value for name, value in given.items()}
-        if not config.do_sample:
-            taken["temperature"] = 0.0
-        words = (*(getattr(config, "bad_words_ids", None) or ()), *(list(key) for key in longer))
-        return cls(**taken, logit_bias=biases or None, bad_words=words)
+        return cls(**values_of(config))
 
     def temperatures(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
         """[batch] float32, one temperature per sequence."""
@@ -363,7 +318,7 @@ def _check_bias(bias: object) -> None:
         _check_token("logit_bias", token)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"logit_bias: expected a number for token {token}, got {value!r}")
-        if math.isnan(value) or value == math.inf:
+        if value != -math.inf and not abs(value) <= torch.finfo(torch.float32).max:
             raise ValueError(f"logit_bias: expected a finite number or -inf for token {token}, got {value}")
 
 
