@@ -133,6 +133,7 @@ def test_a_record_that_is_read_late_is_of_the_row_as_it_was(draft: str, monkeypa
 
 def test_completions() -> None:
     decoder = new_decoder("perturbed")
+    assert decoder.stats.num_tokens == 0
     outputs = alone(decoder, REQUESTS)
     found = in_order(decoder.generate_many(REQUESTS, batch_size=3))
     for request, output, completion in zip(REQUESTS, outputs, found, strict=True):

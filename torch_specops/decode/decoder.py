@@ -126,6 +126,7 @@ class SpeculativeDecoder:
         self._loop = Loop(self.target, self.draft, verifier, one_graph, compile, chosen, measures_cost)
         self._runner = self._loop.runner
         self._guard = Guard(self.target, self.draft)
+        self._progress = Progress([], [], [], GenerationStats(seeds=[]))
 
     @property
     def compiled(self) -> bool:
@@ -278,8 +279,7 @@ class SpeculativeDecoder:
         rows = RequestRows(self._loop, self.sampling, requests, batch_size, longest, logprobs)
         with self._working():
             stream = self._guard.begin_stream()
-            rows.start()
-        self._progress = rows.progress
+            self._progress = rows.start()
 
         @contextmanager
         def step() -> Iterator[None]:

@@ -144,9 +144,6 @@ class RequestRows:
     Args:
         loop: runs the steps.
         sampling: of requests that have none.
-
-    Attributes:
-        progress: of the batch.
     """
 
     def __init__(
@@ -179,13 +176,7 @@ class RequestRows:
         self._texts: list[_Text | None] = [None] * batch_size
         # Rows whose text is not yet on the device.
         self._unread: list[int] = []
-        # Until it gets a request, a row has a token that nobody sees, and has ended.
-        ones = [1] * batch_size
-        loop.choose_compile(total / batch_size)
-        stats = GenerationStats(seeds=[], compiled=loop.compile_reason)
-        ended = [True] * batch_size
-        self.progress = Progress(ones.copy(), ones.copy(), ended, stats, num_refills=[0] * batch_size)
-        self._steps = loop.steps(self.progress)
+        self._total = total
 
     def completions(self, working: Callable[[], AbstractContextManager[object]]) -> Iterator[Completion]:
         """What comes of the requests, as it comes.
@@ -208,9 +199,14 @@ class RequestRows:
                 completions = self._advance()
             yield from completions
 
-    def start(self) -> None:
-        """Make room in the models."""
+    def start(self) -> Progress:
+        """Make room in the models, before the first completion. Returns the progress of the batch."""
         loop, batch = self._loop, len(self._texts)
+        loop.choose_compile(self._total / batch)
+        # Until it gets a request, a row has a token that nobody sees, and has ended.
+        stats = GenerationStats(seeds=[], compiled=loop.compile_reason)
+        self._progress = Progress([1] * batch, [1] * batch, [True] * batch, stats, num_refills=[0] * batch)
+        self._steps = loop.steps(self._progress)
         readable = [model.max_length for model in (loop.target, loop.draft) if model is not None]
         capacity = loop.capacity(min(length for length in (self._max_length, *readable) if length is not None))
         ones = torch.ones(batch, dtype=torch.int64)
@@ -241,6 +237,7 @@ class RequestRows:
             loop.draft.start(state.tokens, state.lengths, capacity)
         loop.runner.keep_valid_graphs()
         loop.schedule.reset()
+        return self._progress
 
     def _add(self, index: int, request: Any) -> Completion | None:
         """Give a request to a free row. A request that is refused, or asks for no tokens, is completed at once."""
@@ -318,7 +315,7 @@ class RequestRows:
             text = self._texts[row]
             assert text is not None
             loop.runner.refill(row, text.values)
-            self.progress.refill(row, text.length, text.limit)
+            self._progress.refill(row, text.length, text.limit)
         state = loop.runner.state
         rows = torch.tensor(self._unread, device=state.tokens.device)
         read_texts(loop.target, state.tokens, state.lengths, rows, num_unread=1)
@@ -326,7 +323,7 @@ class RequestRows:
             loop.draft.compile(loop.runner.draft_shape)
             loop.draft.restart(state.tokens, state.lengths, rows)
         self._unread = []
-        self.progress.stats.prefill_seconds += time.perf_counter() - started
+        self._progress.stats.prefill_seconds += time.perf_counter() - started
 
 
 def _as_row(input_ids: Any) -> Tensor:

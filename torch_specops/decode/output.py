@@ -51,7 +51,7 @@ class GenerationStats:
     """Counts and times, summed over all steps.
 
     Args:
-        seeds: one per row. Given back as `seed`, they repeat the output.
+        seeds: one per row; none of `generate_many`. Given back as `seed`, they repeat the output.
         num_steps: steps of the batch.
         num_row_steps: steps, summed over the rows that took part in them.
         num_tokens: emitted tokens of all rows, without those that were cut.
