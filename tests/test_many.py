@@ -297,9 +297,9 @@ def test_looked_up_drafts_are_trimmed_for_refilled_rows() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_other_requests_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    greedy = [Request(prompt, 5 + i, GREEDY, eos_token_id=list(range(i))) for i, prompt in enumerate(PROMPTS * 2)]
-    sampled = [Request([i, i + 1], 4 + i, seed=i) for i in range(5)]
-    filtered = [Request([i, i + 1], 4 + i, SamplingParams(temperature=0.7, top_p=0.8), seed=i) for i in range(5)]
+    greedy = [Request(prompt, 5 + i, GREEDY, eos_token_id=list(range(i))) for i, prompt in enumerate(PROMPTS)]
+    sampled = [Request([i, i + 1], 4 + i, seed=i) for i in range(3)]
+    filtered = [Request([i, i + 1], 4 + i, SamplingParams(temperature=0.7, top_p=0.8), seed=i) for i in range(3)]
     decoder = new_decoder("perturbed", compile=True, max_length=40)
     expected = texts_alone(new_decoder("perturbed", compile=False), [*greedy, *sampled, *filtered])
     graphs, found = [], []
