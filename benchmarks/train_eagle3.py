@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
 
-    python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 1000000] [--max-minutes 30]
+    python benchmarks/train_eagle3.py --out DIR [--target austen-bytes] [--tokens 400000] [--steps 2500]
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
 DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
@@ -20,8 +20,8 @@ import argparse
 import copy
 import json
 import math
-import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from train_byte_pair import Muon
 from transformers import PreTrainedModel
 
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.cli.loading import AUSTEN, load_model, load_tokenizer
+from torch_specops.cli.loading import AUSTEN, Tokenizer, load_model, load_tokenizer
+from torch_specops.drafts.eagle3_files import read_head
 from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,9 @@ ROWS_PER_STEP = 4
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
+MOST_TOKENS_KEPT = 1024
+SAVE_EVERY = 250
+WINDOWS_MEASURED = 8
 # Pairs that the head sees in training, and from which share of the run on as many as a row has.
 WINDOW, WHOLE_ROWS_FROM = 128, 0.8
 LEARNING_RATE = {"matrices": 0.02, "others": 0.003}
@@ -94,19 +98,34 @@ def chain_logits(head: Eagle3Head, features: Tensor, embedded: Tensor, depth: in
 
 
 class Target:
-    """What training needs of the target: its features, embeddings and probabilities of a text."""
+    """What training needs of the target: its features, embeddings and probabilities of a text.
+
+    With a small vocabulary it keeps what it has read, in 16 bits, because every row is read many times.
+    """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
         self.model = model
         self.layers = layers
+        self._keeps = model.get_output_embeddings().weight.shape[0] <= MOST_TOKENS_KEPT
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features [B, N, F * H], embeddings [B, N, H] and log-probabilities [B, N, V] after each of rows [B, N]."""
-        output = self.model(rows, output_hidden_states=True, use_cache=False)
-        features = torch.cat([output.hidden_states[layer] for layer in self.layers], -1)
-        embedded = self.model.get_input_embeddings()(rows)
-        return features, embedded, output.logits.float().log_softmax(-1)
+        found = [self._read_row(row) for row in rows]
+        features, log_p = (torch.stack(part).float() for part in zip(*found, strict=True))
+        return features, self.model.get_input_embeddings()(rows), log_p
+
+    def _read_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        key = row.numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        output = self.model(row.unsqueeze(0), output_hidden_states=True, use_cache=False)
+        features = torch.cat([output.hidden_states[layer][0] for layer in self.layers], -1)
+        found = features, output.logits[0].float().log_softmax(-1)
+        if self._keeps:
+            self._kept[key] = found = found[0].half(), found[1].half()
+        return found
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -142,6 +161,12 @@ def measure(head: Eagle3Head, target: Target, rows: Tensor) -> dict[str, list[fl
         rates["temperature 1"].append(round(acceptance(own, logits.log_softmax(-1)).mean().item(), 4))
         rates["greedy"].append(round((own.argmax(-1) == logits.argmax(-1)).float().mean().item(), 4))
     return rates
+
+
+def held_out(tokenizer: Tokenizer, path: Path) -> Tensor:
+    """[WINDOWS_MEASURED, ROW] of a text."""
+    tokens = tokenizer(path.read_text(encoding="latin-1"), return_tensors="pt", verbose=False)["input_ids"][0]
+    return tokens[: WINDOWS_MEASURED * ROW].view(WINDOWS_MEASURED, ROW)
 
 
 def new_head(model: PreTrainedModel, layers: tuple[int, ...], intermediate_size: int | None) -> Eagle3Head:
@@ -203,8 +228,8 @@ def write_text(model: PreTrainedModel, prompt: Tensor, num_tokens: int, progress
     return torch.cat(rows)
 
 
-def train(head: Eagle3Head, target: Target, rows: Tensor, max_minutes: float, progress: Progress) -> Eagle3Head:
-    """Until the minutes are over; returns the mean of the last weights."""
+def train(head: Eagle3Head, target: Target, rows: Tensor, steps: int, out: Path, progress: Progress) -> Eagle3Head:
+    """Returns the mean of the last weights, which is also stored from time to time."""
     named = [(name, parameter) for name, parameter in head.named_parameters()]
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
     others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
@@ -215,10 +240,10 @@ def train(head: Eagle3Head, target: Target, rows: Tensor, max_minutes: float, pr
     weights = DECAY ** torch.arange(DEPTH)
     weights /= weights.sum()
     mean = copy.deepcopy(head)
-    task = progress.add_task("training", total=1.0)
-    began, step, share = time.monotonic(), 0, 0.0
-    order = iter(())
-    while share < 1.0:
+    task = progress.add_task("training", total=steps)
+    order: Iterator[Tensor] = iter(())
+    for step in range(steps):
+        share = step / steps
         batch = next(order, None)
         if batch is None:
             order = iter(torch.randperm(len(rows)).split(ROWS_PER_STEP))
@@ -233,12 +258,12 @@ def train(head: Eagle3Head, target: Target, rows: Tensor, max_minutes: float, pr
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers.values():
             optimizer.step()
-        step += 1
         with torch.no_grad():
             for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
-                averaged.lerp_(parameter, max(0.005, 1 / step))
-        share = (time.monotonic() - began) / (60 * max_minutes)
-        progress.update(task, completed=share, description=f"training, step {step}, {found[0].item():.3f}")
+                averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
+        progress.update(task, completed=step + 1, description=f"training, loss {found[0].item():.3f}")
+        if step % SAVE_EVERY == SAVE_EVERY - 1:
+            save(mean, out)
     return mean
 
 
@@ -283,14 +308,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--target", default=AUSTEN, help="a folder, a hub id, or a name that the command line knows")
     parser.add_argument("--prompt", default="\n", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the target's own text")
-    parser.add_argument("--max-minutes", type=float, default=30.0, help="of training, without writing the text")
+    parser.add_argument("--tokens", type=int, default=400_000, help="of the target's own text")
+    parser.add_argument("--steps", type=int, default=2500, help=f"of {ROWS_PER_STEP * ROW} tokens")
     parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
     parser.add_argument("--intermediate-size", type=int, help="default: the target's")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes/eagle3")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep-text", type=Path, help="a file for the text, used again if it is there")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -308,13 +333,21 @@ def main(argv: list[str] | None = None) -> None:
             rows = write_text(model, tokenizer(args.prompt, return_tensors="pt")["input_ids"], args.tokens, progress)
             if args.keep_text is not None:
                 torch.save(rows, args.keep_text)
-        head = train(head, target, rows, args.max_minutes, progress)
+        head = train(head, target, rows, args.steps, args.out, progress)
     save(head, args.out)
     # As it is stored.
-    head.half().float()
-    held_out = tokenizer(args.text.read_text(encoding="latin-1"), return_tensors="pt")["input_ids"][0]
-    windows = held_out[: len(held_out) // ROW * ROW].view(-1, ROW)[:64]
-    print(json.dumps({"layers": layers, "rows": len(rows), **measure(head, target, windows)}, indent=2))
+    stored = read_head(args.out, torch.device("cpu"), torch.float32)
+    metrics = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "parameters": sum(parameter.numel() for parameter in stored.parameters()),
+        "text_tokens": rows.numel(),
+        "steps": args.steps,
+        "held_out_windows": WINDOWS_MEASURED,
+        **measure(stored, target, held_out(tokenizer, args.text)),
+    }
+    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark_scripts import needs_benchmarks, script
+from tiny_eagle3 import new_head, save_head
 
 import torch_specops
 
@@ -182,3 +183,12 @@ def test_many() -> None:
     for record in records:
         assert record["same_texts"] == 5 and record["tokens_per_second"] > 0
     assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1
+
+
+def test_a_head_and_a_draft_model_are_compared(tmp_path: Path) -> None:
+    save_head(new_head(vocab_size=256, draft_vocab_size=256, target_hidden_size=128), tmp_path / "head")
+    options = ["--prompts", "4", "--batch", "2", "--new-tokens", "24", "--rounds", "1", "--num-draft-tokens", "3"]
+    records = script("bench_eagle3").main(["--head", str(tmp_path / "head"), *options])
+    found = {(each["draft"], each["temperature"]): each["mean_acceptance_length"] for each in records}
+    assert len(found) == 6 and found["no draft", 0.0] == found["no draft", 1.0] == 1.0
+    assert min(found["draft model", temperature] for temperature in (0.0, 1.0)) > 2

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny_cli import TEXT, bench, demo, row, run, save_model
+from tiny_eagle3 import new_head, save_head
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -110,12 +111,15 @@ def test_demo_prints_text_numbers_and_the_check(target: str) -> None:
     assert without_spaces(printable(expected.rstrip("\ufffd"))) in without_spaces(result.stdout)
 
 
-@pytest.mark.parametrize("kind", ["model", "early-exit:1", "ngram", "int8"])
+@pytest.mark.parametrize("kind", ["model", "early-exit:1", "ngram", "eagle3", "int8"])
 def test_demo_with_other_drafts(target: str, draft: str, tmp_path: Path, kind: str) -> None:
     if kind == "int8":
         pytest.importorskip("torchao")
     (tmp_path / "text.txt").write_text(TEXT)
-    name = {"model": draft, "ngram": f"ngram:{tmp_path / 'text.txt'}"}.get(kind, kind)
+    vocab_size = loading.load_model(target).vocab_size
+    save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
+    names = {"model": draft, "ngram": f"ngram:{tmp_path / 'text.txt'}", "eagle3": f"eagle3:{tmp_path / 'head'}"}
+    name = names.get(kind, kind)
     result = demo(target, "--draft", name, "--threads", str(torch.get_num_threads()))
     assert "check: identical" in result.stdout, result.output
     assert row(result, "acceptance rate").endswith("draft tokens)")
@@ -224,6 +228,7 @@ BAD = {
         ),
         (["--target", "smollm2-135m"], "target: there is no 'smollm2-135m'; did you mean 'smollm2-135m-instruct'?"),
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
+        (["--draft", "eagle3:/no/such/head"], "draft: there is no folder '/no/such/head', and it is no hub id"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
         (["--prompt", ""], "prompt: expected a text, got an empty one"),
         (["--threads", "0"], "threads: expected a number >= 1, got 0"),

@@ -6,11 +6,13 @@ graph may get wrong is what it holds.
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
 import torch
 from gpu_suite import no_synchronisation, size
+from tiny_eagle3 import trained_head
 from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode import Step
 from torch_specops.decode.inputs import BatchRequest
 from torch_specops.decode.stopping import Stopping
-from torch_specops.drafts import DraftSource, ModelDraft, PromptLookup
+from torch_specops.drafts import DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +38,8 @@ def decoder(device: str, kind: str, layers: int = 2, **options: object) -> Specu
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
     if kind == "model":
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
+    if kind == "head":
+        draft = Eagle3(copy.deepcopy(trained_head()).to(device))
     settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": SamplingParams(temperature=[0.0, 0.8, 0.0])} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
@@ -67,7 +71,7 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("kind", ["none", "lookup", pytest.param("model", marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("kind", ["none", "lookup", "head", pytest.param("model", marks=pytest.mark.smoke)])
 def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
     expected = texts(run(decoder("cpu", kind, compile=False)))
     assert texts(run(decoder("cuda", kind, compile=False))) == expected
@@ -79,7 +83,7 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("kind", ["lookup", "model"])
+@pytest.mark.parametrize("kind", ["lookup", "model", "head"])
 def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
     """A record is read when its row has another request already. The first filter captures other graphs, once."""
     settings = [GREEDY, GREEDY, SamplingParams(), SamplingParams(temperature=0.8, top_k=20)]
@@ -95,8 +99,9 @@ def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_step_waits_for_nothing() -> None:
-    loop = decoder("cuda", "model")
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_step_waits_for_nothing(kind: str) -> None:
+    loop = decoder("cuda", kind)
     run(loop)
     loop.stream(PROMPTS.cuda(), attention_mask=MASK.cuda(), max_new_tokens=max(LIMITS), seed=3)
     with no_synchronisation():

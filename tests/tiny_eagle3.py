@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tiny_models import PROMPTS, VOCAB, greedy_rows, shared_tiny
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +31,20 @@ def new_head(seed: int = 0, **fields: Any) -> Eagle3Head:
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
     return head.requires_grad_(False)
+
+
+def save_head(head: Eagle3Head, folder: Path) -> None:
+    """As SpecForge does."""
+    config = head.config
+    names = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size")
+    content = {name: getattr(config, name) for name in names} | {"num_attention_heads": config.num_heads}
+    content |= {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": config.target_hidden_size}
+    # Here layers are counted by their outputs.
+    outputs = [layer - 1 for layer in config.feature_layers or ()]
+    content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(head.state_dict(), folder / "model.safetensors")
 
 
 def causal(window: int | None = None) -> Attention:

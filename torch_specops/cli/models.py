@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
+from ..drafts import Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .comparison import Models
 from .loading import (
     SMOLLM2,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # Followed by the longest match: prompt lookup as transformers has it.
 THEIR_LOOKUP = "prompt-lookup:"
-NGRAM, EARLY_EXIT, INT8 = "ngram:", "early-exit:", "int8"
+NGRAM, EARLY_EXIT, EAGLE3, INT8 = "ngram:", "early-exit:", "eagle3:", "int8"
 
 # Most of the answer can be copied from the question.
 PROMPT = """Here is a Python class:
@@ -68,8 +68,9 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console says what takes time."""
     check_name("target", target)
-    if not draft.startswith((THEIR_LOOKUP, NGRAM, EARLY_EXIT)):
-        check_name("draft", draft, (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N"))
+    if not draft.startswith((THEIR_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
+        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
+        check_name("draft", draft, others)
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -105,6 +106,11 @@ def load_models(
         except ValueError as error:
             raise ValueError(f"draft: {draft!r}: {error}") from error
         return Models(model, lambda: EarlyExit(layers), None, lambda count: {"assistant_early_exit": layers}), tokenizer
+    if draft.startswith(EAGLE3):
+        name = draft.removeprefix(EAGLE3)
+        with _loading(console, name):
+            head = Eagle3.from_pretrained(name, model).head
+        return Models(model, lambda: Eagle3(head)), tokenizer
     with _loading(console, draft):
         if draft == INT8:
             assistant = quantised_copy(model.model, "int8")

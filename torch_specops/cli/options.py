@@ -12,7 +12,7 @@ import torch
 import typer
 
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, THEIR_LOOKUP
+from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, THEIR_LOOKUP
 
 # What a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -32,7 +32,8 @@ Draft = Annotated[
         metavar="DRAFT",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{THEIR_LOOKUP}2' as "
         f"transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
-        f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{INT8}' is a quantised "
+        f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
+        f"EAGLE-3 head for the target; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),

@@ -72,6 +72,9 @@ def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
     layers = () if draft is None else draft.feature_layers
     if not missing_of_features(target):
         cast(FeatureModel, target).keep_features(layers)
+        if layers and draft is not None:
+            # It may have been the draft of another decoder meanwhile.
+            draft.bind(target)
     elif layers:
         raise TypeError(
             f"target: the draft reads hidden states; expected a FeatureModel, got {type(target).__name__} without "

@@ -74,7 +74,7 @@ class DraftSource(ABC):
     feature_layers: Sequence[int] = ()
 
     def bind(self, target: LanguageModel) -> None:
-        """Called once, when the source becomes the draft of a target."""
+        """Called when the source becomes the draft of a target, and with `feature_layers` before every `start` too."""
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.

@@ -59,7 +59,7 @@ class Eagle3(SequentialDraft):
         self.device = head.fc.weight.device
         self._target: FeatureModel | None = None
         self._cache: RaggedKeyValues | None = None
-        # Pairs that each row has read; kept up to date in an eager loop on a CPU alone.
+        # Pairs that each row has read when it last looked, which it does on a CPU alone.
         self._num_read: Tensor | None = None
         self._most_drafts = 0
 
@@ -138,9 +138,10 @@ class Eagle3(SequentialDraft):
             self._cache = RaggedKeyValues(empty, empty, capacity)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        if self._reads_what_is_new(lengths):
-            return
-        positions = self._last_pairs(lengths, num_steps + self._most_drafts + 1)
+        # It runs eagerly, also where steps are compiled.
+        is_on_cpu = lengths.device.type == "cpu"
+        count = self._num_new(lengths) if is_on_cpu else num_steps + self._most_drafts + 1
+        positions = self._last_pairs(lengths, count)
         self._read_pairs(tokens, lengths.unsqueeze(1), positions)
 
     def static_tensors(self) -> Sequence[Tensor]:
@@ -178,15 +179,19 @@ class Eagle3(SequentialDraft):
     def _num_pairs(self, lengths: Tensor, num_draft_tokens: int) -> int:
         """How many of the last pairs to read, so that all that are new are among them."""
         if self._reads_what_is_new(lengths):
-            assert self._num_read is not None
-            num_new = int((lengths - 1 - self._num_read).max())
-            self._num_read = lengths - 1
-            return max(num_new, 1)
+            return self._num_new(lengths)
         # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
         most = max(self._most_drafts, num_draft_tokens)
         if not torch.compiler.is_compiling():
             self._most_drafts = most
         return most + 1
+
+    def _num_new(self, lengths: Tensor) -> int:
+        """How many pairs are new since it was last asked, at least one."""
+        assert self._num_read is not None
+        num_new = int((lengths - 1 - self._num_read).max())
+        self._num_read = lengths - 1
+        return max(num_new, 1)
 
     def _last_pairs(self, lengths: Tensor, count: int) -> Tensor:
         """[B, count] the newest pairs; pair 0 stands for those before it. A text of one token has no pair, and what is

@@ -1,0 +1,60 @@
+"""The script that trains EAGLE-3 heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_scripts import needs_benchmarks, script
+from safetensors.torch import load_file
+from tiny_eagle3 import chain_logits, new_head
+
+from torch_specops.cli.loading import AUSTEN, load_model
+from torch_specops.drafts import Eagle3
+
+pytestmark = needs_benchmarks
+
+
+def test_what_is_trained_is_what_is_used() -> None:
+    """Every chain of drafts at once gives what one chain after another gives."""
+    head = new_head(norm_before_feedback=True)
+    length, depth = 9, 3
+    features = torch.randn(2, length, 96, dtype=torch.float64)
+    tokens = torch.randint(60, (2, length + depth))
+    assert head.embed_tokens is not None
+    found = list(script("train_eagle3").chain_logits(head, features, head.embed_tokens(tokens), depth))
+    for row, start in ((0, 0), (0, 4), (1, 8)):
+        following, drafts = tokens[row, 1 : start + 2], tokens[row, start + 2 : start + 1 + depth]
+        # The last draft is not read.
+        drafts = torch.cat([drafts, torch.zeros(1, dtype=torch.int64)])
+        expected = chain_logits(head, features[row, : start + 1], following, drafts)
+        own = torch.stack([logits[row, start] for logits in found]).float()
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = script("train_eagle3")
+    sizes = {"ROW": 24, "ROWS_PER_BATCH": 2, "BEGINNING": 8, "WINDOW": 12, "WINDOWS_MEASURED": 2, "SAVE_EVERY": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(train, name, value)
+    text = tmp_path / "text.pt"
+    options = ["--tokens", "96", "--layers", "1", "5", "--intermediate-size", "16", "--keep-text", str(text)]
+    for steps in ("1", "12"):
+        train.main([*options, "--steps", steps, "--out", str(tmp_path / steps)])
+    draft = Eagle3.from_pretrained(tmp_path / "12", load_model(AUSTEN))
+    assert draft.feature_layers == (1, 5) and draft.head.config.intermediate_size == 16
+    first, last = (load_file(tmp_path / steps / "model.safetensors") for steps in ("1", "12"))
+    assert first.keys() == last.keys()
+    # All weights learn. The embeddings are the target's.
+    assert not [name for name in first if torch.equal(first[name], last[name])] and "embed_tokens.weight" not in first
+    rows = torch.load(text, weights_only=True)
+    target = train.Target(load_model(AUSTEN).model, (1, 5))
+    losses = [
+        float(train.losses(train.read_head(tmp_path / steps, *CPU), target, rows, 12, 1.0).mean())
+        for steps in ("1", "12")
+    ]
+    assert losses[1] < losses[0] - 0.1
+
+
+CPU = (torch.device("cpu"), torch.float32)
