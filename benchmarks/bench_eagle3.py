@@ -1,6 +1,6 @@
-"""An EAGLE-3 head of the byte-level target beside its draft model: accepted length and speed, greedy and sampled.
+"""The EAGLE-3 head of the byte-level target beside its draft model: accepted length and speed, greedy and sampled.
 
-    python benchmarks/bench_eagle3.py --head FOLDER --threads 2 [--compile] [--out FILE.json]
+    python benchmarks/bench_eagle3.py --threads 2 [--compile] [--out FILE.json]
 
 The prompts are pieces of held-out text, decoded one at a time, or `--batch` together. Drafts take turns in every round;
 an accepted length is the mean over all steps of all prompts, a time the median of the rounds.
@@ -18,7 +18,7 @@ from rich.progress import Progress
 from timing import Report, environment, options_of
 
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, load_model, load_tokenizer
+from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, HEADS, load_model, load_tokenizer
 from torch_specops.drafts import Eagle3
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +28,7 @@ TEMPERATURES = (0.0, 1.0)
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=3)
-    parser.add_argument("--head", required=True, help="a folder")
+    parser.add_argument("--head", default=HEADS[AUSTEN])
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1)

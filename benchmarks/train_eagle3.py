@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
 
-    python benchmarks/train_eagle3.py --out DIR [--target austen-bytes] [--tokens 400000] [--steps 2500]
+    python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
 DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes/eagle3")
     parser.add_argument("--keep-text", type=Path, help="a file for the text, used again if it is there")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

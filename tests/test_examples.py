@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_eagle3 import new_head, save_head
 from tiny_models import VOCAB, perturbed, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -80,6 +81,15 @@ def test_own_model(run: Run) -> None:
     output = run("own_model.py")
     assert "identical to decoding without drafts: True" in output and "still in training mode: True" in output
     assert re.search(r"^[2-5]\.\d\d tokens per step$", output, re.MULTILINE), output
+
+
+def test_eagle3(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
+    output = run("eagle3.py", "--new-tokens", "24")
+    assert "identical to decoding without drafts: True" in output
+    assert len(re.findall(r"^temperature \d\.0: [2-5]\.\d\d tokens per step$", output, re.MULTILINE)) == 2, output
+    save_head(new_head(), tmp_path / "head")
+    arguments = ["--target", models[0], "--head", str(tmp_path / "head"), "--prompts", "3 17 5 3 17", "9 4"]
+    assert "identical to decoding without drafts: True" in run("eagle3.py", *arguments)
 
 
 def test_processors(run: Run, models: tuple[str, str]) -> None:

@@ -1,8 +1,10 @@
-"""The script that trains EAGLE-3 heads."""
+"""The script that trains EAGLE-3 heads, and the head that it made for the byte-level target of the package."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from benchmark_scripts import needs_benchmarks, script
 from safetensors.torch import load_file
 from tiny_eagle3 import chain_logits, new_head
 
-from torch_specops.cli.loading import AUSTEN, load_model
+from torch_specops.cli.loading import AUSTEN, HEADS, load_model, load_tokenizer
 from torch_specops.drafts import Eagle3
 
 pytestmark = needs_benchmarks
+HELDOUT = Path(__file__).parent / "data" / "austen_heldout.txt"
 
 
 def test_what_is_trained_is_what_is_used() -> None:
@@ -58,3 +61,15 @@ def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 CPU = (torch.device("cpu"), torch.float32)
+
+
+def test_measured_numbers_are_those_of_the_head() -> None:
+    train = script("train_eagle3")
+    recorded: dict[str, Any] = json.loads((HEADS[AUSTEN] / "metrics.json").read_text())
+    head = train.read_head(HEADS[AUSTEN], *CPU)
+    target = train.Target(load_model(AUSTEN).model, head.config.feature_layers)
+    found = train.measure(head, target, train.held_out(load_tokenizer(AUSTEN), HELDOUT))
+    for name in ("temperature 1", "greedy"):
+        assert found[name] == pytest.approx(recorded[name], abs=1e-3)
+        assert found[name][0] == max(found[name])
+    assert (HEADS[AUSTEN] / "model.safetensors").stat().st_size < 2**20

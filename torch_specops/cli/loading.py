@@ -32,6 +32,8 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 AUSTEN, AUSTEN_DRAFT = "austen-bytes", "austen-bytes-draft"
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = {AUSTEN: DATA / "austen_bytes" / "target", AUSTEN_DRAFT: DATA / "austen_bytes" / "draft"}
+# EAGLE-3 heads for them.
+HEADS = {AUSTEN: DATA / "austen_bytes" / "eagle3"}
 
 
 def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:

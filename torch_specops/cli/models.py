@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..drafts import Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .comparison import Models
 from .loading import (
+    HEADS,
     SMOLLM2,
     Tokenizer,
     check_name,
@@ -109,7 +110,7 @@ def load_models(
     if draft.startswith(EAGLE3):
         name = draft.removeprefix(EAGLE3)
         with _loading(console, name):
-            head = Eagle3.from_pretrained(name, model).head
+            head = Eagle3.from_pretrained(HEADS.get(name, name), model).head
         return Models(model, lambda: Eagle3(head)), tokenizer
     with _loading(console, draft):
         if draft == INT8:

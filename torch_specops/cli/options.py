@@ -33,7 +33,7 @@ Draft = Annotated[
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{THEIR_LOOKUP}2' as "
         f"transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
-        f"EAGLE-3 head for the target; '{INT8}' is a quantised "
+        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),
