@@ -54,7 +54,7 @@ def moved(values: Any, device: torch.device) -> Any:
 
 def refilled(state: DecodeState, row: int, values: DecodeState) -> DecodeState:
     """The batch with another sequence in a row: the same object, written in place, if its tensors have room for the
-    sequence. They have not if it is the first one that is sampled or that uses some filter or processor, or if it has
+    sequence. There is no room for the first sequence that is sampled or uses some filter or processor, nor for one with
     more eos tokens or biases than any before.
 
     Args:
