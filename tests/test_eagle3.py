@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.drafts import Draft, Eagle3
+from torch_specops.drafts import Draft, Eagle3, LanguageModel
 from torch_specops.drafts.base import static_tensors_of
 from torch_specops.hf import language_model, regions
 from torch_specops.schedules import Schedule
@@ -219,13 +219,17 @@ class Late:
         return self.target.features.roll(1, 1) if name == "features" else getattr(self.target, name)
 
 
+class LateEagle3(Eagle3):
+    def bind(self, target: LanguageModel) -> None:
+        super().bind(target)
+        self._target = Late(self._target)  # type: ignore[assignment]
+
+
 def test_late_features_cost_acceptance_and_nothing_else() -> None:
     found = []
     for is_late in (False, True):
-        draft = Eagle3(trained_head())
+        draft = (LateEagle3 if is_late else Eagle3)(trained_head())
         decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=2, sampling=GREEDY)
-        if is_late:
-            draft._target = Late(draft._target)  # type: ignore[assignment]
         output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH)
         assert new_tokens(output) == expected_rows()
         found.append(output.stats.num_accepted)
