@@ -379,11 +379,7 @@ class SpeculativeDecoder:
             width = max(longest - 1, 1)
             positions = torch.arange(width, device=state.tokens.device).expand(batch, -1)
             self.target.forward(state.tokens[:, :width], positions, 1)
-        if self.draft is not None:
-            self.draft.compile(self._runner.draft_shape)
-            self.draft.start(state.tokens, state.lengths, capacity, prompts.inputs)
-        self._runner.keep_valid_graphs()
-        self.schedule.reset()
+        self._loop.start_draft(capacity, prompts.inputs)
         self._runner.synchronize()
         stats.prefill_seconds = time.perf_counter() - started
 

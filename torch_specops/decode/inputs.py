@@ -182,7 +182,7 @@ def read_stopping(request: BatchRequest, prompts: Prompts) -> Stopping | None:
     """What ends the rows of a batch besides eos and limit; None = nothing.
 
     Raises:
-        TypeError, ValueError: stop strings that are none, or no tokenizer for them.
+        TypeError: stop strings that are empty or no strings, or no tokenizer for them.
     """
     strings = request.stop_strings
     if strings is None or request.stopping is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
 
 from .. import schedules
 from ..drafts import DraftSource, LanguageModel
@@ -75,6 +77,19 @@ class Loop:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
         slots = longest + max(self.schedule.buckets) + 1
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
+
+    def start_draft(self, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """Let the draft read the batch that the target has begun; what was captured for others is dropped.
+
+        Args:
+            capacity, inputs: as in `DraftSource.start`.
+        """
+        state = self.runner.state
+        if self.draft is not None:
+            self.draft.compile(self.runner.draft_shape)
+            self.draft.start(state.tokens, state.lengths, capacity, inputs)
+        self.runner.keep_valid_graphs()
+        self.schedule.reset()
 
     def steps(self, progress: Progress) -> Iterator[Step]:
         """The steps of the batch that the runner has begun, without an end. Between two of them, rows may be refilled.

@@ -232,11 +232,7 @@ class RequestRows:
         loop.target.start(batch, capacity)
         # The first forward allocates the cache.
         loop.target.forward(state.tokens[:, :1], torch.zeros_like(state.tokens[:, :1]), 1)
-        if loop.draft is not None:
-            loop.draft.compile(loop.runner.draft_shape)
-            loop.draft.start(state.tokens, state.lengths, capacity)
-        loop.runner.keep_valid_graphs()
-        loop.schedule.reset()
+        loop.start_draft(capacity)
         return self._progress
 
     def _add(self, index: int, request: Any) -> Completion | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,30 @@ class LawTest:
         return "jointly" if self.position is None else f"position {self.position}"
 
 
+class Report(ABC):
+    """What a test of laws found; true if no bias was seen."""
+
+    @property
+    @abstractmethod
+    def broken(self) -> Sequence[object]:
+        """What is rejected."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no bias was seen."""
+        return not self.broken
+
+    def __bool__(self) -> bool:
+        return self.lossless
+
+    def assert_lossless(self) -> None:
+        """Raise AssertionError, with the places and the numbers, if a bias was seen."""
+        if not self.lossless:
+            raise AssertionError(str(self))
+
+
 @dataclass(frozen=True)
-class LawReport:
+class LawReport(Report):
     """What `check_law` found. It is true if no test rejects the target's law, and `str` gives a table.
 
     A true report is no proof: a bias below the tests' `detectable_total_variation` may be there. One above their
@@ -84,19 +107,6 @@ class LawReport:
     def first_break(self) -> int | None:
         """The first position whose law, given the tokens before it, is rejected; None if there is none."""
         return next((test.position for test in self.broken), None)
-
-    @property
-    def lossless(self) -> bool:
-        """Whether no bias was seen."""
-        return not self.broken
-
-    def __bool__(self) -> bool:
-        return self.lossless
-
-    def assert_lossless(self) -> None:
-        """Raise AssertionError, with the position and the numbers, if a bias was seen."""
-        if not self.lossless:
-            raise AssertionError(str(self))
 
     def __str__(self) -> str:
         return "\n".join([self._verdict(), "", *self._table(), "", *self._remarks()])
@@ -164,7 +174,7 @@ class LawReport:
 
 
 @dataclass(frozen=True)
-class EngineReport:
+class EngineReport(Report):
     """What `check_engine` found. It is true if no test rejects the target's law, and `str` gives a table.
 
     Attributes:
@@ -179,19 +189,6 @@ class EngineReport:
     def broken(self) -> list[str]:
         """The settings whose law is rejected."""
         return [name for name, report in self.reports.items() if not report]
-
-    @property
-    def lossless(self) -> bool:
-        """Whether no bias was seen."""
-        return not self.broken
-
-    def __bool__(self) -> bool:
-        return self.lossless
-
-    def assert_lossless(self) -> None:
-        """Raise AssertionError, with the settings and the numbers, if a bias was seen."""
-        if not self.lossless:
-            raise AssertionError(str(self))
 
     def __str__(self) -> str:
         header = ("", "trials", "breaks at", "TV jointly", "by chance", "at most", "least p-value", "visible")
