@@ -94,6 +94,24 @@ def test_a_draft_goes_through_the_same() -> None:
     assert min(taken.values()) > 0.999, taken
 
 
+def test_no_processor_is_called_for_what_follows_an_eos() -> None:
+    """All rows that go on have equally many new tokens, because there is no draft."""
+    widths = list[int]()
+
+    class Noting(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            widths.append(input_ids.shape[1])
+            return scores
+
+    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=NEW)
+    prompt = output.shape[1] - NEW
+    eos = [int(output[0, prompt + 3]), int(output[1, prompt + 6]), int(output[2, prompt + 1])]
+    output = ours(
+        shared_tiny("llama"), **arguments("llama"), **processed(Noting()), max_new_tokens=NEW, eos_token_id=eos
+    )
+    assert widths == list(range(prompt, output.shape[1])) and len(widths) > 3
+
+
 def test_what_has_no_counterpart_is_called_and_says_so() -> None:
     target = shared_tiny("llama")
     options: dict[str, Any] = {**arguments("llama"), "max_new_tokens": 4, "draft_model": target, "seed": 2}

@@ -93,8 +93,8 @@ class DoorSampling(SamplingParams):
         tensors = super().tensors(batch, device, **prompts)
         assert self.input_ids is not None and self.num_padding is not None
         if self.called is not None:
-            lengths = prompts["prompt_lengths"]
-            return replace(tensors, processors=_Called(self.called, self.input_ids, lengths, self.pad_token_id))
+            called = _Called(self.called, self.input_ids, prompts["prompt_lengths"], prompts["eos"], self.pad_token_id)
+            return replace(tensors, processors=called)
         processors = tensors.processors
         if isinstance(processors, Processors) and processors.read_text and bool((self.num_padding > 0).any()):
             width = -(-int(self.num_padding.max()) // PADDING_MULTIPLE) * PADDING_MULTIPLE
@@ -224,21 +224,28 @@ class _Called:
     """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
 
     Rows have different numbers of new tokens. All are in every call, because a processor may know its rows by index,
-    and those with the right number are taken.
+    and those with the right number are taken. What follows an eos is never read, so no call is made for it.
 
     Args:
         processors: functions of their arguments.
         input_ids: [B, P], the prompts with their padding.
         prompt_lengths: [B], without it.
+        eos: [B, E], tokens that end a row; -1 is none.
         pad_token_id: stands where a row has fewer tokens than the call.
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, input_ids: Tensor, prompt_lengths: Tensor, pad_token_id: int
+        self,
+        processors: LogitsProcessorList,
+        input_ids: Tensor,
+        prompt_lengths: Tensor,
+        eos: Tensor,
+        pad_token_id: int,
     ) -> None:
         self._processors = processors
         self._input_ids = input_ids
         self._prompt_lengths = prompt_lengths
+        self._eos = eos
         self._pad_token_id = pad_token_id
 
     @property
@@ -248,10 +255,13 @@ class _Called:
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         prompts, starts = self._input_ids.to(text.device), self._prompt_lengths.to(text.device).unsqueeze(1)
+        is_new = torch.arange(text.shape[1], device=text.device) >= starts
+        is_eos = (text.unsqueeze(2) == self._eos.to(text.device).unsqueeze(1)).any(2) & is_new
+        is_read = is_eos.cumsum(1).gather(1, lengths - 1) == 0
         processed = logits.to(torch.float32, copy=True)
         for index in range(logits.shape[1]):
             num_new = lengths[:, index] - starts[:, 0]
-            for count in num_new.unique().tolist():
+            for count in num_new[is_read[:, index]].unique().tolist():
                 places = starts + torch.arange(count, device=text.device)
                 new = text.gather(1, places.clamp(max=text.shape[1] - 1))
                 new = torch.where(places < lengths[:, index : index + 1], new, self._pad_token_id)
