@@ -243,12 +243,17 @@ def test_padding_without_a_mask_is_said() -> None:
             torch_specops.generate(Padded(TABLE), torch.tensor(rows), max_new_tokens=2, **options)
         return [str(each.message) for each in caught]
 
-    for rows in ([[1, 2, 3], [7, 4, 5]], [[7, 1, 2], [7, 7, 3]], [[7, 7, 4]]):
-        assert [message[:53] for message in warns(*rows)] == [
-            f"attention_mask: none was given, and row {len(rows) - 1} begins with"
-        ]
-    # A model whose texts begin with its pad token; another pad token; and a mask.
-    assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == []
+    for rows, verb in (
+        ([[1, 2, 3], [7, 4, 5]], "begins"),
+        ([[7, 1, 2], [7, 7, 3]], "begins"),
+        ([[7, 7, 4]], "begins"),
+        ([[1, 2, 3], [4, 5, 7]], "ends"),
+        ([[4, 7, 7]], "ends"),
+    ):
+        (message,) = warns(*rows)
+        assert message.startswith(f"attention_mask: none was given, and row {len(rows) - 1} {verb} with the pad token")
+    # A model whose texts begin or end with its pad token; another pad token; and a mask.
+    assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == warns([1, 2, 7], [4, 5, 7]) == warns([7]) == []
     assert warns([1, 2, 3], [7, 4, 5], pad_token_id=6) == []
     assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
 

@@ -161,7 +161,7 @@ class SpeculativeDecoder:
             input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
                 the decoder's prompt.
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
-                padded on the left.
+                padded.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
             sampling: for this call; None = the decoder's.
             seed: an int, which a hash of 64 bits turns into a seed for each row, another int into others; or the rows'

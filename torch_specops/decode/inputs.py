@@ -246,16 +246,17 @@ def _as_python(value: Any) -> Any:
 
 
 def _warn_of_padding(tokens: Tensor, pad_token_id: int) -> None:
-    """Some models use the pad token to begin a text: then every row begins with one."""
+    """Where every row begins (or ends) with one pad token, that token is a part of the text in this model."""
     is_pad = tokens == pad_token_id
-    rows = is_pad[:, 0] & (is_pad[:, :2].sum(1) == 2) if bool(is_pad[:, 0].all()) else is_pad[:, 0]
-    if bool(rows.any()):
-        warnings.warn(
-            f"attention_mask: none was given, and row {int(rows.long().argmax())} begins with the pad token "
-            f"{pad_token_id}, which is read as text; pass the tokenizer's attention_mask",
-            UserWarning,
-            stacklevel=2,
-        )
+    for verb, pads in (("begins", is_pad), ("ends", is_pad.flip(1))):
+        is_padded = pads[:, :2].sum(1) == 2 if bool(pads[:, 0].all()) else pads[:, 0]
+        if bool(is_padded.any()):
+            warnings.warn(
+                f"attention_mask: none was given, and row {int(is_padded.long().argmax())} {verb} with the pad token "
+                f"{pad_token_id}, which is read as text; pass the tokenizer's attention_mask",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
