@@ -174,22 +174,29 @@ def test_what_counts_as_different() -> None:
     assert [*verdicts, turns._verdict([tie, wrong], False)] == ["identical", "near ties", "different", "rounding"]
 
 
-def test_ctrl_c_shows_the_rounds_done_so_far(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("early_end", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=str)
+def test_an_early_end_shows_the_rounds_done_so_far(
+    early_end: BaseException, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_all = Comparison.run
 
-    def interrupted(self: Comparison) -> Iterator[str]:
+    def ended(self: Comparison) -> Iterator[str]:
         for label in run_all(self):
             if label.startswith("T = 0, batch 1, round 2"):
-                raise KeyboardInterrupt
+                raise early_end
             yield label
 
-    monkeypatch.setattr(Comparison, "run", interrupted)
+    monkeypatch.setattr(Comparison, "run", ended)
     file = tmp_path / "out.json"
     result = bench(target, "--json", str(file))
-    assert result.exit_code == 130
-    assert "interrupted: " in result.stdout
     document = json.loads(file.read_text())
-    assert document["interrupted"]
+    assert "tok/s" in result.stdout
+    if isinstance(early_end, KeyboardInterrupt):
+        assert result.exit_code == 130 and "interrupted: " in result.stdout
+        assert document["interrupted"] and document["error"] is None
+    else:
+        assert (result.exit_code, result.stderr) == (2, "torch-specops: error: out of memory\n")
+        assert document["error"] == "out of memory" and not document["interrupted"]
     assert {len(seconds) for row in document["results"] for seconds in row["seconds"]} == {1}
 
 

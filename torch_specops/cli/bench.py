@@ -125,8 +125,8 @@ def bench(
     After a warm-up they take turns. The lines below the tables say what the columns are. Compiling is not part of
     tok/s, and on CUDA "MB" is the peak of memory without the models. At temperature 0 the outputs are compared.
 
-    Ctrl-C shows what is done so far. Exit codes: 1 an output differs beyond rounding, 2 a wrong argument or a
-    missing package, 130 Ctrl-C.
+    Ctrl-C or an error on the way shows, and writes, what is done so far. Exit codes: 1 an output differs beyond
+    rounding, 2 an error, 130 Ctrl-C.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
     console = Console(highlight=False, markup=False)
@@ -173,12 +173,13 @@ def bench(
             f"torch {torch.__version__}",
             soft_wrap=True,
         )
-        interrupted = _run(console, comparison)
+        ended_by = _run(console, comparison)
+        interrupted = isinstance(ended_by, KeyboardInterrupt)
         done = timed(comparison.measurements)
         results, total = as_results(done), as_results(totals(done))
-        if questions:
+        if results and questions:
             print_categories(console, results, total, num_draft_tokens)
-        else:
+        elif results:
             print_tables(console, results)
         if plot_file is not None and results:
             plot_categories(results, total, plot_file)
@@ -199,10 +200,13 @@ def bench(
                 "arguments": arguments | chosen,
                 "prompt_tokens": [len(each) for each in tokens],
                 "interrupted": interrupted,
+                "error": str(ended_by) if isinstance(ended_by, Exception) else None,
                 "results": results,
                 "totals": total,
             }
             json_file.write_text(json.dumps(document, indent=2) + "\n")
+        if isinstance(ended_by, Exception):
+            raise ended_by
     different = print_differences(console, done, tokenizer.decode)
     if interrupted:
         console.print("interrupted: only what is done so far is shown")
@@ -244,14 +248,14 @@ def _check_length(question: Question, length: int, max_new_tokens: int, max_leng
         )
 
 
-def _run(console: Console, comparison: Comparison) -> bool:
-    """Measure behind a progress bar; return whether Ctrl-C ended it."""
+def _run(console: Console, comparison: Comparison) -> KeyboardInterrupt | Exception | None:
+    """Measure behind a progress bar; return what ended it early."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=comparison.num_runs)
         try:
             for done, label in enumerate(comparison.run()):
                 progress.update(task, completed=done, description=label)
-        except KeyboardInterrupt:
-            return True
-    return False
+        except (KeyboardInterrupt, Exception) as early_end:
+            return early_end
+    return None
