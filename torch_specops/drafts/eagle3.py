@@ -9,13 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.functional import pad
 
 from ..kv_cache import RaggedKeyValues, fold_groups, visible_slots
-from ..ops import sample
-from ..sampling import SamplingTensors
 from .adapter import as_language_model
-from .base import Draft, FeatureModel, LanguageModel, missing_of_features
+from .base import FeatureModel, LanguageModel, missing_of_features
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
 from .model import SequentialDraft
@@ -148,29 +145,19 @@ class Eagle3(SequentialDraft):
         cache = [] if self._cache is None else [self._cache.keys, self._cache.values]
         return [*self.head.parameters(), *self.head.buffers(), *cache]
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> Draft:
-        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
-        positions = self._last_pairs(lengths, self._num_pairs(lengths, num_draft_tokens))
-        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
-        drafts, logits, lse = [], [], []
-        ends, output = lengths.unsqueeze(1), None
-        for draw in draws:
-            # Two graphs: the forward over pairs of the text, and the one over a draft.
-            read = self._piece(self._read_and_draw, positions.shape[1], output is None)
-            token, row, row_lse, output = read(tokens, ends, positions, output, draw, sampling, text)
-            drafts.append(token)
-            logits.append(row)
-            lse.append(row_lse)
-            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
-            tokens = token.clamp(min=0).unsqueeze(1)
-            positions = positions[:, -1:] + 1
-            if text is not None:
-                text = text.scatter(1, ends, tokens)
-            ends = ends + 1
-        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+        return tokens, self._last_pairs(lengths, self._num_pairs(lengths, num_draft_tokens))
+
+    def _forward(
+        self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the head's output [B, 1, H] that gave them."""
+        if output is None:
+            # Its strides are those of the outputs that follow, so that the graph that reads it is the same.
+            output = self._read_pairs(tokens, ends, positions)[:, -1:].contiguous()
+        else:
+            output = self._read(self.head.feedback(output), tokens, positions)
+        return self.head.target_logits(output), output
 
     def _reads_what_is_new(self, lengths: Tensor) -> bool:
         """Whether a step looks how many pairs are new, as it can where that costs nothing."""
@@ -229,35 +216,6 @@ class Eagle3(SequentialDraft):
 
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
         return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)
-
-    def _read_and_draw(
-        self,
-        tokens: Tensor,
-        ends: Tensor,
-        positions: Tensor,
-        output: Tensor | None,
-        draws: Tensor,
-        sampling: SamplingTensors,
-        text: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A draft [B] with its logits and logsumexp, and what it was drawn from [B, 1, H].
-
-        Args:
-            tokens: [B, W], the text; or the draft before, [B, 1].
-            ends: [B, 1] int64, the length of the text with the drafts before.
-            output: what the draft before was drawn from; None = there is none.
-        """
-        if output is None:
-            # Its strides are those of the outputs that follow, so that the graph that reads it is the same.
-            output = self._read_pairs(tokens, ends, positions)[:, -1:].contiguous()
-        else:
-            output = self._read(self.head.feedback(output), tokens, positions)
-        logits = self.head.target_logits(output)
-        if text is not None:
-            logits = sampling.process(logits, text, ends)
-        logits = logits[:, -1]
-        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
-        return token, logits, lse, output
 
 
 def _feature_model(target: LanguageModel) -> FeatureModel:

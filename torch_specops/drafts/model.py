@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ __all__ = ["ModelDraft", "SequentialDraft"]
 
 
 class SequentialDraft(DraftSource):
-    """A source whose drafts are sampled one after another, in pieces that are compiled once each."""
+    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over what
+    the source has not read of the text, and the one over the draft before."""
 
     deterministic = False
     compiles_itself = True
@@ -41,6 +43,63 @@ class SequentialDraft(DraftSource):
         if may_look and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
+        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
+        tokens, positions = self._unread(tokens, lengths, num_draft_tokens)
+        ends, output = lengths.unsqueeze(1), None
+        drafts, logits, lse = [], [], []
+        for index, draw in enumerate(draws):
+            read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
+            token, row, row_lse, output = read_and_draw(tokens, ends, positions, output, draw, sampling, text)
+            drafts.append(token)
+            logits.append(row)
+            lse.append(row_lse)
+            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
+            tokens = token.clamp(min=0).unsqueeze(1)
+            positions = positions[:, -1:] + 1
+            if text is not None:
+                text = text.scatter(1, ends, tokens)
+            ends = ends + 1
+        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+
+    def _read_and_draw(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        positions: Tensor,
+        output: Tensor | None,
+        draws: Tensor,
+        sampling: SamplingTensors,
+        text: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """A draft [B] with its logits [B, V] and logsumexp [B], and what `_forward` hands to the next one."""
+        logits, output = self._forward(tokens, ends, positions, output)
+        if text is not None:
+            logits = sampling.process(logits, text, ends)
+        logits = logits[:, -1]
+        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
+        return token, logits, lse, output
+
+    @abstractmethod
+    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+        """The tokens and positions that `_forward` takes for the first draft. The last position is the newest."""
+
+    @abstractmethod
+    def _forward(
+        self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits [B, 1, V] that follow the text, and what the next call takes as `output`.
+
+        Args:
+            tokens, positions: from `_unread`; then the draft before, [B, 1], and its position.
+            ends: [B, 1] int64, the length of the text with the drafts before.
+            output: None for the first draft.
+        """
 
 
 class ModelDraft(SequentialDraft):
@@ -80,37 +139,12 @@ class ModelDraft(SequentialDraft):
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> Draft:
-        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
-        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
-        newest = lengths - 1
+    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         # In a text of one token, that token is read twice at the same position.
-        positions = torch.stack([newest - 1, newest], 1).clamp(min=0)
-        pending = tokens.gather(1, positions)
-        drafts, logits, lse = [], [], []
-        for draw in draws:
-            # Two graphs for any K: the forward over the two newest tokens, and the one over a single token.
-            read_and_draw = self._piece(self._read_and_draw, pending.shape[1])
-            token, row, row_lse = read_and_draw(pending, positions, draw, sampling, text)
-            drafts.append(token)
-            logits.append(row)
-            lse.append(row_lse)
-            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
-            pending = token.clamp(min=0).unsqueeze(1)
-            positions = positions[:, -1:] + 1
-            if text is not None:
-                text = text.scatter(1, positions, pending)
-        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+        positions = torch.stack([lengths - 2, lengths - 1], 1).clamp(min=0)
+        return tokens.gather(1, positions), positions
 
-    def _read_and_draw(
-        self, pending: Tensor, positions: Tensor, draws: Tensor, sampling: SamplingTensors, text: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.model.forward(pending, positions, 1)
-        if text is not None:
-            logits = sampling.process(logits, text, positions[:, -1:] + 1)
-        logits = logits[:, -1]
-        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
-        return token, logits, lse
+    def _forward(
+        self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.model.forward(tokens, positions, 1), None
