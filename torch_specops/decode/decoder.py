@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from .loop import Loop
 from .many import Completion, Request, RequestRows
 from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, collect, streamer_calls
 from .runner import on_device
-from .step import DecodeState
+from .state import first_state
 from .verify import Verifier
 
 __all__ = ["SpeculativeDecoder"]
@@ -341,31 +340,17 @@ class SpeculativeDecoder:
         check_room(self.target, self.draft, longest_end, self.max_length)
         capacity = self._loop.capacity(self.max_length or longest_end)
         self._pad_token_id = prompts.pad_token_id
-        finished = prompts.limits <= prompts.lengths
 
         started = time.perf_counter()
-        tokens = torch.zeros(batch, capacity, dtype=torch.int64)
-        tokens[:, :longest] = prompts.tokens
-        state = self._runner.start(
-            DecodeState(
-                tokens=tokens,
-                lengths=prompts.lengths,
-                limits=prompts.limits,
-                eos=prompts.eos,
-                finished=finished,
-                failed=torch.zeros_like(finished),
-                seeds=seeds,
-                sampling=sampling,
-                is_sampled=bool((sampling.temperature > 0).any()),
-                logprobs=None if request.logprobs is None else torch.full(tokens.shape, math.nan),
-                logprobs_of=request.logprobs,
-            ),
-            prompts.inputs or {},
-        )
+        values = first_state(prompts, sampling, seeds, capacity, request.logprobs)
+        state = self._runner.start(values, prompts.inputs or {})
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
         self._progress = Progress(
-            *(prompts.limits.tolist(), prompts.lengths.tolist(), finished.tolist()), stats, stopping, request.logits
+            *(prompts.limits.tolist(), prompts.lengths.tolist(), values.finished.tolist()),
+            stats,
+            stopping,
+            request.logits,
         )
         self._runner.keep_logits = None if request.logits is None else request.logits.push
         keeps_features = keep_features(self.target, self.draft)

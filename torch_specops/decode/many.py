@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from ..drafts.rows import read_texts
 from ..sampling import SamplingParams, SamplingTensors
 from .inputs import (
     BatchRequest,
+    Prompts,
     Seed,
     check_logprobs,
     check_room,
@@ -27,6 +27,7 @@ from .inputs import (
 )
 from .loop import Loop
 from .output import GenerationStats, Progress
+from .state import first_state
 from .step import DecodeState
 
 __all__ = ["Completion", "Request", "RequestRows"]
@@ -210,24 +211,9 @@ class RequestRows:
         readable = [model.max_length for model in (loop.target, loop.draft) if model is not None]
         capacity = loop.capacity(min(length for length in (self._max_length, *readable) if length is not None))
         ones = torch.ones(batch, dtype=torch.int64)
-        finished = torch.ones(batch, dtype=torch.bool)
-        tokens = torch.zeros(batch, capacity, dtype=torch.int64)
-        state = loop.runner.start(
-            DecodeState(
-                tokens=tokens,
-                lengths=ones,
-                limits=ones,
-                eos=torch.full((batch, EOS_TOKENS), -1),
-                finished=finished,
-                failed=torch.zeros_like(finished),
-                seeds=torch.zeros_like(ones),
-                sampling=SamplingTensors(torch.zeros(batch)),
-                is_sampled=False,
-                logprobs=None if self._logprobs is None else torch.full(tokens.shape, math.nan),
-                logprobs_of=self._logprobs,
-            ),
-            {},
-        )
+        prompts = Prompts(torch.zeros_like(ones).unsqueeze(1), ones, ones, torch.full((batch, EOS_TOKENS), -1), 0)
+        greedy = SamplingTensors(torch.zeros(batch))
+        state = loop.runner.start(first_state(prompts, greedy, torch.zeros_like(ones), capacity, self._logprobs), {})
         keep_features(loop.target, loop.draft)
         loop.target.start(batch, capacity)
         # The first forward allocates the cache.
@@ -291,18 +277,7 @@ class RequestRows:
         sampling = (checked_sampling(request.sampling) or self._sampling).tensors(
             1, prompt_lengths=prompts.lengths, eos=prompts.eos, vocab_size=self._loop.target.vocab_size
         )
-        finished = torch.tensor([False])
-        return DecodeState(
-            tokens=prompts.tokens,
-            lengths=prompts.lengths,
-            limits=prompts.limits,
-            eos=prompts.eos,
-            finished=finished,
-            failed=finished,
-            seeds=read_seeds(request.seed, 1),
-            sampling=sampling,
-            is_sampled=bool(sampling.temperature > 0),
-        )
+        return first_state(prompts, sampling, read_seeds(request.seed, 1), prompts.tokens.shape[1])
 
     def _refill(self) -> None:
         """Put the new requests into their rows, and let the models read their prompts."""

@@ -1,4 +1,4 @@
-"""The tensors of a batch's state, by name: moved to a device, and with another sequence in a row."""
+"""A batch's state: made for its prompts, moved to a device, and with another sequence in a row."""
 
 from __future__ import annotations
 
@@ -9,15 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..processors import Processors
 from ..sampling import NEUTRAL, SamplingTensors
+from .inputs import Prompts
 from .step import DecodeState
 
-__all__ = ["constants_of", "moved", "refilled", "tensors_of"]
+__all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
 
 # What a row has in a tensor of the batch where it has nothing of its own; 0 in those that are not named.
 _NOTHING = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
+
+
+def first_state(
+    prompts: Prompts, sampling: SamplingTensors, seeds: Tensor, capacity: int, logprobs: str | None = None
+) -> DecodeState:
+    """The state before the first step, with room for `capacity` tokens in a row. A row without new tokens has ended."""
+    tokens = pad(prompts.tokens, (0, capacity - prompts.tokens.shape[1]))
+    finished = prompts.limits <= prompts.lengths
+    return DecodeState(
+        tokens=tokens,
+        lengths=prompts.lengths,
+        limits=prompts.limits,
+        eos=prompts.eos,
+        finished=finished,
+        failed=torch.zeros_like(finished),
+        seeds=seeds,
+        sampling=sampling,
+        is_sampled=bool((sampling.temperature > 0).any()),
+        logprobs=None if logprobs is None else torch.full(tokens.shape, math.nan),
+        logprobs_of=logprobs,
+    )
 
 
 def constants_of(state: DecodeState) -> Hashable:
