@@ -19,7 +19,8 @@ from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
 GREEDY = SamplingParams(temperature=0.0)
-TOKENS = torch.randint(0, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
+# No pad tokens, which are 0.
+TOKENS = torch.randint(1, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
 def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
