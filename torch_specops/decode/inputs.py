@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..drafts import AnyDraft, DraftSource, FeatureModel, LanguageModel, ModelDraft
+from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
 from ..drafts.adapter import as_language_model, refuse_class
-from ..drafts.base import missing_of_features
+from ..drafts.base import feature_model
 from ..drafts.checked import CheckedDraft
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
@@ -69,18 +69,14 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
     """Let the target keep the hidden states that the draft reads, and no others; returns whether it keeps any."""
-    layers = () if draft is None else draft.feature_layers
-    if not missing_of_features(target):
-        cast(FeatureModel, target).keep_features(layers)
-        if layers and draft is not None:
-            # It may have been the draft of another decoder meanwhile.
-            draft.bind(target)
-    elif layers:
-        raise TypeError(
-            f"target: the draft reads hidden states; expected a FeatureModel, got {type(target).__name__} without "
-            f"{', '.join(missing_of_features(target))}"
-        )
-    return bool(layers)
+    if draft is not None and draft.feature_layers:
+        feature_model(target).keep_features(draft.feature_layers)
+        # It may have been the draft of another decoder meanwhile.
+        draft.bind(target)
+        return True
+    if hasattr(target, "keep_features"):
+        target.keep_features(())
+    return False
 
 
 def check_room(
@@ -117,7 +113,7 @@ class BatchRequest:
     num_return_sequences: int = 1
     stop_strings: str | Sequence[str] | None = None
     tokenizer: Any = None
-    # What the Hugging Face door makes of a call's criteria, in place of stop strings; and where it wants the logits.
+    # Set by `hf.custom_generate`: its criteria, in place of stop strings, and where it wants the logits.
     stopping: Stopping | None = None
     logits: KeptLogits | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ __all__ = [
     "LanguageModelWrapper",
     "MinimalDraftSource",
     "clear_rows",
+    "feature_model",
     "first_layers",
     "missing_members",
-    "missing_of_features",
     "static_tensors_of",
 ]
 
@@ -245,11 +245,21 @@ def missing_members(model: object) -> list[str]:
     return [name for name in ("vocab_size", "device", "max_length", "start", "forward") if not hasattr(model, name)]
 
 
-def missing_of_features(model: object) -> list[str]:
-    """Those of a `FeatureModel` that a `LanguageModel` lacks."""
+def feature_model(target: LanguageModel) -> FeatureModel:
+    """The target itself.
+
+    Raises:
+        TypeError: a target that hands out no hidden states.
+    """
     names = ("num_layers", "hidden_size", "dtype", "keep_features", "features", "embed")
     # `features` may have no value yet.
-    return [name for name in names if not hasattr(type(model), name) and not hasattr(model, name)]
+    missing = [name for name in names if not hasattr(type(target), name) and not hasattr(target, name)]
+    if missing:
+        raise TypeError(
+            f"target: the draft reads hidden states; expected a FeatureModel, got {type(target).__name__} "
+            f"without {', '.join(missing)}"
+        )
+    return cast(FeatureModel, target)
 
 
 def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, LanguageModel
+from ..tracing import may_look
+from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 
 __all__ = ["CheckedDraft"]
+
+
+def _of_source(name: str, default: object) -> Any:
+    """An attribute of the source, read each time, because the source may learn it when it is bound."""
+    return property(lambda self: getattr(self.source, name, default))
 
 
 class CheckedDraft(DraftSource):
@@ -32,35 +38,14 @@ class CheckedDraft(DraftSource):
         self.source = source
         self._vocab_size: int | None = None
 
-    # Read from the source each time, because it may learn them when it is bound.
-    @property
-    def deterministic(self) -> bool:  # type: ignore[override]
-        return getattr(self.source, "deterministic", DraftSource.deterministic)
-
-    @property
-    def vocab_size(self) -> int | None:  # type: ignore[override]
-        return getattr(self.source, "vocab_size", DraftSource.vocab_size)
-
-    @property
-    def device(self) -> torch.device | None:  # type: ignore[override]
-        return getattr(self.source, "device", DraftSource.device)
-
-    @property
-    def max_length(self) -> int | None:  # type: ignore[override]
-        return getattr(self.source, "max_length", DraftSource.max_length)
-
-    @property
-    def compiles_itself(self) -> bool:  # type: ignore[override]
-        return getattr(self.source, "compiles_itself", DraftSource.compiles_itself)
-
-    @property
-    def feature_layers(self) -> Sequence[int]:  # type: ignore[override]
-        return getattr(self.source, "feature_layers", DraftSource.feature_layers)
-
-    @property
-    def model(self) -> object:
-        """The model that the source reads, if it has one under this name."""
-        return getattr(self.source, "model", None)
+    deterministic = _of_source("deterministic", DraftSource.deterministic)
+    vocab_size = _of_source("vocab_size", DraftSource.vocab_size)
+    device = _of_source("device", DraftSource.device)
+    max_length = _of_source("max_length", DraftSource.max_length)
+    compiles_itself = _of_source("compiles_itself", DraftSource.compiles_itself)
+    feature_layers = _of_source("feature_layers", DraftSource.feature_layers)
+    # The model that the source reads, if it has one under this name.
+    model = _of_source("model", None)
 
     def bind(self, target: LanguageModel) -> None:
         self._vocab_size = target.vocab_size
@@ -94,10 +79,7 @@ class CheckedDraft(DraftSource):
             self.source.end(tokens, lengths)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        tensors: Sequence[Tensor] | None = (
-            self.source.static_tensors() if hasattr(self.source, "static_tensors") else None
-        )
-        return tensors
+        return static_tensors_of(self.source)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -105,7 +87,7 @@ class CheckedDraft(DraftSource):
         text, ends = tokens.clone(), lengths.clone()
         draft = self.source.propose(text, ends, num_draft_tokens, sampling, seeds)
         self._check(draft, tokens.shape[0], num_draft_tokens)
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if may_look(tokens, lengths):
             for name, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
                 if not torch.equal(copied, given):
                     raise ValueError(f"draft: {self._name} wrote into {name}; it may only read them")

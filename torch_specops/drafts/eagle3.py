@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kv_cache import RaggedKeyValues, fold_groups, visible_slots
+from ..tracing import may_look
 from .adapter import as_language_model
-from .base import FeatureModel, LanguageModel, missing_of_features
+from .base import FeatureModel, LanguageModel, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
 from .model import SequentialDraft
@@ -56,7 +56,7 @@ class Eagle3(SequentialDraft):
         self.device = head.fc.weight.device
         self._target: FeatureModel | None = None
         self._cache: RaggedKeyValues | None = None
-        # Pairs that each row has read when it last looked, which it does on a CPU alone.
+        # How many pairs each row had read at the last look. Only steps on a CPU look.
         self._num_read: Tensor | None = None
         self._most_drafts = 0
 
@@ -82,13 +82,13 @@ class Eagle3(SequentialDraft):
             ValueError: no such folder; a config with an unknown value; a weight that is missing, unknown or of another
                 shape; a head for another target. The message names it.
         """
-        model = _feature_model(as_language_model("target", target))
+        model = feature_model(as_language_model("target", target))
         draft = cls(read_head(folder_or_id, model.device, dtype or model.dtype))
         draft.bind(model)
         return draft
 
     def bind(self, target: LanguageModel) -> None:
-        model, config = _feature_model(target), self.head.config
+        model, config = feature_model(target), self.head.config
         layers = config.feature_layers
         if layers is None:
             layers = (2, model.num_layers // 2, model.num_layers - 3)
@@ -159,13 +159,13 @@ class Eagle3(SequentialDraft):
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
-    def _reads_what_is_new(self, lengths: Tensor) -> bool:
-        """Whether a step looks how many pairs are new, as it can where that costs nothing."""
-        return lengths.device.type == "cpu" and self._shape is None and not torch.compiler.is_compiling()
+    def _may_look(self, lengths: Tensor) -> bool:
+        """Whether a step looks at its lengths, to read no more than it has to."""
+        return self._shape is None and may_look(lengths)
 
     def _num_pairs(self, lengths: Tensor, num_draft_tokens: int) -> int:
         """How many of the last pairs to read, so that all that are new are among them."""
-        if self._reads_what_is_new(lengths):
+        if self._may_look(lengths):
             return self._num_new(lengths)
         # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
         most = max(self._most_drafts, num_draft_tokens)
@@ -174,7 +174,7 @@ class Eagle3(SequentialDraft):
         return most + 1
 
     def _num_new(self, lengths: Tensor) -> int:
-        """How many pairs are new since it was last asked, at least one."""
+        """How many pairs are new since the last call, at least one."""
         assert self._num_read is not None
         num_new = int((lengths - 1 - self._num_read).max())
         self._num_read = lengths - 1
@@ -201,7 +201,7 @@ class Eagle3(SequentialDraft):
         assert self._target is not None and self._cache is not None
         cache = self._cache
         # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
-        width = int(positions.amax()) + 1 if self._reads_what_is_new(positions) else cache.keys.shape[2]
+        width = int(positions.amax()) + 1 if self._may_look(positions) else cache.keys.shape[2]
         slots = torch.arange(width, device=positions.device).unsqueeze(0)
         visible = visible_slots(positions, slots, self.head.config.window)
 
@@ -216,13 +216,3 @@ class Eagle3(SequentialDraft):
 
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
         return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)
-
-
-def _feature_model(target: LanguageModel) -> FeatureModel:
-    missing = missing_of_features(target)
-    if missing:
-        raise TypeError(
-            f"target: an EAGLE-3 head reads hidden states; expected a FeatureModel, got {type(target).__name__} "
-            f"without {', '.join(missing)}"
-        )
-    return cast(FeatureModel, target)

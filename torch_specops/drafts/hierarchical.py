@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..ops import verify_exact
 from ..sampling import SamplingTensors
+from ..tracing import may_look
 from .base import Draft, DraftSource, LanguageModel, MinimalDraftSource, static_tensors_of
 from .checked import CheckedDraft
 from .model import ModelDraft
@@ -157,8 +158,7 @@ class HierarchicalDraft(ModelDraft):
             logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
             # Only on a CPU does it cost nothing to look.
-            may_look = count.device.type == "cpu" and not torch.compiler.is_compiling()
-            if may_look and bool((count == num_draft_tokens).all()):
+            if may_look(count) and bool((count == num_draft_tokens).all()):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])

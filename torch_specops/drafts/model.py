@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from ..compilation import CompiledPieces
 from ..ops import sample
 from ..sampling import SamplingTensors
+from ..tracing import may_look
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 from .rows import read_texts
@@ -39,8 +40,7 @@ class SequentialDraft(DraftSource):
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
         """[B, K] uniforms; zeros on a CPU if all rows are greedy, because looking costs nothing there."""
-        may_look = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
-        if may_look and not bool((temperature > 0).any()):
+        if may_look(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 

@@ -10,6 +10,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from ..kv_cache import RaggedKeyValues, visible_slots
+from ..tracing import may_look
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
@@ -17,7 +18,7 @@ from .features import FeatureBuffer
 from .model_copy import ModelCopy
 from .regions import compile_once
 
-__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model", "placed"]
+__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -291,9 +292,7 @@ class TransformersModel:
 
     def _slots_to_read(self, positions: Tensor) -> int:
         """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
-        if positions.device.type != "cpu" or torch.compiler.is_compiling():
-            return self._require_cache().capacity
-        return int(positions.amax()) + 1
+        return int(positions.amax()) + 1 if may_look(positions) else self._require_cache().capacity
 
     def _mask(
         self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
@@ -346,8 +345,8 @@ class EncoderDecoderModel(TransformersModel):
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._is_t5 else None
         before = self._encoder_states
-        self._encoder_states = placed(before, states.clone())
-        self._encoder_mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
+        self._encoder_states = _placed(before, states.clone())
+        self._encoder_mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
         self._start_cache(batch, capacity)
         if self._cross_cache is None or self._encoder_states is not before:
             self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
@@ -401,6 +400,6 @@ def _as_float(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.float64 else logits
 
 
-def placed(old: Tensor | None, new: Tensor) -> Tensor:
+def _placed(old: Tensor | None, new: Tensor) -> Tensor:
     """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
     return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)
