@@ -50,7 +50,7 @@ def values_of(config: Any) -> dict[str, Any]:
     others += [f"sequence_bias {key}: {value!r}" for key, value in longer.items() if value != -math.inf]
     if others:
         raise ValueError(f"config: SamplingParams has no {', no '.join(others)}")
-    # transformers minds no token that the model cannot emit; some configs have a -1.
+    # transformers ignores tokens that the model cannot emit; some configs have a -1.
     biases |= {token: -math.inf for token in getattr(config, "suppress_tokens", None) or () if token >= 0}
     defaults = TAKEN | (TAKEN_IF_SAMPLED if config.do_sample else {})
     given = {name: getattr(config, name, None) for name in defaults}

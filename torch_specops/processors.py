@@ -26,7 +26,7 @@ class AnyProcessors(Protocol):
 
     @property
     def constants(self) -> Hashable:
-        """What is no tensor, and decides what a call computes."""
+        """The values besides tensors that decide what a call computes."""
         ...
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ class SpeculativeDecoder:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """What surrounds a piece of work with models."""
+        """No other thread, in inference mode, on the target's device."""
         with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
             yield
 

@@ -1,4 +1,4 @@
-"""What surrounds every piece of a decoder's work: one thread at a time, and the user's modules in evaluation mode."""
+"""Decoders work in one thread at a time, and with the user's modules in evaluation mode."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Guard", "evaluating"]
 
 @dataclass(eq=False)
 class _Use:
-    """Of a target, by all decoders that read it, because it has one cache. A transformers model gets an adapter, and so
-    a cache, for each decoder."""
+    """The use of a target by all decoders that read it: they share its one cache. A transformers model gets an adapter,
+    and so a cache, for each decoder."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     num_streams: int = 0

@@ -104,7 +104,7 @@ class Loop:
         wanted = self.schedule.first()
         while True:
             num_draft_tokens = self._prepare(wanted, progress)
-            # Neither compiling counts, nor the time that the caller spends on a step.
+            # Excludes compiling, and the time that the caller spends on a step.
             before = time.perf_counter()
             trim = self.schedule.trim_refilled if progress.num_refills else self.schedule.trim
             record = self.runner.run(num_draft_tokens, trim)
@@ -113,7 +113,7 @@ class Loop:
             if read is None:
                 continue
             seconds = time.perf_counter() - before
-            step, num_proposed, num_accepted = progress.add(progress.of_present(*read), seconds)
+            step, num_proposed, num_accepted = progress.add(progress.without_earlier(*read), seconds)
             self._num_eager_steps += not self.compiled
             for row, length in progress.cuts().items():
                 self.runner.end_row(row, length)

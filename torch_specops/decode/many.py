@@ -183,7 +183,7 @@ class RequestRows:
         """What comes of the requests, as it comes.
 
         Args:
-            working: what surrounds a step. Neither reading a request nor using a completion is inside.
+            working: entered for each step; not while a request is read or a completion is used.
         """
         requests = enumerate(self._requests)
         is_open = True

@@ -228,9 +228,9 @@ class Progress:
         self.lengths[row], self.limits[row], self.finished[row] = length, limit, False
         self.num_refills[row] += 1
 
-    def of_present(self, record: Tensor, num_refills: list[int]) -> Tensor:
-        """The record of a step that began when `num_refills` were counted, without what it says of earlier sequences
-        of its rows: that they had ended."""
+    def without_earlier(self, record: Tensor, num_refills: list[int]) -> Tensor:
+        """The record of a step that began when `num_refills` were counted, cleared in rows that were refilled since:
+        it says there that their earlier sequences had ended."""
         rows = [row for row, both in enumerate(zip(num_refills, self.num_refills, strict=True)) if both[0] != both[1]]
         if rows:
             record = record.clone()
@@ -265,7 +265,7 @@ def collect(
 
 
 class KeptLogits:
-    """The target's logits of every new token, for who asks for them. They take B x L x V x 4 bytes.
+    """The target's logits of every new token, B x L x V x 4 bytes.
 
     A step that is not compiled leaves all of its logits here, and when the host reads the record, those of the emitted
     tokens stay.
@@ -280,13 +280,13 @@ class KeptLogits:
         self._steps.append(logits)
 
     def keep(self, num_tokens: list[int]) -> None:
-        """Of the oldest step, the first ones of each row."""
+        """Keep the first ones of each row of the oldest step."""
         logits = self._steps.pop(0)
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
 
     def at(self, place: int) -> Tensor:
-        """From which the rows' new tokens at this place were drawn, [B, V] float32; NaN for rows that have none."""
+        """[B, V] float32, the logits that gave the rows' new tokens at this place; NaN for rows that have none."""
         found = [own[place] if place < len(own) else None for own in self._rows]
         none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
         return torch.stack([none if logits is None else logits for logits in found])

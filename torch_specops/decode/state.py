@@ -18,7 +18,7 @@ from .step import DecodeState
 
 __all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
 
-# What a row has in a tensor of the batch where it has nothing of its own; 0 in those that are not named.
+# What fills a row of a batch's tensor behind its own entries; 0 in tensors that are not named.
 _NOTHING = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
 
 
@@ -44,12 +44,12 @@ def first_state(
 
 
 def constants_of(state: DecodeState) -> Hashable:
-    """What is no tensor, and decides what a step computes."""
+    """The values besides tensors that decide what a step computes."""
     processors = state.sampling.processors
     return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
 
 
-# What of a state has tensors: itself, its sampling, and that one's processors.
+# The objects that hold a state's tensors.
 _HOLDERS = (DecodeState, SamplingTensors, Processors)
 
 

@@ -144,8 +144,8 @@ def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Ten
 
 
 def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, trim: Trim) -> tuple[Draft, Tensor]:
-    """The first drafts of every row, and how many each row then has. What is left out is padding in all rows, and of
-    a deterministic draft what the schedule does not want verified."""
+    """The first drafts of every row, and how many each row then has. The others are padding in all rows or, of a
+    deterministic draft, more than the schedule wants verified."""
     counts = num_proposed[~finished].tolist()
     count = trim(counts) if proposal.logits is None else max(counts, default=0)
     if count == proposal.tokens.shape[1]:

@@ -105,7 +105,7 @@ class Stopping:
                     self._stop(row, asked)
 
     def _num_known(self) -> int:
-        """For how many new tokens it is known what stands there in every row, up to the end of the last one."""
+        """How many new tokens every row has, where a row that has ended counts as long as the longest."""
         lengths = [len(text) for text in self._texts]
         growing = [length for length, ended in zip(lengths, self._ended, strict=True) if not ended]
         return min(growing, default=max(lengths))

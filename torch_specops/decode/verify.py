@@ -85,7 +85,7 @@ def log_probabilities(target_logits: Tensor, tokens: Tensor, sampling: SamplingT
     """[B, n] float32, the log-probability of each token under its row of logits; of a token -1 anything.
 
     Args:
-        target_logits: [B, n, V]; those that "processed" is of are after the processors.
+        target_logits: [B, n, V]; for "processed", after the processors.
         tokens: [B, n] int64.
         sampling: temperature and filters of each row.
         logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.

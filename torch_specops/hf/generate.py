@@ -140,7 +140,7 @@ def custom_generate(
         max_new_tokens=max(stops.max_length - input_ids.shape[1], 1),
         sampling=sampling,
         seed=seed,
-        # transformers minds no eos that the model cannot emit.
+        # transformers ignores an eos that the model cannot emit.
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,

@@ -34,7 +34,7 @@ from transformers.generation.logits_process import WhisperNoSpeechDetection
 from ..processors import Processors
 from ..sampling import ALWAYS, Bias, SamplingParams, SamplingTensors
 
-__all__ = ["DoorSampling", "read_processors"]
+__all__ = ["ProcessorSampling", "read_processors"]
 
 # The order in which `SamplingParams` applies them. What only excludes tokens commutes with the penalties before it.
 _ORDER: dict[type, int] = {
@@ -66,7 +66,7 @@ PADDING_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class DoorSampling(SamplingParams):
+class ProcessorSampling(SamplingParams):
     """`SamplingParams` that mean what a list of transformers' processors means.
 
     Args:
@@ -119,7 +119,7 @@ def read_processors(
     do_sample: bool,
     vocab_size: int,
     pad_token_id: int,
-) -> DoorSampling:
+) -> ProcessorSampling:
     """The last processors as temperature, filters and the rest of `SamplingParams`; if one before them has no
     counterpart, all up to it are called as they are.
 
@@ -144,7 +144,7 @@ def read_processors(
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0.0
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return DoorSampling(
+    return ProcessorSampling(
         **values,
         input_ids=input_ids.cpu(),
         num_padding=(mask.cumsum(1) == 0).sum(1).cpu(),
@@ -156,7 +156,7 @@ def read_processors(
 def _understood(
     processors: list[LogitsProcessor], prompt_width: int, vocab_size: int, only_warpers: bool
 ) -> dict[str, Any] | None:
-    """The fields of `DoorSampling` for them; None if there are none."""
+    """The fields of `ProcessorSampling` for them; None if there are none."""
     values: dict[str, Any] = {}
     biases: list[Bias] = []
     last = _FIRST_WARPER if only_warpers else 0
@@ -167,7 +167,7 @@ def _understood(
         if order < last or own is None or own_biases is None or own.keys() & values.keys():
             return None
         values |= own
-        # transformers minds no token that the model cannot emit, but for a bias.
+        # transformers ignores tokens that the model cannot emit, but in a bias.
         is_bias = isinstance(processor, SequenceBiasLogitsProcessor)
         biases += [bias for bias in own_biases if is_bias or 0 <= bias.tokens[0] < vocab_size]
         last = order

@@ -42,28 +42,30 @@ class Stops:
 
 
 def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> Stops:
-    """What they say of rows; `predictions` has the scores that a criterion may look at.
+    """Sort the criteria; `predictions` has the scores that a criterion may look at.
 
     Raises:
         ValueError: no length.
     """
     lengths: list[int] = []
-    stops = Stops(0, [], [], [])
+    eos_token_ids: list[int] = []
+    row_rules: list[RowRule] = []
+    batch_rules: list[BatchRule] = []
     for criterion in criteria:
         # Not isinstance: a subclass may do anything.
         if type(criterion) is MaxLengthCriteria:
             lengths.append(criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
-            stops.eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+            eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
         elif type(criterion) is StopStringCriteria:
-            stops.row_rules.append(functools.partial(_ends_with_stop_string, criterion))
+            row_rules.append(functools.partial(_ends_with_stop_string, criterion))
         elif type(criterion) is MaxTimeCriteria:
-            stops.row_rules.append(functools.partial(_is_out_of_time, criterion))
+            row_rules.append(functools.partial(_is_out_of_time, criterion))
         else:
-            stops.batch_rules.append(functools.partial(_ask, criterion, predictions))
+            batch_rules.append(functools.partial(_ask, criterion, predictions))
     if not lengths:
         raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
-    return Stops(min(lengths), stops.eos_token_ids, stops.row_rules, stops.batch_rules)
+    return Stops(min(lengths), eos_token_ids, row_rules, batch_rules)
 
 
 # The criterion keeps a tensor in a cache of transformers, where others find it.
