@@ -51,10 +51,10 @@ def stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     temperature = load_temperature(temperature_ptr, row)
-    inverse_t = inverse_temperature(temperature_ptr, temperature)
     row_ptr = logits_ptr + row * stride_n
     lead = row_lead(row_ptr, stride_v)
     x = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, TILE)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
     if temperature == 0:
         tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
     else:
@@ -80,6 +80,8 @@ def draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = load_temperature(temperature_ptr, row)
+    # Loaded early: nothing is moved over a reduction's barriers.
+    uniform = tl.load(uniforms_ptr + row)
     tile_max, sum_or_token = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
     if temperature == 0:
         token = tl.max(combine_argmax(tile_max, sum_or_token), 0)
@@ -91,7 +93,7 @@ def draw_kernel(
         shift = tl.maximum(row_max, -FLOAT32_MAX)
         weight = reciprocal(row_sum)
         mass = tl.max(sum_or_token * exponential(tile_max - shift) * weight, 0)
-        tile, threshold = pick_tile(mass, tl.load(uniforms_ptr + row))
+        tile, threshold = pick_tile(mass, uniform)
         row_ptr = logits_ptr + row * stride_n
         lead = row_lead(row_ptr, stride_v)
         inverse_t = inverse_temperature(temperature_ptr, temperature)
