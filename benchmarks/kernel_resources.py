@@ -40,12 +40,9 @@ TARGETS = {
 }
 KERNELS = {
     "verify_exact.stats": exact.stats_kernel,
-    "verify_exact.residual": exact.residual_kernel,
     "verify_exact.draw": exact.draw_kernel,
-    "verify_block.ratio": block.ratio_kernel,
     "verify_block.reach": block.reach_kernel,
-    "verify_block.residual": block.residual_kernel,
-    "verify_block.decide": block.decide_kernel,
+    "verify_block.draw": block.draw_kernel,
     "verify_sigmoid.score": sigmoid.score_kernel,
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,
@@ -85,6 +82,7 @@ TYPES = {
     "ratio_ptr": "*fp64",
     "reach_ptr": "*fp64",
     "top_ptr": "*i32",
+    "count_ptr": "*i32",
     "top_k_ptr": "*i64",
     "search_ptr": "*fp64",
     "previous_search_ptr": "*fp64",

@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
-    limits = {"verify_exact": 3, "verify_block": 6, "verify_sigmoid": 2, "sample": 2}
+    limits = {"verify_exact": 2, "verify_block": 3, "verify_sigmoid": 2, "sample": 2}
     for op, limit in limits.items():
         for option in ("", "temperature", "draft_lse", "one-hot") if op in OPS[:2] else ("", "temperature"):
             launched.clear()
@@ -136,7 +136,7 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(
             given["draft_logits"] = given["draft_logits"].to(dtypes[1])
         torch_specops.verify_exact(**given)
     names = [name for name, _, _ in launched]
-    assert names[searches:] == ["stats_kernel", "residual_kernel", "draw_kernel"]
+    assert names[searches:] == ["stats_kernel", "draw_kernel"]
     assert set(names[:searches]) == {"narrow_kernel", "finish_kernel"}
     searched = sum(math.prod(grid) for name, grid, _ in launched if name == "finish_kernel")
     assert searched == BATCH * (NUM_DRAFTS + 1 + (NUM_DRAFTS if option != "one-hot" else 0))

@@ -298,3 +298,15 @@ def pick_token(weight, v, threshold):
     above = (tl.cumsum(weight, 0) > threshold) & (weight > 0)
     last = tl.max(tl.where(weight > 0, v, -1), 0)
     return tl.minimum(tl.min(tl.where(above, v, INT32_MAX), 0), last)
+
+
+@triton.jit
+def arrives_last(count_ptr, num_programs):
+    """Whether the other programs of a group have come here before, and what they stored can be loaded. Each counts
+    itself; the count is 0 before the first and behind the last. For numbers, which the thread that counts stores."""
+    # The barrier is for its fellow threads. The atomic is a fence on both sides, and a barrier follows it.
+    tl.debug_barrier()
+    last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if last:
+        tl.store(count_ptr, 0)
+    return last

@@ -15,17 +15,16 @@ Bytes per sequence, with s_p and s_q bytes a logit and C rows left, 0 <= C <= K:
 and one tile of a row pair once more. With filters, the search for the bounds of all rows comes first. As in
 `verify_exact`, rows behind a padded draft, draft rows of greedy sequences and sequences without a lawful temperature
 are not read. Nothing of size [.., V] is written. The scratch is 8 bytes per (row, tile) of the rows that are read
-first, 8 per (draft, tile) and (sequence, tile), and 32 per draft.
+first, 8 per (draft, tile), 32 per draft and 4 per sequence.
 
-Six launches. Each program writes its own part of the output, so there are no races, atomics or counters. For K = 0
-the op is `verify_exact`, and so are its launches.
+Three launches. Each program writes its own part of the scratch and adds up in a fixed order, so results repeat bit for
+bit. For K = 0 the op is `verify_exact`, and so are its launches.
 1. `stats_kernel` of `verify_exact`, one program per (row, tile).
-2. `ratio_kernel`, one program per draft: combines the partials of its two rows, p / q of its token.
-3. `reach_kernel`, one program per sequence: P_i, and which rows are left; n, if none is.
-4. `residual_kernel`, one program per (draft, tile): sums the residual weights of its tile, if its row is left.
-5. `decide_kernel`, one program per sequence: n, and what the next kernel needs of row n.
-6. `draw_kernel` of `verify_exact`, one program per sequence: picks the tile that s falls into, rescans it, writes the
-   output row.
+2. `reach_kernel`, one program per draft: combines the partials of its two rows, p / q of its token. The last program of
+   a sequence finds P_i, and which rows are left; n, if none is.
+3. `draw_kernel`, one program per (sequence, few tiles), and per draft where programs are few: sums the residual weights
+   of its tiles in the rows that are left. The last program of a sequence finds n, picks the tile that s falls into,
+   rescans it, and writes the output row.
 """
 
 import torch
@@ -36,22 +35,21 @@ from torch import Tensor
 from ...arguments import VerifyArguments
 from .. import launch
 from ..rows import (
+    arrives_last,
     exponential,
     inverse_temperature,
     load_partials,
     load_scaled,
-    load_scaled_beside,
     load_temperature,
     reciprocal,
     row_argmax,
     row_lead,
     row_stats,
     store_pair,
-    tile_tokens,
 )
-from .accept import MAX_PARTIALS, count_valid, load_token_logits
-from .exact import draw_kernel, exact_values, run_stats, verify_exact
-from .residual import draft_row_stats, load_state, residual_weights, store_state
+from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_output
+from .exact import exact_values, run_stats, verify_exact
+from .residual import draft_row_stats, draw_token, subtract_draft
 
 # exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)
@@ -64,11 +62,18 @@ def compose(scale, cap, next_scale, next_cap):
     return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
 
 
+@triton.jit
+def load_state(state_ptr):
+    """p_shift, p_weight, q_shift, q_weight of a pair of rows."""
+    return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+
+
 @launch.jit
-def ratio_kernel(
+def reach_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]; None: drafts are one-hot
     draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
@@ -76,6 +81,9 @@ def ratio_kernel(
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     state_ptr,  # [B, K, 4]
     ratio_ptr,  # [B, K] float64 p / q of draft i; -1 where the block ends before it, or a greedy sequence rejects it
+    reach_ptr,  # [B, K] float64 P_i where the block may end before draft i, else -1
+    count_ptr,  # [B] programs that have stored their ratio
+    num_accepted_ptr,  # [B]; -1 where the residuals are to decide
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -139,54 +147,49 @@ def ratio_kernel(
             exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_EXPONENT), 0.0)
             value = tl.where(has_ratio, tl.exp(exponent) * sums, 0.0)
             ratio = tl.where(p_sum > 0, value, ratio)
-            store_state(state_ptr + row * 4, p_max, reciprocal(p_sum), q_max, reciprocal(q_sum))
+            store_pair(state_ptr + row * 4, p_max, reciprocal(p_sum))
+            store_pair(state_ptr + row * 4 + 2, q_max, reciprocal(q_sum))
     tl.store(ratio_ptr + row, ratio)
 
+    if arrives_last(count_ptr + b, num_drafts):
+        k = tl.arange(0, BLOCK_K)
+        ratios = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
+        # The length of the block, or what a greedy sequence accepts.
+        n = tl.min(tl.where(ratios >= 0, BLOCK_K, k), 0)
+        one = tl.full((BLOCK_K,), 1.0, tl.float64)
+        scale, cap = tl.associative_scan((tl.maximum(ratios, 0.0), one), 0, compose)
 
-@launch.jit
-def reach_kernel(
-    accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B] or None
-    ratio_ptr,  # [B, K] float64
-    reach_ptr,  # [B, K] float64 P_i where the block may end before draft i, else -1
-    num_accepted_ptr,  # [B]; -1 where the residuals are to decide
-    num_drafts,
-    BLOCK_K: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    temperature = load_temperature(temperature_ptr, b)
-    k = tl.arange(0, BLOCK_K)
-    ratio = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
-    # The length of the block, or what a greedy sequence accepts.
-    n = tl.min(tl.where(ratio >= 0, BLOCK_K, k), 0)
-    one = tl.full((BLOCK_K,), 1.0, tl.float64)
-    scale, cap = tl.associative_scan((tl.maximum(ratio, 0.0), one), 0, compose)
-
-    # Lane k has what concerns the end of the block behind draft k, that is before draft k + 1.
-    reach = tl.minimum(scale, cap)
-    u = tl.load(accept_uniforms_ptr + b * num_drafts + k, mask=k < n, other=0.0)
-    passed = (k < n) & (reach > 0) & (u.to(tl.float64) < reach)
-    last_certain = tl.max(tl.where((k + 1 < n) & (reach == 1), k + 1, 0), 0)
-    end = tl.max(tl.where(passed, k + 1, 0), 0)
-    open = (end < n) & (temperature > 0)
-    candidate = open & (passed | (k + 1 == last_certain)) & (k + 1 < n) & (k + 1 >= last_certain)
-    reach_ptr += b * num_drafts
-    tl.store(reach_ptr + k + 1, tl.where(candidate, reach, -1.0), mask=k + 1 < num_drafts)
-    tl.store(reach_ptr, tl.where(open & (last_certain == 0), 1.0, -1.0))
-    tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
+        # Lane k has what concerns the end of the block behind draft k, that is before draft k + 1.
+        reach = tl.minimum(scale, cap)
+        u = tl.load(accept_uniforms_ptr + b * num_drafts + k, mask=k < n, other=0.0)
+        passed = (k < n) & (reach > 0) & (u.to(tl.float64) < reach)
+        last_certain = tl.max(tl.where((k + 1 < n) & (reach == 1), k + 1, 0), 0)
+        end = tl.max(tl.where(passed, k + 1, 0), 0)
+        open = (end < n) & (temperature > 0)
+        candidate = open & (passed | (k + 1 == last_certain)) & (k + 1 < n) & (k + 1 >= last_certain)
+        reach_ptr += b * num_drafts
+        tl.store(reach_ptr + k + 1, tl.where(candidate, reach, -1.0), mask=k + 1 < num_drafts)
+        tl.store(reach_ptr, tl.where(open & (last_certain == 0), 1.0, -1.0))
+        tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
 
 
 @launch.jit
-def residual_kernel(
+def draw_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]; None: drafts are one-hot
     draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # the same or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
     mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
+    count_ptr,  # [B] programs that have summed their part of the residuals
+    num_accepted_ptr,  # [B]
+    output_tokens_ptr,  # [B, K+1]
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -196,86 +199,115 @@ def residual_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    tiles_per_program,
+    rows_per_sequence,
     num_bounds,
     TILE: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    i = tl.program_id(2).to(tl.int64)
-    row = b * num_drafts + i
-    reach = tl.load(reach_ptr + row)
-    if reach > 0:
-        inverse_t = inverse_temperature(temperature_ptr, load_temperature(temperature_ptr, b))
-        p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
-        p_weight = p_weight * reach.to(tl.float32)
-        bounds_row = b * num_bounds + i
-        row_ptr = target_ptr + b * stride_target_b + i * stride_target_k
-        lead = row_lead(row_ptr, stride_target_v)
-        z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
-        weight = exponential(z_p - p_shift) * p_weight
-        if draft_ptr is None:
-            x = tl.load(draft_tokens_ptr + row).to(tl.int32)
-            weight, differs = tl.where(tile_tokens(lead, tile, TILE) == x, 0.0, weight), 1.0
-        else:
-            q_row_ptr = draft_ptr + (b * stride_draft_b + i * stride_draft_k)
-            q_bounds = bounds_row + num_drafts + 1
-            z_q = load_scaled_beside(
-                q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
-            )
-            weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
-        store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
-
-
-@launch.jit
-def decide_kernel(
-    accept_uniforms_ptr,  # [B, K]
-    temperature_ptr,  # [B] or None
-    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
-    reach_ptr,  # [B, K] float64
-    state_ptr,  # [B, K, 4]
-    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
-    row_state_ptr,  # [B, 4] the state of row n, with P p_n in the place of p_n
-    row_mass_ptr,  # [B, num_tiles, 2] the masses of row n; zero where the next token is drawn from p_n
-    num_accepted_ptr,  # [B]
-    num_drafts,
-    num_tiles,
-    rows_per_sequence,
+    BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
+    first_draft = b * num_drafts
+    tokens_ptr = draft_tokens_ptr + first_draft
     temperature = load_temperature(temperature_ptr, b)
-    if temperature > 0:
-        n = tl.load(num_accepted_ptr + b)
-        tile = tl.arange(0, BLOCK_T)
-        is_tile = tile < num_tiles
-        chosen_ptr = row_mass_ptr + (b * num_tiles + tile) * 2
-        if n < 0:
-            for start in range(0, num_drafts, WALK):
-                i = (start + tl.arange(0, WALK)).to(tl.int64)
-                reach = tl.load(reach_ptr + b * num_drafts + i, mask=i < num_drafts, other=-1.0)
-                candidate = reach > 0
-                mass, differs = load_partials(mass_ptr, b * num_drafts + i, num_tiles, candidate, BLOCK_T)
-                total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
-                total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
-                u_ptr = accept_uniforms_ptr + b * num_drafts + i - 1
-                u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
-                # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
-                accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
-                n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
-            tl.store(num_accepted_ptr + b, n)
-            row = b * num_drafts + n
-            source_ptr = mass_ptr + (row * num_tiles + tile) * 2
-            for part in tl.static_range(2):
-                tl.store(chosen_ptr + part, tl.load(source_ptr + part, mask=is_tile), mask=is_tile)
-            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
-            p_weight = p_weight * tl.load(reach_ptr + row).to(tl.float32)
-            store_state(row_state_ptr + b * 4, p_shift, p_weight, q_shift, q_weight)
-        else:
-            p_shift, p_sum = row_stats(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
-            for part in tl.static_range(2):
-                tl.store(chosen_ptr + part, tl.zeros((BLOCK_T,), tl.float32), mask=is_tile)
-            store_state(row_state_ptr + b * 4, p_shift, reciprocal(p_sum), 0.0, 0.0)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    n = tl.load(num_accepted_ptr + b)
+    undecided = n < 0
+
+    if undecided:
+        for draft in tl.range(tl.program_id(2), num_drafts, tl.num_programs(2)):
+            i = tl.cast(draft, tl.int64)
+            row = first_draft + i
+            reach = tl.load(reach_ptr + row)
+            if reach > 0:
+                p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
+                p_weight = p_weight * reach.to(tl.float32)
+                bounds_row = b * num_bounds + i
+                row_ptr = target_ptr + (b * stride_target_b + i * stride_target_k)
+                lead = row_lead(row_ptr, stride_target_v)
+                for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
+                    z_p = load_scaled(
+                        row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
+                    )
+                    weight, differs = subtract_draft(
+                        exponential(z_p - p_shift) * p_weight,
+                        z_p,
+                        lead,
+                        tile,
+                        tokens_ptr + i,
+                        draft_ptr,
+                        b * stride_draft_b + i * stride_draft_k,
+                        stride_draft_v,
+                        vocab_size,
+                        inverse_t,
+                        draft_bounds_ptr,
+                        bounds_row + num_drafts + 1,
+                        q_shift,
+                        q_weight,
+                        TILE,
+                    )
+                    store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
+
+    if arrives_last(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
+        next_token = -1
+        if temperature == 0:
+            next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+        if temperature > 0:
+            if undecided:
+                for start in range(0, num_drafts, WALK):
+                    i = (start + tl.arange(0, WALK)).to(tl.int64)
+                    reach = tl.load(reach_ptr + first_draft + i, mask=i < num_drafts, other=-1.0)
+                    candidate = reach > 0
+                    mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
+                    total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
+                    total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
+                    u_ptr = accept_uniforms_ptr + first_draft + i - 1
+                    u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
+                    # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
+                    accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
+                    n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
+                row = first_draft + n
+                p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
+                p_weight = p_weight * tl.load(reach_ptr + row).to(tl.float32)
+            else:
+                p_shift, p_sum = row_stats(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+                p_weight = reciprocal(p_sum)
+                q_shift, q_weight = 0.0, 0.0
+            next_token = draw_token(
+                tl.load(sample_uniforms_ptr + b),
+                b,
+                n,
+                mass_ptr + (first_draft + n) * num_tiles * 2,
+                undecided,
+                partial_ptr,
+                target_ptr,
+                stride_target_b,
+                stride_target_k,
+                stride_target_v,
+                bounds_ptr,
+                tokens_ptr,
+                draft_ptr,
+                stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                draft_bounds_ptr,
+                num_drafts,
+                vocab_size,
+                num_tiles,
+                rows_per_sequence,
+                num_bounds,
+                inverse_t,
+                p_shift,
+                p_weight,
+                q_shift,
+                q_weight,
+                TILE,
+                BLOCK_T,
+            )
+        tl.store(num_accepted_ptr + b, n)
+        store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 
 def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
@@ -290,21 +322,18 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
 
     values = exact_values(given, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
-    row_state, row_mass = scratch(4), scratch(num_tiles, 2)
+    # Few programs take one row pair each, many walk over those of a sequence.
+    parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
+    tiles_per_program = launch.tiles_per_program(batch * num_tiles * parallel_rows)
     values |= {
         "ratio_ptr": scratch(num_drafts, dtype=torch.float64),
         "reach_ptr": scratch(num_drafts, dtype=torch.float64),
         "state_ptr": scratch(num_drafts, 4),
         "mass_ptr": scratch(num_drafts, num_tiles, 2),
-        "row_state_ptr": row_state,
-        "row_mass_ptr": row_mass,
+        "tiles_per_program": tiles_per_program,
     }
-    # The small kernels hold partials, not logits.
-    few_warps = launch.num_warps(MAX_PARTIALS)
     run_stats(given, values)
-    launch.run(ratio_kernel, (batch, num_drafts), values, few_warps)
-    launch.run(reach_kernel, (batch,), values, few_warps)
-    launch.run(residual_kernel, (batch, num_tiles, num_drafts), values, num_warps)
-    launch.run(decide_kernel, (batch,), values, few_warps)
-    launch.run(draw_kernel, (batch,), values | {"state_ptr": row_state, "mass_ptr": row_mass}, num_warps)
+    # It holds partials, not logits.
+    launch.run(reach_kernel, (batch, num_drafts), values, launch.num_warps(MAX_PARTIALS))
+    launch.run(draw_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program), parallel_rows), values, num_warps)
     return values["output_tokens_ptr"], values["num_accepted_ptr"]

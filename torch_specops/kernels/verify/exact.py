@@ -10,17 +10,18 @@ Bytes per sequence, with s_p and s_q bytes a logit:
     one-hot drafts      V * (K + 1) * s_p
 and the row pair of the rejection once more (in L2). Rows behind a padded draft, draft rows of greedy sequences and
 sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch is 8 bytes per
-(row, tile) and per (sequence, tile).
+(row, tile) and per (sequence, tile), and 4 per sequence.
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
 bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
 draft's rows have none, and the search does not read them.
 
-Three launches. Each program writes its own part of the output, so there are no races, atomics or counters.
+Two launches. Each program writes its own part of the scratch and adds up in a fixed order, so results repeat bit for
+bit.
 1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
-2. `residual_kernel`, one program per (sequence, tile): combines the partials, walks the drafts
-   to n (every program of a sequence computes the same n in the same order), and sums its tile's residual weights.
-3. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
+2. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
+   a sequence computes the same n in the same order), and sums its tiles' residual weights. The last program of a
+   sequence picks the tile that s falls into, rescans it, and writes the output row.
 """
 
 import math
@@ -35,19 +36,16 @@ from ...arguments import VerifyArguments
 from .. import launch
 from ..filter import filter_bounds
 from ..rows import (
-    combine_argmax,
+    arrives_last,
     combine_stats,
     exponential,
     inverse_temperature,
     load_kept,
     load_partials,
-    load_row_partials,
     load_scaled,
-    load_scaled_beside,
     load_temperature,
-    pick_tile,
-    pick_token,
     reciprocal,
+    row_argmax,
     row_lead,
     row_stats,
     scale,
@@ -66,7 +64,7 @@ from .accept import (
     store_output,
     token_weights,
 )
-from .residual import draft_row_stats, draft_stats, load_state, residual_weights, store_state
+from .residual import draft_row_stats, draft_stats, draw_token, subtract_draft
 
 
 @launch.jit
@@ -78,6 +76,7 @@ def stats_kernel(
     bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
     draft_bounds_ptr,  # the same if the draft rows are filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
+    count_ptr,  # [B] zeroed
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -95,6 +94,7 @@ def stats_kernel(
     b = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     r = tl.program_id(2)
+    tl.store(count_ptr + b, 0, mask=(tile == 0) & (r == 0))
     partial_ptr += ((b * rows_per_sequence + r) * num_tiles + tile) * 2
     bounds_row = b * num_bounds + r
     temperature = load_temperature(temperature_ptr, b)
@@ -120,20 +120,91 @@ def stats_kernel(
             store_pair(partial_ptr, tile_max, tile_sum)
 
 
+@triton.jit
+def accept_drafts(
+    i,
+    live,
+    b,
+    tokens_ptr,
+    target_ptr,
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    bounds_ptr,
+    draft_ptr,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    draft_bounds_ptr,
+    accept_uniforms_ptr,
+    draft_lse_ptr,
+    partial_ptr,
+    num_drafts,
+    num_tiles,
+    rows_per_sequence,
+    num_bounds,
+    temperature,
+    inverse_t,
+    lenience,
+    argmax_gap,
+    BLOCK_T: tl.constexpr,
+):
+    """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
+    x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+    target_row = b * rows_per_sequence + i
+    bounds_row = b * num_bounds + i
+    target_ptr += b * stride_target_b
+    tile_max, sum_or_token = load_partials(partial_ptr, target_row, num_tiles, live, BLOCK_T)
+    if temperature == 0:
+        z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
+        accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
+    else:
+        p_max, p_sum = combine_stats(tile_max, sum_or_token)
+        z_p = load_token_logits(
+            target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+        )
+        p_x = token_weights(z_p, p_max, p_sum)
+        if draft_ptr is None:
+            q_x = tl.full(i.shape, 1.0, tl.float64)
+            q_sum = tl.full(i.shape, 1.0, tl.float32)
+        else:
+            draft_row = target_row + num_drafts + 1
+            q_max, q_sum = draft_stats(
+                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
+            )
+            z_q = load_token_logits(
+                draft_ptr + b * stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                i,
+                x,
+                live,
+                inverse_t,
+                draft_bounds_ptr,
+                bounds_row + num_drafts + 1,
+            )
+            q_x = token_weights(z_q, q_max, q_sum)
+        u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
+        accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
+    return accepted
+
+
 @launch.jit
-def residual_kernel(
+def draw_kernel(
     target_ptr,  # [B, K+1, V]
     draft_ptr,  # [B, K, V]; None: drafts are one-hot
     draft_tokens_ptr,  # [B, K]
     accept_uniforms_ptr,  # [B, K]
+    sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # the same or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
-    state_ptr,  # [B, 4]
+    count_ptr,  # [B] programs that have summed their part of the residual
     num_accepted_ptr,  # [B]
+    output_tokens_ptr,  # [B, K+1]
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -155,12 +226,10 @@ def residual_kernel(
 ):
     b = tl.program_id(0).to(tl.int64)
     first_tile = tl.program_id(1) * tiles_per_program
-    first_row = b * rows_per_sequence
     # Inductor passes a Python float as float64, a launch as float32.
     lenience = tl.cast(lenience, tl.float32)
     if argmax_gap is not None:
         argmax_gap = tl.cast(argmax_gap, tl.float32)
-    target_ptr += b * stride_target_b
     tokens_ptr = draft_tokens_ptr + b * num_drafts
     num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     temperature = load_temperature(temperature_ptr, b)
@@ -169,159 +238,123 @@ def residual_kernel(
     # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
     # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
     # out of it made `ptxas` spill.
-    n = 0
+    n = tl.zeros((), tl.int64)
     walking = (num_valid > 0) & (temperature >= 0)
     for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
         i = (start + tl.arange(0, WALK)).to(tl.int64)
-        live = walking & (i < num_valid)
-        x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
-        tile_max, sum_or_token = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-        if temperature == 0:
-            z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
-            accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
-        else:
-            p_max, p_sum = combine_stats(tile_max, sum_or_token)
-            bounds_row = b * num_bounds + i
-            z_p = load_token_logits(
-                target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
-            )
-            p_x = token_weights(z_p, p_max, p_sum)
-            if draft_ptr is None:
-                q_x = tl.full((WALK,), 1.0, tl.float64)
-                q_sum = tl.full((WALK,), 1.0, tl.float32)
-            else:
-                draft_row = num_drafts + 1 + i
-                bounds_row = b * num_bounds + draft_row
-                q_max, q_sum = draft_stats(
-                    partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
-                )
-                draft_sequence_ptr = draft_ptr + b * stride_draft_b
-                z_q = load_token_logits(
-                    draft_sequence_ptr,
-                    stride_draft_k,
-                    stride_draft_v,
-                    i,
-                    x,
-                    live,
-                    inverse_t,
-                    draft_bounds_ptr,
-                    bounds_row,
-                )
-                q_x = token_weights(z_q, q_max, q_sum)
-            u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
-            accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
+        accepted = accept_drafts(
+            i,
+            walking & (i < num_valid),
+            b,
+            tokens_ptr,
+            target_ptr,
+            stride_target_b,
+            stride_target_k,
+            stride_target_v,
+            bounds_ptr,
+            draft_ptr,
+            stride_draft_b,
+            stride_draft_k,
+            stride_draft_v,
+            draft_bounds_ptr,
+            accept_uniforms_ptr,
+            draft_lse_ptr,
+            partial_ptr,
+            num_drafts,
+            num_tiles,
+            rows_per_sequence,
+            num_bounds,
+            temperature,
+            inverse_t,
+            lenience,
+            argmax_gap,
+            BLOCK_T,
+        )
         run = leading(accepted)
         n += run
         walking = walking & (run == WALK)
 
+    # The residual, after a rejection.
+    mass_ptr += b * num_tiles * 2
+    p_shift, p_weight, q_shift, q_weight = 0.0, 0.0, 0.0, 0.0
     if temperature > 0:
-        p_shift, p_sum = row_stats(partial_ptr, first_row + n, num_tiles, BLOCK_T)
+        target_row = b * rows_per_sequence + n
+        p_shift, p_sum = row_stats(partial_ptr, target_row, num_tiles, BLOCK_T)
         p_weight = reciprocal(p_sum)
-        q_shift = 0.0
-        q_weight = 0.0
         if n < num_valid:
-            rejected = n.to(tl.int64)
-            draft_row = num_drafts + 1 + rejected
-            p_bounds, q_bounds = b * num_bounds + rejected, b * num_bounds + draft_row
+            bounds_row = b * num_bounds + n
+            draft_row = num_drafts + 1
             if draft_ptr is not None:
                 q_shift, q_sum = draft_row_stats(
-                    partial_ptr, first_row + draft_row, draft_lse_ptr, b * num_drafts + rejected, num_tiles, BLOCK_T
+                    partial_ptr, target_row + draft_row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T
                 )
                 q_weight = reciprocal(q_sum)
-            row_ptr = target_ptr + rejected * stride_target_k
+            row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
             lead = row_lead(row_ptr, stride_target_v)
             for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
                 z_p = load_scaled(
-                    row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, p_bounds, TILE
+                    row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
                 )
-                weight = exponential(z_p - p_shift) * p_weight
-                if draft_ptr is None:
-                    token = tl.load(tokens_ptr + rejected).to(tl.int32)
-                    weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight), 1.0
-                else:
-                    q_row_ptr = draft_ptr + (b * stride_draft_b + rejected * stride_draft_k)
-                    z_q = load_scaled_beside(
-                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
-                    )
-                    weight, differs = residual_weights(weight, z_p, z_q, q_shift, q_weight)
-                store_pair(mass_ptr + (b * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
-        if first_tile == 0:
-            store_state(state_ptr + b * 4, p_shift, p_weight, q_shift, q_weight)
+                weight, differs = subtract_draft(
+                    exponential(z_p - p_shift) * p_weight,
+                    z_p,
+                    lead,
+                    tile,
+                    tokens_ptr + n,
+                    draft_ptr,
+                    b * stride_draft_b + n * stride_draft_k,
+                    stride_draft_v,
+                    vocab_size,
+                    inverse_t,
+                    draft_bounds_ptr,
+                    bounds_row + draft_row,
+                    q_shift,
+                    q_weight,
+                    TILE,
+                )
+                store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
+
     if first_tile == 0:
-        tl.store(num_accepted_ptr + b, n.to(tl.int64))
-
-
-@launch.jit
-def draw_kernel(
-    target_ptr,  # [B, K+1, V]
-    draft_ptr,  # [B, K, V]; None: drafts are one-hot
-    draft_tokens_ptr,  # [B, K]
-    sample_uniforms_ptr,  # [B]
-    temperature_ptr,  # [B] or None
-    bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
-    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
-    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
-    state_ptr,  # [B, 4]
-    num_accepted_ptr,  # [B]
-    output_tokens_ptr,  # [B, K+1]
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    rows_per_sequence,
-    num_bounds,
-    TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    tokens_ptr = draft_tokens_ptr + b * num_drafts
-    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
-    n = tl.load(num_accepted_ptr + b)
-    temperature = load_temperature(temperature_ptr, b)
-
-    next_token = -1
-    if temperature >= 0:
-        tile_max, sum_or_token = load_row_partials(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+        tl.store(num_accepted_ptr + b, n)
+    if arrives_last(count_ptr + b, tl.num_programs(1)):
+        # The n of before; as it is loaded, no address that follows from it takes a register until here.
+        n = tl.load(num_accepted_ptr + b)
+        next_token = -1
         if temperature == 0:
-            next_token = tl.max(combine_argmax(tile_max, sum_or_token), 0)
-        else:
-            inverse_t = inverse_temperature(temperature_ptr, temperature)
-            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + b * 4)
-            s = tl.load(sample_uniforms_ptr + b)
-            index = tl.arange(0, BLOCK_T)
-            weighed = (index < num_tiles) & (n < num_valid)
-            residual = tl.load(mass_ptr + (b * num_tiles + index) * 2, mask=weighed, other=0.0)
-            differs = tl.load(mass_ptr + (b * num_tiles + index) * 2 + 1, mask=weighed, other=0.0)
-            # The residual after a rejection; p for the bonus, after padding and for an empty residual.
-            has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
-            p_mass = tl.max(sum_or_token * exponential(tile_max - p_shift) * p_weight, 0)
-            tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), s)
-
-            row_ptr = target_ptr + b * stride_target_b + n * stride_target_k
-            lead = row_lead(row_ptr, stride_target_v)
-            bounds_row = b * num_bounds + n
-            z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
-            weight = exponential(z_p - p_shift) * p_weight
-            if has_residual:
-                if draft_ptr is None:
-                    token = tl.load(tokens_ptr + n).to(tl.int32)
-                    weight = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, weight)
-                else:
-                    q_row_ptr = draft_ptr + (b * stride_draft_b + n * stride_draft_k)
-                    q_bounds = bounds_row + num_drafts + 1
-                    z_q = load_scaled_beside(
-                        q_row_ptr, stride_draft_v, lead, vocab_size, tile, inverse_t, draft_bounds_ptr, q_bounds, TILE
-                    )
-                    weight, _ = residual_weights(weight, z_p, z_q, q_shift, q_weight)
-            next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
-    store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
+            next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+        if temperature > 0:
+            next_token = draw_token(
+                tl.load(sample_uniforms_ptr + b),
+                b,
+                n,
+                mass_ptr,
+                n < num_valid,
+                partial_ptr,
+                target_ptr,
+                stride_target_b,
+                stride_target_k,
+                stride_target_v,
+                bounds_ptr,
+                tokens_ptr,
+                draft_ptr,
+                stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                draft_bounds_ptr,
+                num_drafts,
+                vocab_size,
+                num_tiles,
+                rows_per_sequence,
+                num_bounds,
+                inverse_t,
+                p_shift,
+                p_weight,
+                q_shift,
+                q_weight,
+                TILE,
+                BLOCK_T,
+            )
+        store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
 
 
 def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
@@ -340,6 +373,7 @@ def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
         "bounds_ptr": bounds,
         "draft_bounds_ptr": None if filtered_draft is None else bounds,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
+        "count_ptr": torch.empty(batch, dtype=torch.int32, device=target.device),
     }
 
 
@@ -358,12 +392,10 @@ def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
         "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device),
-        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=device),
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
     }
     run_stats(given, values)
-    launch.run(residual_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program)), values, num_warps)
-    launch.run(draw_kernel, (batch,), values, num_warps)
+    launch.run(draw_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program)), values, num_warps)
     return values["output_tokens_ptr"], values["num_accepted_ptr"]

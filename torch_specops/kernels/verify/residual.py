@@ -1,13 +1,25 @@
-"""The draft's rows in `verify_exact` and `verify_block`: their statistics, and the residual max(p - q, 0).
+"""The draft's rows in `verify_exact` and `verify_block`: their statistics, the residual max(p - q, 0), and the draw.
 
-A state is four numbers of a sequence that describe the row pair that the next token is drawn from:
-p(v) = exp(z_p(v) - p_shift) * p_weight, and q likewise.
+Four numbers describe a pair of rows: p(v) = exp(z_p(v) - p_shift) * p_weight, and q likewise.
 """
 
 import triton
 import triton.language as tl
 
-from ..rows import FLOAT32_MAX, combine_stats, exponential, load_partials, row_stats, store_pair
+from ..rows import (
+    FLOAT32_MAX,
+    combine_stats,
+    exponential,
+    load_partials,
+    load_row_partials,
+    load_scaled,
+    load_scaled_beside,
+    pick_tile,
+    pick_token,
+    row_lead,
+    row_stats,
+    tile_tokens,
+)
 
 
 @triton.jit
@@ -39,21 +51,110 @@ def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tile
 
 
 @triton.jit
-def residual_weights(p, z_p, z_q, q_shift, q_weight):
+def subtract_draft(
+    p,
+    z_p,
+    lead,
+    tile,
+    token_ptr,
+    draft_ptr,
+    draft_offset,
+    stride_draft_v,
+    vocab_size,
+    inverse_t,
+    draft_bounds_ptr,
+    draft_bounds_row,
+    q_shift,
+    q_weight,
+    TILE: tl.constexpr,
+):
     """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
     difference of two rounded distributions need not show: their sums may have been taken in another order, or come with
     `draft_lse`."""
-    weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
-    return weight, tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
+    if draft_ptr is None:
+        token = tl.load(token_ptr).to(tl.int32)
+        weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
+    else:
+        z_q = load_scaled_beside(
+            draft_ptr + draft_offset,
+            stride_draft_v,
+            lead,
+            vocab_size,
+            tile,
+            inverse_t,
+            draft_bounds_ptr,
+            draft_bounds_row,
+            TILE,
+        )
+        weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
+        differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
+    return weight, differs
 
 
 @triton.jit
-def load_state(state_ptr):
-    """p_shift, p_weight, q_shift, q_weight."""
-    return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+def draw_token(
+    uniform,
+    b,
+    n,
+    mass_ptr,
+    weighed,
+    partial_ptr,
+    target_ptr,
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    bounds_ptr,
+    tokens_ptr,
+    draft_ptr,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    draft_bounds_ptr,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    rows_per_sequence,
+    num_bounds,
+    inverse_t,
+    p_shift,
+    p_weight,
+    q_shift,
+    q_weight,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The next token, by rows n of sequence b: the tile that the uniform falls into, then the token in it. It is drawn
+    from the residual if its masses were summed (`weighed`) and there are any, else from p."""
+    index = tl.arange(0, BLOCK_T)
+    summed = (index < num_tiles) & weighed
+    residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
+    differs = tl.load(mass_ptr + index * 2 + 1, mask=summed, other=0.0)
+    has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
+    tile_max, tile_sum = load_row_partials(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+    p_mass = tl.max(tile_sum * exponential(tile_max - p_shift) * p_weight, 0)
+    tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), uniform)
 
-
-@triton.jit
-def store_state(state_ptr, p_shift, p_weight, q_shift, q_weight):
-    store_pair(state_ptr, p_shift, p_weight)
-    store_pair(state_ptr + 2, q_shift, q_weight)
+    row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
+    lead = row_lead(row_ptr, stride_target_v)
+    bounds_row = b * num_bounds + n
+    z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
+    weight = exponential(z_p - p_shift) * p_weight
+    if has_residual:
+        weight, _ = subtract_draft(
+            weight,
+            z_p,
+            lead,
+            tile,
+            tokens_ptr + n,
+            draft_ptr,
+            b * stride_draft_b + n * stride_draft_k,
+            stride_draft_v,
+            vocab_size,
+            inverse_t,
+            draft_bounds_ptr,
+            bounds_row + num_drafts + 1,
+            q_shift,
+            q_weight,
+            TILE,
+        )
+    return pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
