@@ -31,6 +31,16 @@ MASK = torch.tensor([[1] * 7, [0] * 6 + [1], [1] * 4 + [0] * 3])
 LIMITS = size("new tokens of three rows")
 NUM_DRAFTS = size("drafts of a loop")
 GREEDY = SamplingParams(temperature=0.0)
+PROCESSED = SamplingParams(
+    temperature=[0.0, 0.8, 0.0],
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.2,
+    no_repeat_ngram_size=2,
+    min_new_tokens=3,
+    logit_bias={5: 4.0},
+    bad_words=[[5, 6]],
+)
 
 
 def decoder(device: str, kind: str, layers: int = 2, **options: object) -> SpeculativeDecoder:
@@ -83,10 +93,22 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_captured_steps_process_logits_as_eager_ones(kind: str) -> None:
+    expected = texts(run(decoder("cpu", kind, compile=False, sampling=PROCESSED)))
+    assert expected != texts(run(decoder("cpu", kind, compile=False)))
+    loop = decoder("cuda", kind, sampling=PROCESSED)
+    # The second batch replays what the first one captured.
+    assert [texts(run(loop)) for _ in range(2)] == [expected, expected]
+    assert loop._runner._graphs
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["lookup", "model", "head"])
 def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
-    """A record is read when its row has another request already. The first filter captures other graphs, once."""
-    settings = [GREEDY, GREEDY, SamplingParams(), SamplingParams(temperature=0.8, top_k=20)]
+    """A record is read when its row has another request already. The first filter captures other graphs, once, and so
+    does the first penalty."""
+    settings = [GREEDY, GREEDY, SamplingParams(), SamplingParams(0.8, top_k=20), SamplingParams(repetition_penalty=1.3)]
     requests = [Request([7, 5, 7], 2 + 2 * row, sampling, seed=row) for row, sampling in enumerate(settings)]
 
     def all_texts(loop: SpeculativeDecoder) -> list[list[int]]:
