@@ -167,7 +167,8 @@ def device_work(call: Call, device: torch.device, warm_up: bool = True) -> tuple
     if warm_up:
         call()
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+    # acc_events: without it torch 2.11 warns.
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
         call()
         synchronize(device)
     if not on_gpu:
@@ -186,7 +187,7 @@ def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
