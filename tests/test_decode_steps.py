@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import GREEDY, LENGTH, decode, expected_rows, limited, new_tokens, steps_of, streamed
+from tiny_loops import GREEDY, LENGTH, Pauses, decode, expected_rows, limited, new_tokens, steps_of, streamed
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny
 from torch import Tensor
 
@@ -130,22 +130,6 @@ def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPat
     runner.compiled, runner._ready = True, {2, 5}
     monkeypatch.undo()
     assert [runner.fewest(*numbers) for numbers in [(5, 0), (5, 2), (5, 3), (8, 6), (1, 0)]] == [2, 2, 5, 8, 1]
-
-
-class Pauses(Schedule):
-    """Three drafts after every two steps without."""
-
-    buckets = (0, 3)
-
-    def first(self) -> int:
-        self._coming = cycle([0, 3, 0])
-        return 0
-
-    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        return next(self._coming)
-
-    def reset(self) -> None:
-        pass
 
 
 def test_a_draft_reads_what_steps_without_drafts_gave() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import DRAFTS, GREEDY, AnyDraft, expected_rows
+from tiny_loops import DRAFTS, GREEDY, AnyDraft, Late, Pauses, expected_rows
 from tiny_models import PROMPTS, PairModel, padded, raised, random_table, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -18,11 +18,10 @@ import torch_specops
 from torch_specops import Completion, Request, SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import loop as loop_module
-from torch_specops.decode.output import RecordReader
 from torch_specops.drafts import HierarchicalDraft, ModelDraft, PromptLookup, SuffixLookup, TokenMap
 from torch_specops.drafts.rows import groups_by_length
 from torch_specops.hf import language_model
-from torch_specops.schedules import Constant, Schedule
+from torch_specops.schedules import Constant
 
 # Greedy and sampled ones, with and without filters, of every length; eos tokens that come, or do not.
 REQUESTS = [
@@ -113,13 +112,6 @@ def test_a_model_that_reads_all_rows_at_once(draft: bool) -> None:
         assert texts(decoder.generate_many(REQUESTS, batch_size=batch_size)) == expected
 
 
-class Late(RecordReader):
-    """Reads one step late, as on CUDA."""
-
-    def pop(self) -> tuple[Tensor, list[int]] | None:
-        return None if len(self._queue) < 2 else super().pop()
-
-
 @pytest.mark.parametrize("draft", ["nothing", "perturbed"])
 def test_a_record_that_is_read_late_is_of_the_row_as_it_was(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that the row has ended, when the row has another request already."""
@@ -201,23 +193,6 @@ def test_a_draft_reads_the_prompts_of_its_rows(make: Any, schedule: str) -> None
     decoder = new_decoder(make(), schedule=Pauses() if schedule == "pauses" else "constant")
     list(decoder.generate_many(REQUESTS, batch_size=3))
     assert decoder.stats.acceptance_rate == 1.0 and decoder.stats.num_accepted > 20
-
-
-class Pauses(Schedule):
-    """Three drafts after every two steps without."""
-
-    buckets = (0, 3)
-
-    def first(self) -> int:
-        self._count = 0
-        return 0
-
-    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        self._count += 1
-        return 3 if self._count % 3 == 2 else 0
-
-    def reset(self) -> None:
-        pass
 
 
 def test_a_draft_that_does_not_read_them_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -134,10 +135,21 @@ class Holes(DraftSource):
 class Late(RecordReader):
     """Gives records one step late, as on CUDA, where the next step is queued already."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._late: list[Tensor] = []
+    def pop(self) -> tuple[Tensor, list[int]] | None:
+        return None if len(self._queue) < 2 else super().pop()
 
-    def pop(self) -> Tensor | None:
-        self._late += [record for record in [super().pop()] if record is not None]
-        return self._late.pop(0) if len(self._late) > 1 else None
+
+class Pauses(Schedule):
+    """Three drafts in every third step, and none in the others."""
+
+    buckets = (0, 3)
+
+    def first(self) -> int:
+        self._coming = cycle([0, 3, 0])
+        return 0
+
+    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
+        return next(self._coming)
+
+    def reset(self) -> None:
+        pass
