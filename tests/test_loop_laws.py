@@ -48,12 +48,8 @@ from torch_specops.sampling import SamplingTensors
     [
         ("nothing", 1, 0.7, "exact", {}),
         ("opposite", 1, 1.0, "exact", {}),
-        ("opposite", 2, 1.5, "exact", {}),
         ("opposite", 3, 0.7, "exact", {}),
-        ("close", 1, 1.5, "exact", {}),
         ("close", 2, 0.7, "exact", {}),
-        ("close", 3, 1.0, "exact", {}),
-        ("prompt lookup", 1, 1.0, "exact", {}),
         ("prompt lookup", 3, 0.7, "exact", {}),
         ("n-gram", 2, 1.0, "exact", {}),
         ("n-gram with counts", 2, 0.7, "exact", {}),
