@@ -157,18 +157,6 @@ class SamplingParams:
         """[batch] float32, one temperature per sequence."""
         return self._per_sequence("temperature", batch, device)
 
-    def top_ks(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """[batch] int64, one top_k per sequence; None if none filters."""
-        return self._if_any("top_k", batch, device)
-
-    def top_ps(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """[batch] float32, one top_p per sequence; None if none filters."""
-        return self._if_any("top_p", batch, device)
-
-    def min_ps(self, batch: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """[batch] float32, one min_p per sequence; None if none filters."""
-        return self._if_any("min_p", batch, device)
-
     def tensors(
         self,
         batch: int,
@@ -189,9 +177,9 @@ class SamplingParams:
             ValueError: values for another number of sequences; tokens outside the vocabulary; no prompt_lengths where
                 they are needed.
         """
-        filters = (self.top_ks(batch, device), self.top_ps(batch, device), self.min_ps(batch, device))
+        filters = {name: self._if_any(name, batch, device) for name in ("top_k", "top_p", "min_p")}
         processors = self._processors(batch, device, prompt_lengths, eos, vocab_size)
-        return SamplingTensors(self.temperatures(batch, device), *filters, processors)
+        return SamplingTensors(self.temperatures(batch, device), **filters, processors=processors)
 
     def _processors(
         self,
