@@ -98,7 +98,7 @@ def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
 def test_prompt_lookup_bad_ngrams() -> None:
     cases = [
         ((3, 0), ValueError, "min_ngram: expected a number >= 1, got 0"),
-        ((1, 2), ValueError, "max_ngram: expected a number >= min_ngram = 2"),
+        ((1, 2), ValueError, "max_ngram: expected a number >= 2"),
     ]
     assert raised(lambda ngrams: PromptLookup(*ngrams), cases) == []
 
@@ -187,7 +187,7 @@ def test_suffix_lookup_in_the_loop() -> None:
 def test_suffix_lookup_bad_arguments() -> None:
     cases = [
         ({"min_ngram": 0}, ValueError, "min_ngram: expected"),
-        ({"max_ngram": 1}, ValueError, "max_ngram: expected a number >= min_ngram = 2"),
+        ({"max_ngram": 1}, ValueError, "max_ngram: expected a number >= 2"),
         ({"min_probability": 1.5}, ValueError, r"min_probability: expected a number in \[0, 1\]"),
         ({"memory": -1}, ValueError, "memory: expected"),
     ]

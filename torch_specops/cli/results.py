@@ -40,7 +40,7 @@ TOTAL = "total"
 
 
 def timed(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """What is finished: of each case the batches that all providers were timed on."""
+    """The finished part: the batches of each case on which all providers were timed."""
     found = []
     for _, group in groupby(measurements, _case):
         rows = list(group)

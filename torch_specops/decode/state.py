@@ -133,5 +133,5 @@ def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, token
 def _corner(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     """The part of a tensor that has the entries of a smaller one."""
     part = tensor[tuple(map(slice, shape))]
-    # These are aligned to the right.
+    # Sequences are aligned to the right.
     return tensor[: shape[0], : shape[1], tensor.shape[2] - shape[2] :] if name == "sequences" else part

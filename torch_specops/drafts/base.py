@@ -241,7 +241,7 @@ AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
 
 
 def missing_members(model: object) -> list[str]:
-    """Those of a `LanguageModel` that an object lacks."""
+    """The attributes and methods of a `LanguageModel` that an object lacks."""
     return [name for name in ("vocab_size", "device", "max_length", "start", "forward") if not hasattr(model, name)]
 
 

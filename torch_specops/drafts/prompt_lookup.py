@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
@@ -39,10 +40,8 @@ class PromptLookup(DraftSource):
     repeat: bool = True
 
     def __post_init__(self) -> None:
-        if self.min_ngram < 1:
-            raise ValueError(f"min_ngram: expected a number >= 1, got {self.min_ngram}")
-        if self.max_ngram < self.min_ngram:
-            raise ValueError(f"max_ngram: expected a number >= min_ngram = {self.min_ngram}, got {self.max_ngram}")
+        checks.check_int("min_ngram", self.min_ngram, 1)
+        checks.check_int("max_ngram", self.max_ngram, self.min_ngram)
 
     def static_tensors(self) -> Sequence[Tensor]:
         return ()

@@ -47,9 +47,7 @@ class SuffixLookup(DraftSource):
         self, max_ngram: int = 32, min_ngram: int = 2, min_probability: float = 0.1, memory: int = 8192
     ) -> None:
         checks.check_int("min_ngram", min_ngram, 1)
-        checks.check_int("max_ngram", max_ngram, 1)
-        if max_ngram < min_ngram:
-            raise ValueError(f"max_ngram: expected a number >= min_ngram = {min_ngram}, got {max_ngram}")
+        checks.check_int("max_ngram", max_ngram, min_ngram)
         checks.check_numbers(min_probability=min_probability)
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")

@@ -162,7 +162,7 @@ def custom_generate(
 
 @dataclass(frozen=True)
 class _Kept:
-    """A decoder, what it was made for, and what makes the model that it reads."""
+    """A decoder, the settings it was made for, and what makes the copy of the model that it reads."""
 
     made_for: tuple[Any, ...]
     copy: ModelCopy

@@ -39,7 +39,7 @@ class Predictions:
 
     Args:
         kept: the target's logits.
-        processors: make scores of logits.
+        processors: turn logits into scores.
         num_prompt: the prompts' length, padding included.
         config: says what is asked for.
     """

@@ -156,7 +156,7 @@ def read_processors(
 def _understood(
     processors: list[LogitsProcessor], prompt_width: int, vocab_size: int, only_warpers: bool
 ) -> dict[str, Any] | None:
-    """The fields of `ProcessorSampling` for them; None if there are none."""
+    """The fields of `ProcessorSampling` that do what these processors do; None if there are none."""
     values: dict[str, Any] = {}
     biases: list[Bias] = []
     last = _FIRST_WARPER if only_warpers else 0

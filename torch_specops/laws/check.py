@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .judgement import judge
 from .report import LawReport
-from .texts import Generated, NextToken, check_numbers, conditional_laws, count_texts, read_prompt, read_tokens
+from .texts import Generated, NextToken, check_numbers, conditional_laws, count_texts, read_prompt, read_tokens, repeats
 
 StepFn = Callable[[Tensor, Tensor], Generated]
 
@@ -129,8 +129,7 @@ def _sample(
     for batch in seeds.split(batch_size):
         generated = step_fn(prompt.repeat(len(batch), 1), batch.to(prompt.device))
         tokens, accepted, reached = read_tokens(generated, len(batch), num_tokens, vocab_size)
-        # A loop on a law almost without chance may repeat itself; one whose rows differ does not.
-        if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(1).double().mean() > 0.1:
+        if repeats(tokens, batches):
             raise ValueError("step_fn: expected random numbers that come from its seeds, got the tokens of other seeds")
         batches.append(tokens)
         num_accepted += accepted

@@ -13,7 +13,7 @@ from .. import reference
 from ..sampling import SamplingParams
 from .check import law_report
 from .report import EngineReport
-from .texts import NextToken, check_numbers, conditional_laws, read_prompt, read_tokens
+from .texts import NextToken, check_numbers, conditional_laws, read_prompt, read_tokens, repeats
 
 # That the target reads at once.
 MAX_TEXTS = 8192
@@ -113,7 +113,7 @@ def check_engine(
         tokens, _, _ = read_tokens(_as_tensor(rows), batch.numel(), num_tokens, vocab_size, "generate")
         # [trials of the batch, settings, T]
         tokens = tokens.view(*batch.shape, num_tokens)
-        if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
+        if repeats(tokens, batches):
             raise ValueError("generate: expected new random numbers in every call, got the tokens of the first call")
         batches.append(tokens)
         if progress is not None:

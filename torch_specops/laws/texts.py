@@ -91,6 +91,14 @@ def read_tokens(
     return tokens, accepted, reached
 
 
+def repeats(tokens: Tensor, before: list[Tensor]) -> bool:
+    """Whether a batch of tokens is the first one again. A loop on a law almost without chance may repeat itself; one
+    whose rows differ does not."""
+    return (
+        bool(before) and torch.equal(tokens, before[0]) and bool((tokens != tokens[:1]).any(-1).double().mean() > 0.1)
+    )
+
+
 def count_texts(tokens: Tensor, laws: list[Tensor], uniforms: Tensor) -> tuple[list[Tensor], Tensor]:
     """For each position t, [V ** t, V] the tokens emitted there by the text before them; [V ** T] the texts, whose
     missing tokens are drawn from the target. A text y_0 y_1 .. has the index of that number in base V."""
