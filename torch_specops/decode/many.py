@@ -204,7 +204,7 @@ class RequestRows:
         """Make room in the models, before the first completion. Returns the progress of the batch."""
         loop, batch = self._loop, len(self._texts)
         loop.choose_compile(self._total / batch)
-        # Until it gets a request, a row has a token that nobody sees, and has ended.
+        # Until it gets a request, a row is an ended text of one token.
         stats = GenerationStats(seeds=[], compiled=loop.compile_reason)
         self._progress = Progress([1] * batch, [1] * batch, [True] * batch, stats, num_refills=[0] * batch)
         self._steps = loop.steps(self._progress)
@@ -236,7 +236,7 @@ class RequestRows:
         return None
 
     def _advance(self) -> list[Completion]:
-        """Run a step; return what came of the requests that end with it."""
+        """Run a step; return the completions of the requests that end with it."""
         if self._unread:
             self._refill()
         step = next(self._steps)
@@ -255,7 +255,7 @@ class RequestRows:
         return None if self._logprobs is None else torch.zeros(0)
 
     def _completed(self, row: int) -> Completion:
-        """Free the row; return what came of its request."""
+        """Free the row; return the completion of its request."""
         text = self._texts[row]
         assert text is not None
         logprobs = self._loop.runner.state.logprobs

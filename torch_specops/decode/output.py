@@ -172,7 +172,7 @@ class Progress:
         finished: whether each row has ended.
         stats: counts and times.
         stopping: what else ends rows; None = nothing.
-        logits: keeps the target's logits; None = nobody wants them.
+        logits: keeps the target's logits; None = they are not kept.
         num_refills: how many sequences each row had before its present one; empty in a batch without refills.
     """
 
@@ -293,7 +293,7 @@ class KeptLogits:
 
 
 class RecordReader:
-    """Copies the records of steps to the host, each with what was noted beside it.
+    """Copies the records of steps to the host, each with a note of the caller.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
     while the host looks at this one.

@@ -186,7 +186,7 @@ def _commit(
     index = torch.arange(width, device=output_tokens.device)
     num_tokens = (output_tokens >= 0).sum(1)
     is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
-    # The -1 behind the tokens may pass for an eos that is none, but comes too late to matter.
+    # The -1 behind the tokens also equals the -1 that stands for no eos, but comes too late to matter.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, room)
     count = torch.minimum(num_tokens, most)

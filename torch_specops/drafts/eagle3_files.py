@@ -24,7 +24,7 @@ from .eagle3_head import Eagle3Config, Eagle3Head, rope_frequencies
 
 __all__ = ["read_config", "read_head"]
 
-# Of the target, for training alone, or the other direction of what is read.
+# Weights of the target, for training alone, and the inverse of d2t.
 NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 

@@ -38,7 +38,7 @@ class HierarchicalDraft(ModelDraft):
             rows have K drafts.
 
     Raises:
-        TypeError: a number that is no int, an inner source that is none.
+        TypeError: a number that is no int, an `inner` without `propose`.
         ValueError: a number below 1, an inner source that samples, one with another vocabulary or device.
 
     Example:

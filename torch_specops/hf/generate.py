@@ -204,7 +204,7 @@ def _check_mode(config: GenerationConfig) -> None:
         raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise NotImplementedError(f"{name}: expected False, a step reads several tokens at once and keeps no such")
+            raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 

@@ -36,7 +36,7 @@ def takes_all_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def extend(mixin: type) -> None:
-    """Adds to the method of `mixin`; warns if there is none of that name and those parameters."""
+    """Adds to the method of `mixin`; warns if it has no method of that name and those parameters."""
     extract = getattr(mixin, METHOD, None)
     if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
         warnings.warn(

@@ -58,7 +58,7 @@ class Predictions:
         return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
     def scores(self, input_ids: Tensor) -> tuple[Tensor, ...] | None:
-        """Those of all new tokens of `input_ids` [B, P + n]; None if nobody asks for scores."""
+        """The scores of all new tokens of `input_ids` [B, P + n]; None if the call does not ask for scores."""
         if not self._config.output_scores:
             return None
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):

@@ -1,7 +1,7 @@
 """Decoder layers that are compiled once, whatever their number.
 
 The layers of a model differ in their weights and in their part of the cache, and in nothing that a compiler has to
-know. A nested region tells torch so: it lowers the first layer alone, and calls what came of it for every other.
+know. A nested region tells torch so: it lowers the first layer alone, and calls that code for every other layer.
 """
 
 from __future__ import annotations
