@@ -99,7 +99,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_is_caught(name: str) -> None:
     settings, generate = WRONG[name]
-    report = check(generate)
+    report = check(generate, trials=500)
     assert not report and report.broken == settings
     with pytest.raises(AssertionError, match=f"Not the target's law: {'; '.join(settings)} \\({len(settings)} of 5"):
         report.assert_lossless()
