@@ -11,7 +11,7 @@ from chains import expect_caught, expect_laws
 from conftest import Report
 from test_custom_generate import arguments, ours, plain
 from test_loop_laws import tiny_transformer
-from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V
+from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V, joint_law
 from tiny_models import perturbed, shared_tiny
 from torch import Tensor
 from transformers import (
@@ -146,9 +146,7 @@ def law(model: Any, prompt: list[int], penalty: float) -> Tensor:
             scores = processor(ids, scores)
         return scores[0].double().softmax(-1)
 
-    second = torch.stack([next_law([i]) for i in range(V)])
-    third = torch.stack([torch.stack([next_law([i, j]) for j in range(V)]) for i in range(V)])
-    return next_law([])[:, None, None] * second[:, :, None] * third
+    return joint_law(next_law)
 
 
 def sampled_p_value(model: Any, expected: Tensor, prompt: list[int]) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from chains import expect_caught, expect_laws
 from conftest import Report
-from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, make_draft, p_values
+from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, joint_law, make_draft, p_values
 from tiny_laws import prompts as law_prompts
 from tiny_loops import DRAFTS
 from tiny_models import PairModel, padded, perturbed, raised, tiny
@@ -93,9 +93,7 @@ def exact_law(kind: int, prompt: list[int], temperature: float, **filters: Any) 
         logits = expected_logits(kind, prompt, new, TARGET[text[-2], text[-1]]) / temperature
         return filtered(logits.double(), **filters).softmax(-1)
 
-    second = torch.stack([next_law([i]) for i in range(V)])
-    third = torch.stack([torch.stack([next_law([i, j]) for j in range(V)]) for i in range(V)])
-    return next_law([])[:, None, None] * second[:, :, None] * third
+    return joint_law(next_law)
 
 
 def law_p_values(kind: str, num_draft_tokens: int, trials: int = TRIALS, **options: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ wrong loop has to fall below the same ALPHA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,6 +125,13 @@ def pair_laws(table: Tensor, temperature: float = 1.0, **filters: Any) -> list[T
         first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
         laws.append(first[:, None, None] * second[:, :, None] * p[:V])
     return laws
+
+
+def joint_law(next_law: Callable[[list[int]], Tensor]) -> Tensor:
+    """[V, V, V] of three tokens, given the law [V] of the next one after none, one or two of them."""
+    second = torch.stack([next_law([i]) for i in range(V)])
+    third = torch.stack([torch.stack([next_law([i, j]) for j in range(V)]) for i in range(V)])
+    return next_law([])[:, None, None] * second[:, :, None] * third
 
 
 @torch.inference_mode()
