@@ -40,6 +40,7 @@ TARGETS = {
 }
 KERNELS = {
     "verify_exact.stats": exact.stats_kernel,
+    "verify_exact.rest": exact.rest_kernel,
     "verify_exact.draw": exact.draw_kernel,
     "verify_block.reach": block.reach_kernel,
     "verify_block.draw": block.draw_kernel,
@@ -259,7 +260,7 @@ def compile_kernel(
 
 def warps(kernel: Any, tile: int) -> int:
     """Of a program, as the launchers have it."""
-    sums_only = kernel in (exact.stats_kernel, sample.stats_kernel)
+    sums_only = kernel in (exact.stats_kernel, exact.rest_kernel, sample.stats_kernel)
     return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 
 

@@ -84,6 +84,25 @@ class Problem:
                 rows += int(rejected) if with_lse else n + rejected
         return rows * self._row_bytes
 
+    def read_bytes(self, with_lse: bool = False) -> int:
+        """What `verify_exact` reads on CUDA: all rows, or of a large batch two of each side, and the others where both
+        drafts were accepted."""
+        from torch_specops.kernels import launch
+        from torch_specops.kernels.verify.exact import rest_rows
+
+        num_rows = self.num_draft_tokens + 1
+        summed_draft = self.has_draft_logits and not with_lse
+        rows = num_rows + self.num_draft_tokens if summed_draft else num_rows
+        logits = torch.empty(self.batch, num_rows, self.vocab, dtype=getattr(torch, self.dtype), device="meta")
+        tiles = launch.num_tiles(logits, launch.tile_size(self.vocab, self.batch * rows))
+        rest = rest_rows(self.batch * tiles, num_rows, rows)
+        total = 0
+        for n in self.num_accepted:
+            total += rows - (rest if n < 2 else 0)
+            # That of the rejection, which no sum was taken of.
+            total += with_lse and n < self.num_draft_tokens
+        return total * self._row_bytes
+
     @property
     def _row_bytes(self) -> int:
         return self.vocab * int(getattr(torch, self.dtype).itemsize)

@@ -144,6 +144,12 @@ def one_hot() -> dict[str, Tensor]:
     return given("verify_exact", "one-hot")() | {"accept_uniforms": uniforms.narrow(1, 0, NUM_DRAFTS)}
 
 
+def large_batch() -> dict[str, Tensor]:
+    """Which is summed in two launches."""
+    arguments = empty_arguments("verify_exact", "temperature", 16 * BATCH, NUM_DRAFTS, VOCAB_SIZE)
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def seeds() -> dict[str, Tensor]:
     return {name: torch.empty(BATCH, dtype=torch.int64, device="cuda") for name in ("seeds", "positions")}
 
@@ -177,7 +183,7 @@ def after_a_product(target_logits: Tensor, **rest: Any) -> Any:
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool]] = {
     "verify_exact": (partial(torch_specops.verify_exact, lenience=0.5, argmax_lenience=0.5), drafts, False),
     "product": (after_a_product, given("verify_exact", dtype=torch.float32), False),
-    "dynamic batch": (torch_specops.verify_exact, drafts, True),
+    "dynamic batch": (torch_specops.verify_exact, large_batch, True),
     "one-hot": (partial(torch_specops.verify_exact, draft_logits=None), one_hot, False),
     "verify_block": (torch_specops.verify_block, drafts, False),
     "verify_sigmoid": (torch_specops.verify_sigmoid, drafts, False),

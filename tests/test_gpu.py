@@ -149,6 +149,7 @@ def test_a_large_batch_takes_little_memory_and_its_rows_are_those_of_any_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch_specops.kernels import launch
+    from torch_specops.kernels.verify import exact
 
     rows, num_drafts = size("rows and drafts of a large batch")
     arguments = verify_inputs(rows, num_drafts, size("vocabulary of a language model"))
@@ -157,10 +158,11 @@ def test_a_large_batch_takes_little_memory_and_its_rows_are_those_of_any_batch(
     # Allocations are whole blocks of 512 bytes, which are many for a small batch.
     assert allocated(lambda: torch_specops.verify_exact(**arguments)) <= logits / 100 or rows < 64
 
-    # However many tiles a program takes, one after another.
-    for resident_programs in (1, 10**9):
-        monkeypatch.setattr(launch, "RESIDENT_PROGRAMS", resident_programs)
-        assert equal(torch_specops.verify_exact(**arguments), expected)
+    # However many tiles a program takes, one after another, and whatever the first launch leaves to another.
+    for module, name in ((launch, "RESIDENT_PROGRAMS"), (exact, "EARLY_EXIT_TILES")):
+        for number in (1, 10**9):
+            monkeypatch.setattr(module, name, number)
+            assert equal(torch_specops.verify_exact(**arguments), expected)
 
 
 @pytest.mark.not_rehearsed("that a shared stream fails: it takes more trials than the interpreter has time for")

@@ -66,8 +66,8 @@ SLOW_RUNS = [
 ]
 
 
-def interpret(*arguments: object) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+def interpret(*arguments: object, script: Path = SCRIPT) -> dict[str, Any]:
+    command = [sys.executable, str(script), *map(str, arguments)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
@@ -85,3 +85,16 @@ def test_kernels_agree_with_the_oracle(
     least = {"plain": 30, "filtered": 10}.get(kind, len(kind.split(",")))
     assert report["cases"] >= least * len(vocab_sizes)
     assert report["rounding"] <= 0.01 * report["rows"]
+
+
+def test_early_exit_reads_no_row_behind_two_drafts_unless_both_are_accepted() -> None:
+    report = interpret(script=SCRIPT.with_name("interpret_reads.py"))
+    for kind, read in report["rows"].items():
+        for (num_valid, accepted), *rows in zip(report["sequences"], read["target"], read["draft"], strict=True):
+            more = accepted >= 2
+            target = list(range(1 + (num_valid if more else min(num_valid, 1))))
+            draft = {
+                "draft rows": list(range(num_valid if more else min(num_valid, 2))),
+                "draft_lse": [accepted] if accepted < num_valid else [],
+            }.get(kind, [])
+            assert rows == [target, draft], (kind, num_valid, accepted)

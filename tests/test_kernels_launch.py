@@ -152,6 +152,33 @@ def test_rows_of_an_unfiltered_draft_are_not_searched(op: str, launched: list[La
     assert len(narrow) == 16 and finish == BATCH * (NUM_DRAFTS + 1)
 
 
+@pytest.mark.parametrize("option, rest", [("temperature", 7), ("draft_lse", 4), ("one-hot", 4)])
+def test_a_large_batch_sums_two_rows_of_each_side_first(option: str, rest: int, launched: list[Launch]) -> None:
+    """And a small one all rows, in a launch less."""
+    for batch in (1, 8, 64):
+        launched.clear()
+        with FakeTensorMode():
+            torch_specops.verify_exact(**empty_arguments("verify_exact", option, batch, vocab_size=128_256))
+        names = [name for name, _, _ in launched]
+        if batch == 64:
+            assert names == ["stats_kernel", "rest_kernel", "draw_kernel"]
+            first, others = launched[0][1], launched[1][1]
+            assert (first[2], others[2]) == (4 if rest == 7 else 2, rest)
+            assert others[1] * launched[1][2]["tiles_per_program"] >= first[1]
+        else:
+            assert names == ["stats_kernel", "draw_kernel"]
+
+
+@pytest.mark.parametrize("batch, grid", [(1, (1, 126, 5)), (64, (64, 8, 1))])
+def test_few_programs_of_verify_block_find_nothing_to_do(
+    batch: int, grid: tuple[int, ...], launched: list[Launch]
+) -> None:
+    """One for each row pair of a small batch; those of a large one look for the rows that are left."""
+    with FakeTensorMode():
+        torch_specops.verify_block(**empty_arguments("verify_block", "temperature", batch, vocab_size=128_256))
+    assert [(name, of) for name, of, _ in launched][2] == ("draw_kernel", grid)
+
+
 def test_tiles_of_a_program() -> None:
     """One, until there are enough programs; never so many that programs are few."""
     few = launch.RESIDENT_PROGRAMS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from triton.runtime import interpreter
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "record_loads"]
 
 
 def fuse_products(
@@ -42,3 +45,19 @@ def prepare() -> None:
             interpreter._patch_lang = patch_language
 
     interpreter.GridExecutor.__call__ = run_quietly
+
+
+@contextmanager
+def record_loads() -> Iterator[list[np.ndarray]]:
+    """Fills a list with the addresses that kernels load from."""
+    addresses: list[np.ndarray] = []
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def recorded(
+        self: Any, pointers: interpreter.TensorHandle, mask: interpreter.TensorHandle, *rest: Any
+    ) -> interpreter.TensorHandle:
+        addresses.append(pointers.data[mask.data.astype(bool)].ravel())
+        return load(self, pointers, mask, *rest)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", recorded):
+        yield addresses

@@ -227,7 +227,7 @@ def draw_kernel(
                 bounds_row = b * num_bounds + i
                 row_ptr = target_ptr + (b * stride_target_b + i * stride_target_k)
                 lead = row_lead(row_ptr, stride_target_v)
-                for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
+                for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
                     z_p = load_scaled(
                         row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
                     )

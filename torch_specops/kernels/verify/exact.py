@@ -8,18 +8,22 @@ Bytes per sequence, with s_p and s_q bytes a logit:
     without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
     with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
     one-hot drafts      V * (K + 1) * s_p
-and the row pair of the rejection once more (in L2). Rows behind a padded draft, draft rows of greedy sequences and
-sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the scratch is 8 bytes per
-(row, tile) and per (sequence, tile), and 4 per sequence.
+and the row pair of the rejection once more (in L2). Of a large batch (`rest_rows`) a sequence that rejects one of its
+first two drafts has two rows of each side read, as if K + 1 and K were 2. Rows behind a padded draft, draft rows of
+greedy sequences and sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the
+scratch is 8 bytes per (row, tile) and per (sequence, tile), and 4 per sequence.
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
 bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
 draft's rows have none, and the search does not read them.
 
-Two launches. Each program writes its own part of the scratch and adds up in a fixed order, so results repeat bit for
-bit.
-1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax).
-2. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
+Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
+results repeat bit for bit, and are the same whichever launch has summed a row.
+1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax). Of a large
+   batch the first two rows of each side.
+2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
+   accepted.
+3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
    a sequence computes the same n in the same order), and sums its tiles' residual weights. The last program of a
    sequence picks the tile that s falls into, rescans it, and writes the output row.
 """
@@ -66,6 +70,60 @@ from .accept import (
 )
 from .residual import draft_row_stats, draft_stats, draw_token, subtract_draft
 
+# Rows of each side that are summed first where batches are large.
+FIRST_ROWS = tl.constexpr(2)
+# Tiles of the other rows from which a launch more is worth what it may save: 16 us of reading on an H200, in 16 bits.
+EARLY_EXIT_TILES = 8192
+
+
+@triton.jit
+def sum_tile(
+    b,
+    row,
+    tile,
+    partial_ptr,
+    target_ptr,
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    bounds_ptr,
+    draft_ptr,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    draft_bounds_ptr,
+    num_drafts,
+    num_valid,
+    vocab_size,
+    num_tiles,
+    rows_per_sequence,
+    num_bounds,
+    temperature,
+    inverse_t,
+    TILE: tl.constexpr,
+):
+    """Store the partials of a tile of sequence b: of the K + 1 target rows and then K draft rows, the row-th."""
+    partial_ptr += ((b * rows_per_sequence + row) * num_tiles + tile) * 2
+    bounds_row = b * num_bounds + row
+    if row <= num_drafts:
+        if (row <= num_valid) & (temperature >= 0):
+            row_ptr = target_ptr + b * stride_target_b + row.to(tl.int64) * stride_target_k
+            lead = row_lead(row_ptr, stride_target_v)
+            x = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+            if temperature == 0:
+                tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
+            else:
+                tile_max, sum_or_token = tile_stats(x, inverse_t)
+            store_pair(partial_ptr, tile_max, sum_or_token)
+    if draft_ptr is not None:
+        i = row - num_drafts - 1
+        if (i >= 0) & (i < num_valid) & (temperature > 0):
+            row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
+            lead = row_lead(row_ptr, stride_draft_v)
+            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
+            tile_max, tile_sum = tile_stats(x, inverse_t)
+            store_pair(partial_ptr, tile_max, tile_sum)
+
 
 @launch.jit
 def stats_kernel(
@@ -86,6 +144,7 @@ def stats_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    target_rows,  # of the target, the first so many rows; then the first of the draft
     rows_per_sequence,
     num_bounds,
     TILE: tl.constexpr,
@@ -95,29 +154,34 @@ def stats_kernel(
     tile = tl.program_id(1)
     r = tl.program_id(2)
     tl.store(count_ptr + b, 0, mask=(tile == 0) & (r == 0))
-    partial_ptr += ((b * rows_per_sequence + r) * num_tiles + tile) * 2
-    bounds_row = b * num_bounds + r
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
-    if r <= num_drafts:
-        if (r <= num_valid) & (temperature >= 0):
-            row_ptr = target_ptr + b * stride_target_b + r.to(tl.int64) * stride_target_k
-            lead = row_lead(row_ptr, stride_target_v)
-            x = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
-            if temperature == 0:
-                tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
-            else:
-                tile_max, sum_or_token = tile_stats(x, inverse_t)
-            store_pair(partial_ptr, tile_max, sum_or_token)
-    if draft_ptr is not None:
-        i = r - num_drafts - 1
-        if (i >= 0) & (i < num_valid) & (temperature > 0):
-            row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
-            lead = row_lead(row_ptr, stride_draft_v)
-            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
-            tile_max, tile_sum = tile_stats(x, inverse_t)
-            store_pair(partial_ptr, tile_max, tile_sum)
+    sum_tile(
+        b,
+        tl.where(r < target_rows, r, r + (num_drafts + 1 - target_rows)),
+        tile,
+        partial_ptr,
+        target_ptr,
+        stride_target_b,
+        stride_target_k,
+        stride_target_v,
+        bounds_ptr,
+        draft_ptr,
+        stride_draft_b,
+        stride_draft_k,
+        stride_draft_v,
+        draft_bounds_ptr,
+        num_drafts,
+        num_valid,
+        vocab_size,
+        num_tiles,
+        rows_per_sequence,
+        num_bounds,
+        temperature,
+        inverse_t,
+        TILE,
+    )
 
 
 @triton.jit
@@ -187,6 +251,106 @@ def accept_drafts(
         u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
         accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
     return accepted
+
+
+@launch.jit
+def rest_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]; None: drafts are one-hot
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B] or None
+    draft_lse_ptr,  # [B, K] or None
+    bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    tiles_per_program,
+    rows_per_sequence,
+    num_bounds,
+    lenience,
+    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
+    r = tl.program_id(2) + FIRST_ROWS
+    lenience = tl.cast(lenience, tl.float32)
+    if argmax_gap is not None:
+        argmax_gap = tl.cast(argmax_gap, tl.float32)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    walking = (num_valid > 0) & (temperature >= 0)
+    i = tl.arange(0, FIRST_ROWS).to(tl.int64)
+    accepted = accept_drafts(
+        i,
+        walking & (i < num_valid),
+        b,
+        tokens_ptr,
+        target_ptr,
+        stride_target_b,
+        stride_target_k,
+        stride_target_v,
+        bounds_ptr,
+        draft_ptr,
+        stride_draft_b,
+        stride_draft_k,
+        stride_draft_v,
+        draft_bounds_ptr,
+        accept_uniforms_ptr,
+        draft_lse_ptr,
+        partial_ptr,
+        num_drafts,
+        num_tiles,
+        rows_per_sequence,
+        num_bounds,
+        temperature,
+        inverse_t,
+        lenience,
+        argmax_gap,
+        BLOCK_T,
+    )
+    if draft_lse_ptr is not None:
+        draft_ptr = None
+    if leading(accepted) == FIRST_ROWS:
+        for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
+            sum_tile(
+                b,
+                tl.where(r <= num_drafts, r, r + FIRST_ROWS),
+                tile,
+                partial_ptr,
+                target_ptr,
+                stride_target_b,
+                stride_target_k,
+                stride_target_v,
+                bounds_ptr,
+                draft_ptr,
+                stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                draft_bounds_ptr,
+                num_drafts,
+                num_valid,
+                vocab_size,
+                num_tiles,
+                rows_per_sequence,
+                num_bounds,
+                temperature,
+                inverse_t,
+                TILE,
+            )
 
 
 @launch.jit
@@ -291,7 +455,7 @@ def draw_kernel(
                 q_weight = reciprocal(q_sum)
             row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
             lead = row_lead(row_ptr, stride_target_v)
-            for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles)):
+            for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
                 z_p = load_scaled(
                     row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
                 )
@@ -377,25 +541,46 @@ def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
     }
 
 
-def run_stats(given: VerifyArguments, values: dict[str, Any]) -> None:
-    """Launch the kernel that both ops begin with."""
-    grid = (given.target_logits.shape[0], values["num_tiles"], values["rows_per_sequence"])
-    read_draft = given.draft_logits if given.draft_lse is None else None
-    launch.run(stats_kernel, grid, values | {"draft_ptr": read_draft}, launch.stats_warps(values["TILE"]))
+def run_stats(given: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
+    """Launch the kernel that both ops begin with, on all rows or on the first so many of each side."""
+    batch, num_rows, _ = given.target_logits.shape
+    rows = values["rows_per_sequence"]
+    sides = 1 if rows == num_rows else 2
+    values = values | {
+        "draft_ptr": None if sides == 1 else given.draft_logits,
+        "target_rows": first_rows or num_rows,
+    }
+    grid = (batch, values["num_tiles"], sides * first_rows if first_rows else rows)
+    launch.run(stats_kernel, grid, values, launch.stats_warps(values["TILE"]))
+
+
+def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
+    """Of `rows` of a sequence, num_rows of them the target's, how many `rest_kernel` sums; 0 where it is not launched.
+    `tiles` are those of one row of all sequences."""
+    rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
+    return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0
 
 
 def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
     values = exact_values(given, tile)
-    batch, device = given.target_logits.shape[0], given.target_logits.device
-    num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
+    batch, num_rows, _ = given.target_logits.shape
+    tile, num_tiles, rows = values["TILE"], values["num_tiles"], values["rows_per_sequence"]
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
-        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=device),
+        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=given.target_logits.device),
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
     }
-    run_stats(given, values)
-    launch.run(draw_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program)), values, num_warps)
+    rest = rest_rows(batch * num_tiles, num_rows, rows)
+    if rest > 0:
+        run_stats(given, values, FIRST_ROWS.value)
+        per_program = launch.tiles_per_program(batch * num_tiles * rest)
+        grid = (batch, triton.cdiv(num_tiles, per_program), rest)
+        launch.run(rest_kernel, grid, values | {"tiles_per_program": per_program}, launch.stats_warps(tile))
+    else:
+        run_stats(given, values)
+    programs = triton.cdiv(num_tiles, tiles_per_program)
+    launch.run(draw_kernel, (batch, programs), values, launch.num_warps(tile))
     return values["output_tokens_ptr"], values["num_accepted_ptr"]
