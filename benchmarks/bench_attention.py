@@ -1,11 +1,12 @@
-"""Time attention over the loop's static cache: masked SDPA as the loop calls it, against FlexAttention.
+"""Time attention over the loop's static cache: to the spans of slots that are seen, under a mask, and FlexAttention.
 
     python benchmarks/bench_attention.py [--batch 1 8] [--slots 2048 8192] [--queries 1 6] [--out FILE.json]
 
 Grouped queries (32 heads over 8), 128 wide, bfloat16. Every row of the batch has text in up to three quarters of the
-slots, and its last tokens are the queries. "grouped sdpa" is `torch_specops.hf.attention`; "sdpa" is transformers',
-which repeats keys for every head. Both get a boolean mask. "flex" is compiled FlexAttention, whose decoding kernel
-splits the slots. Its block mask is made once per step for all layers and is timed separately ("flex, block mask").
+slots, and its last tokens are the queries. "spans" is `torch_specops.attention`, which reads those slots alone;
+"percent_of_copy" counts all slots for everyone. "grouped sdpa" is `torch_specops.hf.attention` under a boolean mask;
+"sdpa" is transformers', under the same, which repeats keys for every head. "flex" is compiled FlexAttention, whose
+decoding kernel splits the slots; its block mask is made once per step for all layers and timed as "flex, block mask".
 Every output is compared with attention in float32 before it is timed. A number is the replay of a CUDA graph of
 `--layers` calls, each on a cache of its own, divided by their number. On a CPU it is a call, and flex is not compiled.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from torch_specops.attention import attend
 from torch_specops.hf.attention import grouped_attention
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -35,11 +37,13 @@ TOLERANCE = 2e-2
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def sdpa_providers(mask: Tensor) -> dict[str, Attend]:
+def eager_providers(positions: Tensor, mask: Tensor) -> dict[str, Attend]:
     """By name, [B, heads, n, D] queries and [B, key heads, W, D] keys and values -> [B, n, heads, D]."""
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = HEADS // KEY_HEADS, True
+    spans = torch.stack([torch.zeros_like(positions), positions], -1)
     return {
+        "spans": lambda q, k, v: attend(q, k, v, spans, WIDTH**-0.5),
         "grouped sdpa": lambda q, k, v: grouped_attention(module, q, k, v, mask)[0],
         "sdpa": lambda q, k, v: sdpa_attention_forward(module, q, k, v, mask)[0],
     }
@@ -98,11 +102,11 @@ def run(batch: int, slots: int, num_queries: int, options: argparse.Namespace, r
         mode = "graph" if device.type == "cuda" else "call"
         runs[name] = timers(calls, device)[mode]
 
-    for name, attend in sdpa_providers(mask).items():
-        add(name, attend)
+    for name, provider in eager_providers(positions, mask).items():
+        add(name, provider)
     try:
-        attend, block_mask = flex_provider(starts, num_queries, slots)
-        add("flex", attend)
+        flex, block_mask = flex_provider(starts, num_queries, slots)
+        add("flex", flex)
         runs["flex, block mask"] = timers([block_mask], device, graphs=False)["call"]
     except Exception as error:
         refused["flex"] = f"{type(error).__name__}: {str(error)[-500:]}"
@@ -139,7 +143,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 for num_queries in options.queries:
                     torch._dynamo.reset()
                     report.add(run(batch, slots, num_queries, options, roof))
-                    for record in report.records[-4:]:
+                    for record in report.records[-5:]:
                         print(record, flush=True)
     return report.records
 

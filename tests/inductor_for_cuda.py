@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 import torch_specops
+from torch_specops.attention import attend
 from torch_specops.processors import Processors
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 8, 5, 50_257
@@ -174,6 +175,14 @@ def process(logits: Tensor, text: Tensor, lengths: Tensor, **tensors: Tensor) ->
     return Processors(longest_ngram=4, **tensors)(logits, text, lengths)
 
 
+def attention() -> dict[str, Tensor]:
+    """Queries as a model has them, transposed."""
+    cache = [torch.empty(BATCH, 8, 2048, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    queries = torch.empty(BATCH, NUM_DRAFTS + 1, 32, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    spans = torch.empty(BATCH, NUM_DRAFTS + 1, 2, dtype=torch.int64, device="cuda")
+    return {"queries": queries, "keys": cache[0], "values": cache[1], "spans": spans}
+
+
 def after_a_product(target_logits: Tensor, **rest: Any) -> Any:
     """With work of Inductor's own in front."""
     return torch_specops.verify_exact(target_logits * 0.5, **rest)
@@ -190,6 +199,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool
     "sample": (torch_specops.sample, given("sample"), False),
     "filters": (torch_specops.sample, given("sample", "temperature, filters"), False),
     "processors": (process, processors, False),
+    "attention": (partial(attend, scale=128**-0.5), attention, False),
     "uniforms": (partial(torch_specops.uniforms, n=NUM_DRAFTS, stream="accept"), seeds, False),
 }
 

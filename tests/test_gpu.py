@@ -8,12 +8,14 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from attention_cases import CASES, AttentionCase
 from conftest import Report
 from gpu_suite import CASE_SETS, CaseSet, call, case_of, filters, is_smoke, no_synchronisation, size, verify_inputs
 from op_cases import OPS, equal
 from torch import Tensor
 
 import torch_specops
+from torch_specops.attention import attend
 from torch_specops.laws import chi_square
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +49,15 @@ def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: 
             differs |= (a != b.cpu()).flatten(1).any(1) if a.dim() > 1 else a != b.cpu()
     # Where rounding may decide, CPU and CUDA may differ.
     assert not differs.any() or not (differs & ~oracle.rounding_rows(case)).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_agrees_with_the_oracle(case: AttentionCase) -> None:
+    """Slots outside of all spans are NaN: they are not read."""
+    with oracle.poison_memory():
+        output = attend(*case.arguments("cuda"))
+    assert case.error(output) <= 1
+    assert torch.equal(output, attend(*case.arguments("cuda")))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -92,6 +92,18 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
     assert captured.stats.compile_seconds == 0
 
 
+@pytest.mark.smoke
+@pytest.mark.usefixtures("uncompiled")
+def test_attention_to_spans_gives_the_tokens_of_a_mask() -> None:
+    """Captured steps and eager ones; the models of the other tests are float64, which always has a mask."""
+    expected = texts(run(decoder("cpu", "none", compile=False, sampling=GREEDY)))
+    for takes_spans in (True, False):
+        loop = decoder("cuda", "lookup", sampling=GREEDY)
+        loop.target.model.float()
+        loop.target.takes_spans = takes_spans
+        assert texts(run(loop)) == texts(run(loop)) == expected
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_captured_steps_process_logits_as_eager_ones(kind: str) -> None:

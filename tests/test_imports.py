@@ -20,6 +20,7 @@ ALLOWED = {
     "__init__": {"decode", "drafts", "ops", "sampling", "uniforms"},
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
     "hf": {
+        "attention",
         "beam",
         "checks",
         "compilation",
@@ -35,6 +36,7 @@ ALLOWED = {
     "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "ops", "processors", "sampling", "schedules", "uniforms"},
     "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
+    "attention": {"kernels", "kv_cache", "registration", "tracing"},
     "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
     "parallel": {"arguments", "checks", "dense"},
     "checks": {"arguments"},

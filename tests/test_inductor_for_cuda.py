@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("inductor_for_cuda.py")
 GROUPS = (
     ("verify_exact", "product", "dynamic batch"),
     ("verify_block", "verify_sigmoid", "sample"),
-    ("filters", "one-hot", "uniforms", "processors"),
+    ("filters", "one-hot", "uniforms", "processors", "attention"),
 )
 
 

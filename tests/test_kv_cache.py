@@ -85,7 +85,7 @@ def test_the_cache_is_not_copied(family: str, monkeypatch: pytest.MonkeyPatch) -
     model = language_model(tiny(family))
     with torch.inference_mode():
         assert reads_its_cache(model) and reads_its_cache(model.first_layers(1))
-        monkeypatch.setattr("torch_specops.hf.models.use_grouped_attention", lambda model: None)
+        monkeypatch.setattr("torch_specops.hf.models.use_grouped_attention", lambda *_: None)
         assert not reads_its_cache(language_model(tiny(family)))
 
 

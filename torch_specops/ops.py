@@ -11,17 +11,15 @@ it sees a function raise, so that the eager call raises the error itself.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from . import checks, dense, eager
 from .arguments import Filters, SigmoidArguments, VerifyArguments
 from .registration import register_op
-from .tracing import may_look
+from .tracing import may_look, on_device_of
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
@@ -339,12 +337,6 @@ def filter_logits(
     return torch.ops.specops.filter_logits.default(logits, *filters)
 
 
-def _on_device_of(logits: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, so it must be that of the tensors. A traced call launches nothing, and the
-    code that Inductor generates sets the device itself."""
-    return nullcontext() if is_fake(logits) else torch.cuda.device(logits.device)
-
-
 @register_op(verify_exact, whole_from=2**15)
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
@@ -354,7 +346,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
         return form.verify_exact(given)
     from .kernels import verify
 
-    with _on_device_of(given.target_logits):
+    with on_device_of(given.target_logits):
         return verify.verify_exact(given)
 
 
@@ -367,7 +359,7 @@ def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
         return form.verify_block(given)
     from .kernels import verify
 
-    with _on_device_of(given.target_logits):
+    with on_device_of(given.target_logits):
         return verify.verify_block(given)
 
 
@@ -380,7 +372,7 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
         return form.verify_sigmoid(given)
     from .kernels import verify
 
-    with _on_device_of(given.target_logits):
+    with on_device_of(given.target_logits):
         return verify.verify_sigmoid(given)
 
 
@@ -393,7 +385,7 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
         return form.sample(logits, uniforms, filters)
     from .kernels import sample as kernel
 
-    with _on_device_of(logits):
+    with on_device_of(logits):
         return kernel.sample(logits, uniforms, filters)
 
 
@@ -405,5 +397,5 @@ def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
         return dense.filter_logits(logits, filters)
     from .kernels import filter as kernel
 
-    with _on_device_of(logits):
+    with on_device_of(logits):
         return kernel.filter_logits(logits, filters)

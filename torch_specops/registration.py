@@ -115,7 +115,7 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
 def compiled_sources() -> list[Path]:
     """The files whose code ends in a compiled graph, or in its guards."""
     folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in ("arguments", "checks", "ops", "registration", "uniforms")]
+    files = [folder / f"{name}.py" for name in ("arguments", "attention", "checks", "ops", "registration", "uniforms")]
     return files + sorted([*folder.glob("dense/*.py"), *folder.glob("kernels/**/*.py")])
 
 

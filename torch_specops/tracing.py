@@ -1,11 +1,14 @@
-"""Whether a call may look at the data of its tensors."""
+"""What a call has to know of how it runs: whether it may look at the data of its tensors, and on which device."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["may_look"]
+__all__ = ["may_look", "on_device_of"]
 
 
 def may_look(*tensors: Tensor) -> bool:
@@ -16,3 +19,9 @@ def may_look(*tensors: Tensor) -> bool:
         type(x) is Tensor and x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         for x in tensors
     )
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, so it must be that of the tensors. A traced call launches nothing, and the
+    code that Inductor generates sets the device itself."""
+    return nullcontext() if is_fake(tensor) else torch.cuda.device(tensor.device)

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 __all__ = ["prepare", "record_loads"]
@@ -21,9 +22,19 @@ def fuse_products(
     return interpreter.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
 
 
+def widened(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """Numbers of bfloat16, which numpy holds as integers, in float32."""
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
 def prepare() -> None:
     """Change the interpreter for as long as this process lives."""
     interpreter.InterpreterBuilder.create_fma = fuse_products
+    dot = interpreter.InterpreterBuilder.create_dot
+    # The interpreter would multiply the integers.
+    interpreter.InterpreterBuilder.create_dot = lambda self, x, y, *rest: dot(self, widened(x), widened(y), *rest)
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def run_quietly(*args: Any, **kwargs: Any) -> None:
@@ -33,6 +44,8 @@ def prepare() -> None:
             module = id(function.__globals__)
             if module not in patched:
                 patched[module] = patch_language(function)
+                # Triton 3.6 lets a loop end at no number that was loaded.
+                tl.tensor.__index__ = lambda self: int(self.handle.data.item())
             return patched[module]
 
         # The interpreter would look through all of Triton's language in every call of a device function.

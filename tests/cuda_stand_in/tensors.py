@@ -72,11 +72,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_has_compatible_shallow_copy_type":
         return isinstance(args[0], DeviceTensor) == isinstance(args[1], DeviceTensor)
     if getattr(func, "namespace", None) == "specops":
-        from torch_specops import ops
+        from torch_specops import attention, ops
         from torch_specops.dense import filters
 
         op = func._schema.name.removeprefix("specops::")
-        body = filters.filter_bounds if op == "filter_bounds" else getattr(ops, f"_{op}")
+        elsewhere = {"attend": attention._attend, "filter_bounds": filters.filter_bounds}
+        body = elsewhere.get(op) or getattr(ops, f"_{op}")
         with StandIn():
             return body(*args, **kwargs)
     given = tensors_in((args, kwargs))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..attention import attend
 from ..kv_cache import fold_groups
 
 __all__ = ["grouped_attention", "use_grouped_attention"]
@@ -32,8 +34,11 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]."""
+    """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a
+    mask it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64."""
     batch, num_heads, count, head_dim = query.shape
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        return attend(query, key, value, attention_mask.squeeze(1), scaling or head_dim**-0.5), None
     group = num_heads // key.shape[1]
     # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
     is_long = count > head_dim
@@ -52,9 +57,10 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_attention(config: PreTrainedConfig) -> None:
-    """Set `grouped_attention` in a config whose attention is "sdpa" and whose queries are grouped."""
+def use_grouped_attention(config: PreTrainedConfig, takes_spans: bool = False) -> None:
+    """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
+    given spans."""
     num_heads = getattr(config, "num_attention_heads", None)
     num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    if config._attn_implementation == SDPA and num_key_value_heads != num_heads:
+    if config._attn_implementation == SDPA and (takes_spans or num_key_value_heads != num_heads):
         config._attn_implementation = GROUPED
