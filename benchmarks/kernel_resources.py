@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_specops.kernels import launch, sample
-from torch_specops.kernels.filter import logits, search
+from torch_specops.kernels.filter import bounds, logits, search
 from torch_specops.kernels.verify import accept, block, exact, sigmoid
 
 TARGETS = {
@@ -48,16 +48,15 @@ KERNELS = {
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,
     "sample.draw": sample.draw_kernel,
-    "filter.narrow": search.narrow_kernel,
-    "filter.finish": search.finish_kernel,
+    "filter.group": search.group_kernel,
+    "filter.cut": search.cut_kernel,
     "filter.mask": logits.mask_kernel,
 }
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
 # With the partials of a row of 256,000 entries, as the default has them.
 SMALL_TILES = ({"TILE": TILES[1], "BLOCK_T": 128}, {"TILE": TILES[2], "BLOCK_T": 256})
-# Numbers that are 1 in a graph of contiguous tensors, and those that are multiples of 16 if the vocabulary is one.
-ONES = ("index", "search")
+# Numbers that are multiples of 16 in a graph of contiguous tensors if the vocabulary is one.
 VOCABULARIES = {
     *("vocab_size", "stride_target_b", "stride_target_k", "stride_draft_b", "stride_draft_k"),
     *("stride_b", "stride_r", "stride_n"),
@@ -65,7 +64,6 @@ VOCABULARIES = {
 # The arguments that are None under a flag of a build, or without one.
 ABSENT_WITH = {
     "UNIT_STRIDE": ("stride_v", "stride_target_v", "stride_draft_v"),
-    "FIRST": ("previous_ptr", "previous_search_ptr"),
     "ONE_HOT": ("draft_ptr", "draft_lse_ptr", "draft_bounds_ptr"),
     "DRAFT_ROWS": ("draft_lse_ptr",),
     "UNFILTERED_DRAFT": ("draft_bounds_ptr",),
@@ -82,18 +80,16 @@ TYPES = {
     "tokens_ptr": "*i64",
     "ratio_ptr": "*fp64",
     "reach_ptr": "*fp64",
-    "top_ptr": "*i32",
     "count_ptr": "*i32",
+    "list_ptr": "*i32",
     "top_k_ptr": "*i64",
-    "search_ptr": "*fp64",
-    "previous_search_ptr": "*fp64",
     "lenience": "fp32",
     "argmax_gap": "fp32",
     "alpha": "fp32",
     "inverse_range": "fp32",
     "lowest": "fp32",
     # Numbers of the launcher's own, never symbolic.
-    **dict.fromkeys(("tiles_per_program", "index", "search", "shift", "previous_search", "previous_shift"), "i32"),
+    "tiles_per_program": "i32",
 }
 
 
@@ -176,6 +172,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         "target_ptr": f"*{target_dtype}",
         "logits_ptr": f"*{target_dtype}",
         "output_ptr": f"*{target_dtype}",
+        "top_ptr": f"*{target_dtype}",
         "draft_ptr": f"*{draft_dtype}",
         "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
         "sizes": option.get("sizes", ""),
@@ -186,6 +183,9 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
     constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
     constants |= {key: value for key, value in option.items() if key in constants}
+    constants["GROUP"], constants["GROUP_BITS"] = bounds.GROUP, bounds.GROUP.bit_length() - 1
+    constants["HELD"] = bounds.HELD
+    constants["BLOCK_G"] = constants["BLOCK_T"] * constants["TILE"] // bounds.GROUP
     constants["WALK"] = accept.walk_width(constants["BLOCK_T"])
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
     for kernel in KERNELS:
@@ -196,9 +196,6 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
                 "one-hot": {"ONE_HOT": True},
             }.items():
                 yield _build(kernel, f"{label}, {mode}", types, constants, flags | mode_flags)
-        elif kernel == "filter.narrow" and target_dtype == draft_dtype:
-            yield _build(kernel, f"{label}, first pass", types, constants, flags | {"FIRST": True})
-            yield _build(kernel, label, types, constants, flags)
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
             yield _build(kernel, label, types, constants, flags)
 
@@ -206,8 +203,6 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
 def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any], flags: dict[str, bool]) -> Build:
     names = KERNELS[kernel].arg_names
     sizes = types["sizes"]
-    if sizes == "static":
-        constants = constants | dict.fromkeys(ONES, 1)
     absent = {name for flag, found in ABSENT_WITH.items() if flags.get(flag) for name in found}
     absent |= {name for flag, found in ABSENT_WITHOUT.items() if not flags.get(flag) for name in found}
     if kernel.startswith("filter"):
@@ -260,7 +255,9 @@ def compile_kernel(
 
 def warps(kernel: Any, tile: int) -> int:
     """Of a program, as the launchers have it."""
-    sums_only = kernel in (exact.stats_kernel, exact.rest_kernel, sample.stats_kernel)
+    if kernel is search.cut_kernel:
+        return bounds.CUT_WARPS
+    sums_only = kernel in (exact.stats_kernel, exact.rest_kernel, sample.stats_kernel, search.group_kernel)
     return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 
 

@@ -58,6 +58,8 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     interpreter.prepare()
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
+    # So that few rows fit into the registers of a program.
+    filter.bounds.HELD = 64
     totals = {"cases": 0, "rows": 0, "rounding": 0}
     wrong = []
     names = None if kind in ("plain", "filtered") else kind.split(",")

@@ -129,10 +129,10 @@ def launches(case: oracle.Case) -> list[str]:
         ("verify_sigmoid", "bf16_fp16", 2),
         ("sample", "bf16_fp16", 2),
         # Of two 16-bit types, so that target and draft rows need a search each.
-        ("verify_exact", "filters_temperature", 9 + 9 + 3),
-        ("verify_block", "filters_temperature", 9 + 9 + 6),
-        ("sample", "filters_temperature", 9 + 2),
-        ("filter_logits", "filters_temperature", 9 + 1),
+        ("verify_exact", "filters_temperature", 2 + 2 + 3),
+        ("verify_block", "filters_temperature", 2 + 2 + 6),
+        ("sample", "filters_temperature", 2 + 2),
+        ("filter_logits", "filters_temperature", 2 + 1),
     ],
 )
 def test_number_of_launches(op: str, name: str, limit: int) -> None:
@@ -206,7 +206,7 @@ def test_filters_allocate_no_copy(dtype: torch.dtype) -> None:
     x = verify_inputs(rows, num_drafts, size("vocabulary of a language model"), dtype)["target_logits"].flatten(0, 1)
     given = filters(len(x)) | {"uniforms": torch.rand(len(x), device="cuda")}
     torch_specops.sample(x, **given)
-    assert allocated(lambda: torch_specops.sample(x, **given)) <= 0.03 * x.nbytes or rows < 64
+    assert allocated(lambda: torch_specops.sample(x, **given)) <= 0.2 * x.nbytes or rows < 64
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

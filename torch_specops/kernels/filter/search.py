@@ -1,8 +1,8 @@
-"""The two kernels of the search for a row's bounds (`bounds.py`): one pass of it, and its end.
+"""The two kernels of the search for a row's bounds (`bounds.py`): a summary of groups of entries, and a search in the
+groups that matter.
 
-A key is a logit as an int32 in the same order: 16 significant bits for a 16-bit type, 32 for float32. A search knows
-a key `lo` at or below the cut, and how much lies above the bucket that begins at `lo`. A pass divides that bucket into
-16 smaller ones, each tile sums up what it has in them, and the next launch chooses one.
+A key is a logit as an int32 in the same order: 16 significant bits for a 16-bit type, 32 for float32. A candidate is
+an entry that may lie at the cut or above it.
 """
 
 import triton
@@ -10,8 +10,10 @@ import triton.language as tl
 
 from .. import launch
 from ..rows import (
+    FLOAT32_MAX,
     FLOAT32_TINY,
     INT32_MAX,
+    LOG2_E,
     exponential,
     inverse_temperature,
     load_logits,
@@ -19,18 +21,17 @@ from ..rows import (
     row_lead,
     scale,
     store_pair,
-    tile_tokens,
 )
-
-# What a pass counts: entries for top_k, their weights for top_p, nothing where only the maximum is needed.
-NOTHING = tl.constexpr(0)
-ENTRIES = tl.constexpr(1)
-MASS = tl.constexpr(2)
 
 # The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
-BUCKETS = tl.constexpr(16)
-# Below every key: that of an excluded entry, and the highest of a tile that has no other.
+# What the rounding of sums may add to the mass that groups leave out.
+SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
+# Beyond this a scaled logit may have been clamped.
+LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
+# After so many passes that missed the cut, or one that found it among too many entries, a pass looks at half of them.
+HALVING = tl.constexpr(3)
+# Below every key: that of an excluded entry, and the highest of a group that has no other.
 NO_KEY = tl.constexpr(-(2**31))
 
 
@@ -83,6 +84,12 @@ def order_key(x):
 
 
 @triton.jit
+def entry_key(x):
+    """The same, NO_KEY for what is excluded."""
+    return tl.where(x.to(tl.float32) > float("-inf"), order_key(x), NO_KEY)
+
+
+@triton.jit
 def key_value(key, DTYPE: tl.constexpr):
     """int32 keys -> raw logits in float32."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
@@ -98,53 +105,29 @@ def lowest_key(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def choose_bucket(amount, above, threshold):
-    """[BUCKETS] amounts, and the amount above all of them -> (bucket, amount above it): the lowest bucket that holds
-    something and has less than `threshold` above it. The highest that holds something always qualifies."""
-    j = tl.arange(0, BUCKETS)
-    before = above + tl.sum(tl.where(j[None, :] > j[:, None], amount[None, :], 0.0), 1)
-    bucket = tl.min(tl.where((amount > 0) & (before < threshold), j, BUCKETS - 1), 0)
-    return bucket, tl.sum(tl.where(j == bucket, before, 0.0), 0)
-
-
-@triton.jit
-def load_amounts(amounts_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
-    """[BLOCK_T, BUCKETS] what every tile of a row has in each bucket."""
-    t = tl.arange(0, BLOCK_T)
-    # The launcher allocates these: 64 bytes a tile, so that every tile's are aligned.
-    row_ptr = tl.multiple_of(amounts_ptr + row * num_tiles * BUCKETS, 16)
-    offset = t[:, None] * BUCKETS + tl.arange(0, BUCKETS)[None, :]
-    return tl.load(row_ptr + offset, mask=(t < num_tiles)[:, None], other=0.0)
-
-
-@triton.jit
-def load_tops(top_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
-    """[BLOCK_T] the highest key of every tile of a row."""
-    t = tl.arange(0, BLOCK_T)
-    return tl.load(top_ptr + row * num_tiles + t, mask=t < num_tiles, other=NO_KEY)
-
-
-@triton.jit
-def search_threshold(threshold, search, top_k, top_p, total):
-    """How much may lie above the cut: top_k entries, or top_p of the mass that the search's first pass saw, but always
-    more than nothing, so that the first token stays."""
-    share = tl.maximum(top_p.to(tl.float64) * TOP_P_REACHED * tl.sum(total, 0), FLOAT32_TINY)
-    return tl.where(search == ENTRIES, top_k.to(tl.float64), tl.where(threshold < 0, share, threshold))
+def group_sums(x, top, inverse_t):
+    """Raw logits [G, GROUP] and their maxima [G] -> the sums of exponentials relative to the own maximum. The weight of
+    the maximum is exactly 1, so that equal logits have equal sums."""
+    shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
+    total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
+    # Only a tile with NaN or values near the ends of float32 is scaled entry by entry.
+    highest = tl.max(tl.abs(tl.where(top > float("-inf"), top, 0.0)), 0) * inverse_t
+    if ((highest <= LARGEST_UNCLAMPED) & (tl.min((total >= 0).to(tl.int32), 0) > 0)) == 0:
+        z = scale(x, inverse_t)
+        total = tl.sum(exponential(z - tl.maximum(scale(top, inverse_t), -FLOAT32_MAX)[:, None]), 1)
+    return total
 
 
 @launch.jit
-def narrow_kernel(
+def group_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
     min_p_ptr,  # [B] or None
-    top_ptr,  # [B, R + K, num_tiles] highest key; the first pass writes it
-    previous_ptr,  # [B, R + K, num_tiles, BUCKETS] what the pass before found; None: this is the first pass
-    current_ptr,  # the same of this pass
-    previous_search_ptr,  # [B, R + K, 4] lo, amount above, threshold, and whether the amounts were written; or None
-    search_ptr,  # the same of this pass
+    top_ptr,  # [B, R + K, num_tiles * TILE / GROUP] the maximum of each group
+    sum_ptr,  # the same of the sums of exponentials; None without top_p
     stride_b,
     stride_r,
     stride_v,
@@ -154,90 +137,221 @@ def narrow_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
-    index,
-    search,
-    shift,
-    previous_search,
-    previous_shift,
     TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Choose a bucket from what the pass before found, and divide it into 16."""
     b = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     r = tl.program_id(2).to(tl.int64)
-    row = b * (num_rows + num_drafts) + r
     temperature = load_temperature(temperature_ptr, b)
     top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     if is_filtered(temperature, top_k, top_p, min_p):
-        DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-        inverse_t = inverse_temperature(temperature_ptr, temperature)
-        wanted = ((search == ENTRIES) & (top_k > 0)) | ((search == MASS) & (top_p < 1))
+        row_ptr = find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k)
+        x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE, True)
+        GROUPS: tl.constexpr = TILE // GROUP
+        x = tl.reshape(x, (GROUPS, GROUP))
+        top = tl.max(x, 1)
+        group = ((b * (num_rows + num_drafts) + r) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
+        tl.store(top_ptr + group, top.to(logits_ptr.dtype.element_ty))
+        if sum_ptr is not None:
+            if (top_p < 1) & (top_k == 0):
+                tl.store(sum_ptr + group, group_sums(x, top, inverse_temperature(temperature_ptr, temperature)))
 
-        # Where the search stands: every program of a row finds the same.
-        lo = lowest_key(DTYPE)
-        above = tl.full((), 0.0, tl.float64)
-        threshold = tl.full((), -1.0, tl.float64)
-        reads = True
-        z_max = 0.0
-        if previous_ptr is not None:
-            tops = load_tops(top_ptr, row, num_tiles, BLOCK_T)
-            t = tl.arange(0, BLOCK_T)
-            tile_top = tl.max(tl.where(t == tile, tops, NO_KEY), 0)
-            top = tl.max(tops, 0)
-            z_max = scale(key_value(top, DTYPE), inverse_t)
-            lo = tl.load(previous_search_ptr + row * 4).to(tl.int32)
-            above = tl.load(previous_search_ptr + row * 4 + 1)
-            threshold = tl.load(previous_search_ptr + row * 4 + 2)
-            own = 1.0
-            if tl.load(previous_search_ptr + row * 4 + 3) > 0:
-                amounts = load_amounts(previous_ptr, row, num_tiles, BLOCK_T)
-                if (index == 1) & (previous_search == MASS):
-                    # The first pass knew the maximum of its tile only.
-                    z_tile = tl.where(tops > NO_KEY, scale(key_value(tops, DTYPE), inverse_t), float("-inf"))
-                    amounts = amounts * exponential(z_tile - z_max)[:, None]
-                total = tl.sum(amounts.to(tl.float64), 0)
-                threshold = search_threshold(threshold, previous_search, top_k, top_p, total)
-                bucket, above = choose_bucket(total, above, threshold)
-                lo += bucket << previous_shift
-                chosen = (t == tile)[:, None] & (tl.arange(0, BUCKETS) == bucket)[None, :]
-                own = tl.sum(tl.sum(tl.where(chosen, amounts, 0.0), 1), 0)
-            if search != previous_search:
-                above = tl.full((), 0.0, tl.float64)
-                threshold = tl.full((), -1.0, tl.float64)
-                own = 1.0
-            # A pass whose lowest bucket would hold all that is left says nothing, except the last, which counts ties.
-            left = (top - lo).to(tl.uint32, bitcast=True) >> shift
-            wanted = wanted & ((left > 0) | (shift == 0)) & (top > NO_KEY)
-            reads = wanted & (tile_top >= lo) & (own > 0)
-        if tile == 0:
-            tl.store(search_ptr + row * 4, lo.to(tl.float64))
-            tl.store(search_ptr + row * 4 + 1, above)
-            tl.store(search_ptr + row * 4 + 2, threshold)
-            tl.store(search_ptr + row * 4 + 3, wanted.to(tl.float64))
 
-        j = tl.arange(0, BUCKETS)
-        found = tl.zeros((BUCKETS,), tl.float32)
-        if reads:
-            row_ptr = find_row(
-                logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
-            )
-            x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE)
-            key = tl.where(x.to(tl.float32) > float("-inf"), order_key(x), NO_KEY)
-            if previous_ptr is None:
-                highest = tl.max(key, 0)
-                tl.store(top_ptr + row * num_tiles + tile, highest)
-                z_max = scale(key_value(highest, DTYPE), inverse_t)
-            if wanted:
-                inside = key >= lo
-                amount = tl.where(inside, 1.0, 0.0)
-                if (search == MASS) & (shift > 0):
-                    amount = tl.where(inside, exponential(scale(x, inverse_t) - z_max), 0.0)
-                bucket = (key - lo).to(tl.uint32, bitcast=True) >> shift
-                here = bucket[None, :] == j.to(tl.uint32)[:, None]
-                found = tl.sum(tl.where(here, amount[None, :], 0.0), 1)
-        if wanted:
-            tl.store(current_ptr + (row * num_tiles + tile) * BUCKETS + j, found)
+@triton.jit
+def leaves_out(key, amount, rest, bound, z_max, inverse_t, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """At most how much lies below the key `bound`: all of a group whose maximum does, and of any other the rest, but no
+    more than GROUP - 1 entries of that key."""
+    most = exponential(scale(key_value(bound, DTYPE), inverse_t) - z_max) * (GROUP - 1)
+    return tl.sum(tl.where(key < bound, amount, tl.minimum(rest, most)), 0)
+
+
+@triton.jit
+def lowest_candidate(key, amount, rest, allowed, top, z_max, inverse_t, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """A key at or below the cut that leaves out no more than is allowed. It lies below the highest such key by less
+    than an eighth of that one's distance from the maximum, or by a few keys."""
+    lowest = lowest_key(DTYPE).to(tl.int64)
+    highest = top.to(tl.int64)
+    distance = tl.full((), 2 ** (DTYPE.fp_mantissa_width - 4), tl.int64)
+    bound = highest
+    fits = leaves_out(key, amount, rest, top, z_max, inverse_t, DTYPE, GROUP) <= allowed
+    while (fits == 0) & (bound > lowest):
+        distance *= 2
+        bound = tl.maximum(highest - distance, lowest)
+        fits = leaves_out(key, amount, rest, bound.to(tl.int32), z_max, inverse_t, DTYPE, GROUP) <= allowed
+    distance = distance >> 1
+    for _ in range(3):
+        distance = distance >> 1
+        middle = tl.minimum(bound + distance, highest)
+        fits = leaves_out(key, amount, rest, middle.to(tl.int32), z_max, inverse_t, DTYPE, GROUP) <= allowed
+        bound = tl.where(fits, middle, bound)
+    return bound.to(tl.int32)
+
+
+@triton.jit
+def find_candidates(i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, every):
+    """Pointers to candidates i, which of them there are, and their tokens. The list is of entries (bits = 0) or of
+    groups of 2**bits, counted from the row's boundary, of which one in `every` is taken."""
+    place = (i >> bits) * every
+    item = tl.load(list_ptr + place, mask=place < (count >> bits), other=0)
+    v = (item << bits) + (i & ((1 << bits) - 1)) - lead
+    offset = v.to(tl.int64) if stride_v is None else v.to(tl.int64) * stride_v
+    return row_ptr + offset, (place < (count >> bits)) & (v >= 0) & (v < vocab_size), v
+
+
+@triton.jit
+def candidate_amount(x, is_mass, z_max, inverse_t):
+    """What an entry counts: its weight for top-p, else 1."""
+    amount = tl.full(x.shape, 1.0, tl.float32)
+    if is_mass:
+        amount = exponential(scale(x, inverse_t) - z_max)
+    return amount
+
+
+@triton.jit
+def append(list_ptr, item, chosen, count, capacity):
+    """Write what is chosen behind the `count` items of a list, if there is room; returns how many there are now."""
+    slot = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(list_ptr + slot, item, mask=chosen & (slot < capacity))
+    return count + tl.sum(chosen.to(tl.int32), 0)
+
+
+@triton.jit
+def reach(key, amount, lo, hi, wanted):
+    """The highest key of lo .. hi - 1 such that what is wanted lies at it and above it; lo if there is none."""
+    step = tl.full((), 1, tl.int64)
+    while step < hi.to(tl.int64) - lo:
+        step *= 2
+    while step > 1:
+        step = step >> 1
+        middle = tl.minimum(lo.to(tl.int64) + step, hi).to(tl.int32)
+        reached = (tl.sum(tl.where(key >= middle, amount, 0.0), 0) >= wanted) & (middle < hi)
+        lo = tl.where(reached, middle, lo)
+    return lo
+
+
+@triton.jit
+def find_cut(
+    list_ptr,
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    num_groups,
+    offset,
+    bits,
+    count,
+    lowest,
+    hi,
+    wanted,
+    share,
+    row_mass,
+    is_mass,
+    z_max,
+    inverse_t,
+    HELD: tl.constexpr,
+):
+    """The cut among the candidates: the highest key such that what is wanted, k entries or a mass, lies at it and above
+    it. It is one of `lowest` .. hi - 1. A negative mass means `share` of the candidates' own; any other is of
+    `row_mass`, theirs and what lies below them in their groups.
+
+    Returns the cut, what lies above it, what was wanted, how many entries tie at it, and a list that has them all: its
+    offset, kind and length, and the end of the keys that it has."""
+    i = tl.arange(0, HELD)
+    floor = lowest
+    above = tl.full((), 0.0, tl.float64)
+    num_ties = 0
+    passes = 0
+    searching = 1
+    while searching > 0:
+        # All candidates if there are few, else a sample: groups at equal distances.
+        every = (count + HELD - 1) // HELD
+        x_ptr, inside, _ = find_candidates(
+            i, list_ptr + offset, row_ptr, stride_v, lead, vocab_size, count, bits, every
+        )
+        x = tl.load(x_ptr, mask=inside, other=float("-inf"))
+        key = entry_key(x)
+        amount = candidate_amount(x, is_mass, z_max, inverse_t)
+        total = tl.sum(tl.where(key >= floor, amount, 0.0).to(tl.float64), 0)
+        if every <= 1:
+            wanted = tl.where(wanted < 0, tl.maximum(share * total, FLOAT32_TINY), wanted)
+            lowest = reach(key, amount, lowest, hi, wanted - above)
+            above += tl.sum(tl.where(key > lowest, amount, 0.0).to(tl.float64), 0)
+            num_ties = tl.sum((key == lowest).to(tl.int32), 0)
+            searching = 0
+        else:
+            # Candidates a .. end - 1 are to fit: all of them, or those near to where the sample has the cut.
+            a, end = lowest, hi
+            num_inside = tl.sum(((key >= lowest) & (key < hi)).to(tl.int32), 0) * every
+            if (passes > 0) | (num_inside > HELD // 4 * 3):
+                share_taken = 1.0 / every.to(tl.float32)
+                expected = wanted.to(tl.float32) * share_taken
+                margin = 3.0 * tl.sqrt(expected) + 1.0
+                if is_mass:
+                    # What lies below the cut is spread over many entries, so that a sample tells more about it.
+                    tail = (row_mass - wanted.to(tl.float32)) * share_taken
+                    expected = tl.sum(amount, 0) - tail
+                    if wanted < 0:
+                        tail = ((1.0 - share) * total).to(tl.float32)
+                        expected = total.to(tl.float32) - tail
+                    margin = tail / 16
+                margin = margin * (1 << passes)
+                if passes >= HALVING:
+                    half = tl.maximum((hi.to(tl.int64) - lowest) // 2, 1)
+                    a = tl.maximum(reach(key, amount, lowest, hi, expected) - half // 2, lowest).to(tl.int32)
+                    end = tl.minimum(a + half, hi).to(tl.int32)
+                else:
+                    a = reach(key, amount, lowest, hi, expected + margin)
+                    end = reach(key, amount, lowest, hi, expected - margin) + 1
+            higher = tl.full((), 0.0, tl.float64)
+            middle = tl.full((), 0.0, tl.float64)
+            total = tl.full((), 0.0, tl.float64)
+            num_inside = 0
+            for start in range(0, count, HELD):
+                x_ptr, inside, v = find_candidates(
+                    start + i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, 1
+                )
+                x = tl.load(x_ptr, mask=inside, other=float("-inf"))
+                key = entry_key(x)
+                is_higher = key >= end
+                is_inside = (key >= a) & (is_higher == 0)
+                num_inside = append(list_ptr + num_groups, v + lead, is_inside, num_inside, HELD)
+                amount = candidate_amount(x, is_mass, z_max, inverse_t)
+                higher += tl.sum(tl.where(is_higher, amount, 0.0), 0).to(tl.float64)
+                middle += tl.sum(tl.where(is_inside, amount, 0.0), 0).to(tl.float64)
+                total += tl.sum(tl.where(key >= floor, amount, 0.0), 0).to(tl.float64)
+            tl.debug_barrier()
+            wanted = tl.where(wanted < 0, tl.maximum(share * total, FLOAT32_TINY), wanted)
+            passes += 1
+            if (higher >= wanted) & (end < hi):
+                lowest = end
+            elif (higher + middle < wanted) & (a > lowest):
+                hi = a
+            else:
+                lowest = a
+                hi = end
+                above = higher
+                passes = HALVING
+                if num_inside <= HELD:
+                    offset, bits, count = num_groups, 0, num_inside
+                elif end - a == 1:
+                    num_ties = num_inside
+                    searching = 0
+    return lowest, above, wanted, num_ties, offset, bits, count, hi
+
+
+@triton.jit
+def first_kept_tie(list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, cut, skipped, HELD: tl.constexpr):
+    """The token of the first entry of key `cut` behind `skipped` others."""
+    first = INT32_MAX
+    for start in range(0, count, HELD):
+        i = start + tl.arange(0, HELD)
+        x_ptr, inside, v = find_candidates(i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, 1)
+        tie = (entry_key(tl.load(x_ptr, mask=inside, other=float("-inf"))) == cut).to(tl.int32)
+        kept = (tie > 0) & (tl.cumsum(tie, 0) > skipped)
+        first = tl.minimum(first, tl.min(tl.where(kept, v, INT32_MAX), 0))
+        skipped -= tl.sum(tie, 0)
+    return first
 
 
 @triton.jit
@@ -255,16 +369,16 @@ def lowest_likely(top, z_max, min_p, inverse_t, DTYPE: tl.constexpr):
 
 
 @launch.jit
-def finish_kernel(
+def cut_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
     min_p_ptr,  # [B] or None
-    top_ptr,  # [B, R + K, num_tiles]
-    amounts_ptr,  # [B, R + K, num_tiles, BUCKETS] entries of each of 16 keys, by the last pass
-    search_ptr,  # [B, R + K, 4]
+    top_ptr,  # [B, R + K, num_groups]
+    sum_ptr,  # [B, R + K, num_groups] or None
+    list_ptr,  # [B, R + K, num_groups + HELD] numbers of groups, and places of entries
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
@@ -276,60 +390,104 @@ def finish_kernel(
     first_row,
     num_bounds,
     vocab_size,
-    num_tiles,
-    search,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUP_BITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HELD: tl.constexpr,
 ):
-    """The cut from the last pass, min_p, and the first token that is kept at the cut."""
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
     row = b * (num_rows + num_drafts) + r
-    temperature = load_temperature(temperature_ptr, b)
-    top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    # Torch looks for what a kernel writes, and does not look into functions: what comes from one that was given a
+    # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
+    temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + b)
+    if top_k_ptr is not None:
+        k = tl.load(top_k_ptr + b)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b)
+    top_k = tl.where((k > 0) & (k < vocab_size), k, 0).to(tl.int32)
     lawful = is_lawful(temperature, top_p, min_p)
     cut = tl.where(lawful, float("-inf"), float("inf"))
     first_at_cut = tl.where(lawful, 0, INT32_MAX)
     if is_filtered(temperature, top_k, top_p, min_p):
         DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-        inverse_t = inverse_temperature(temperature_ptr, temperature)
-        top = tl.max(load_tops(top_ptr, row, num_tiles, BLOCK_T), 0)
+        inverse_t = inverse_temperature(True, temperature)
+        group = tl.arange(0, BLOCK_G)
+        x = tl.load(top_ptr + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
+        key = entry_key(x)
+        top = tl.max(key, 0)
         z_max = scale(key_value(top, DTYPE), inverse_t)
-        lo = tl.load(search_ptr + row * 4).to(tl.int32)
-        if tl.load(search_ptr + row * 4 + 3) > 0:
-            j = tl.arange(0, BUCKETS)
-            entries = load_amounts(amounts_ptr, row, num_tiles, BLOCK_T)
-            total = tl.sum(entries.to(tl.float64), 0)
-            weight = tl.full((BUCKETS,), 1.0, tl.float64)
-            if search == MASS:
-                # Behind the key of +inf come those of NaN, which have no entries.
-                z = tl.where(total > 0, scale(key_value(lo + j, DTYPE), inverse_t), float("-inf"))
-                weight = exponential(z - z_max).to(tl.float64)
-            mass = total * weight
-            threshold = search_threshold(tl.load(search_ptr + row * 4 + 2), search, top_k, top_p, mass)
-            bucket, above = choose_bucket(mass, tl.load(search_ptr + row * 4 + 1), threshold)
-            lo += bucket
-            if search == MASS:
-                # Of the tokens at the cut, those of highest id, as many as begin below the threshold.
-                tie_weight = tl.sum(tl.where(j == bucket, weight, 0.0), 0)
-                num_wanted = tl.maximum(tl.ceil(((threshold - above) / tie_weight).to(tl.float32)), 1.0)
-                ties = tl.sum(tl.where((j == bucket)[None, :], entries, 0.0), 1)
-                num_ties = tl.sum(ties, 0)
-                if num_wanted < num_ties:
-                    t = tl.arange(0, BLOCK_T)
-                    behind = num_ties - tl.cumsum(ties, 0)
-                    tile = tl.max(tl.where((ties > 0) & (behind + ties >= num_wanted), t, 0), 0)
-                    row_ptr = find_row(
-                        logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
+        lo = lowest_key(DTYPE)
+        if ((top_k > 0) | (top_p < 1)) & (top > NO_KEY):
+            # Top-k may leave out all groups but k, top-p the mass that it removes.
+            amount = tl.where(key > NO_KEY, 1.0, 0.0)
+            rest = tl.zeros((BLOCK_G,), tl.float32)
+            allowed = tl.sum(amount, 0) - top_k
+            mass = tl.full((), 0.0, tl.float64)
+            wanted_mass = tl.full((), -1.0, tl.float64)
+            share = top_p.to(tl.float64) * TOP_P_REACHED if top_p_ptr is not None else wanted_mass
+            if sum_ptr is not None:
+                if top_k == 0:
+                    weight = exponential(scale(x, inverse_t) - z_max)
+                    total = tl.load(sum_ptr + row * num_groups + group, mask=key > NO_KEY, other=0.0)
+                    amount = tl.where(key > NO_KEY, total * weight, 0.0)
+                    rest = tl.maximum(amount - weight, 0.0)
+                    mass = tl.sum(amount.to(tl.float64), 0)
+                    wanted_mass = tl.maximum(share * mass, FLOAT32_TINY)
+                    allowed = (((1.0 - share) * mass) * SAFE_SHARE).to(tl.float32)
+            lo = lowest_candidate(key, amount, rest, allowed, top, z_max, inverse_t, DTYPE, GROUP)
+            mass -= tl.sum(tl.where(key < lo, amount, 0.0).to(tl.float64), 0)
+
+            row_ptr = find_row(
+                logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
+            )
+            lead = row_lead(row_ptr, stride_v)
+            list_ptr += row * (num_groups + HELD)
+            # Symbolic sizes have 64 bits.
+            num_places = tl.cast(num_groups, tl.int32)
+            num_candidates = append(list_ptr, group, key >= lo, 0, num_places) * GROUP
+            tl.debug_barrier()
+            hi, offset, bits, count = top + 1, 0, GROUP_BITS, num_candidates
+            for search in range(2):
+                is_mass = search == 1
+                if tl.where(is_mass, top_p < 1, top_k > 0):
+                    if hi <= top:
+                        hi, offset, bits, count = top + 1, 0, GROUP_BITS, num_candidates
+                    wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
+                    lo, above, wanted, num_ties, offset, bits, count, hi = find_cut(
+                        list_ptr,
+                        row_ptr,
+                        stride_v,
+                        lead,
+                        vocab_size,
+                        num_places,
+                        offset,
+                        bits,
+                        count,
+                        lo,
+                        hi,
+                        wanted,
+                        share,
+                        mass.to(tl.float32),
+                        is_mass,
+                        z_max,
+                        inverse_t,
+                        HELD,
                     )
-                    lead = row_lead(row_ptr, stride_v)
-                    x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE)
-                    v = tile_tokens(lead, tile, TILE)
-                    tie = ((x.to(tl.float32) > float("-inf")) & (order_key(x) == lo)).to(tl.int32)
-                    # The first that is kept has this many ties up to itself.
-                    rank = tl.sum(tl.where(t == tile, behind + ties, 0.0), 0) - num_wanted + 1
-                    kept = (tie > 0) & (tl.cumsum(tie, 0) >= rank.to(tl.int32))
-                    first_at_cut = tl.min(tl.where(kept, v, INT32_MAX), 0)
+                    if is_mass:
+                        # Of the tokens at the cut, those of highest id, as many as begin below what is wanted.
+                        tie_weight = exponential(scale(key_value(lo, DTYPE), inverse_t) - z_max).to(tl.float64)
+                        num_kept = tl.maximum(tl.ceil(((wanted - above) / tie_weight).to(tl.float32)), 1.0)
+                        if num_kept < num_ties:
+                            skipped = num_ties - num_kept.to(tl.int32)
+                            first_at_cut = first_kept_tie(
+                                list_ptr + offset, row_ptr, stride_v, lead, vocab_size, count, bits, lo, skipped, HELD
+                            )
         if min_p_ptr is not None:
             if min_p > 0:
                 likely = lowest_likely(top, z_max, min_p, inverse_t, DTYPE)
