@@ -147,7 +147,7 @@ def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, mo
         target = language_model(model)
         target.max_length, target.takes_spans = None, takes_spans
         loop = SpeculativeDecoder(target, sampling=GREEDY, compile=True, max_length=capacity)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             output = loop.generate(prompts, max_new_tokens=6)
         attends = any("specops::attend" in event.name for event in profile.events())
         assert attends == (takes_spans and capacity >= models.SPANS_PAY)
