@@ -310,8 +310,7 @@ class TransformersModel:
         if positions.device.type == "cuda":
             return True
         # An eager forward on a CPU leaves out what nobody sees anyway.
-        compiles = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        return compiles and self._require_cache().capacity >= SPANS_PAY
+        return torch.compiler.is_dynamo_compiling() and self._require_cache().capacity >= SPANS_PAY
 
     def _spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """[B, 1, n, 2] int64, the first and last slot that each token sees; or one such for each kind of layer."""
