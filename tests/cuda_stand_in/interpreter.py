@@ -29,12 +29,18 @@ def widened(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
     return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
+def larger(self: Any, left: interpreter.TensorHandle, right: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """`tl.maximum` as devices have it: of a number and NaN the number."""
+    return self.binary_op(left, right, np.fmax)
+
+
 def prepare() -> None:
     """Change the interpreter for as long as this process lives."""
     interpreter.InterpreterBuilder.create_fma = fuse_products
     dot = interpreter.InterpreterBuilder.create_dot
     # The interpreter would multiply the integers.
     interpreter.InterpreterBuilder.create_dot = lambda self, x, y, *rest: dot(self, widened(x), widened(y), *rest)
+    interpreter.InterpreterBuilder.create_maxnumf = larger
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def run_quietly(*args: Any, **kwargs: Any) -> None:

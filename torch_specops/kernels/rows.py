@@ -170,12 +170,10 @@ def load_scaled(row_ptr, stride_v, lead, vocab_size, tile, inverse_t, bounds_ptr
 
 
 @triton.jit
-def load_scaled_beside(
-    row_ptr, stride_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE: tl.constexpr
-):
-    """`load_scaled` of a tile counted from another row's boundary."""
+def load_kept_beside(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE: tl.constexpr):
+    """`load_kept` of a tile counted from another row's boundary."""
     x = load_logits_beside(row_ptr, stride_v, lead, vocab_size, tile, TILE, True)
-    return scale(within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, bounds_row), inverse_t)
+    return within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, bounds_row)
 
 
 @triton.jit

@@ -38,8 +38,8 @@ from ..rows import (
     arrives_last,
     exponential,
     inverse_temperature,
+    load_kept,
     load_partials,
-    load_scaled,
     load_temperature,
     reciprocal,
     row_argmax,
@@ -49,7 +49,7 @@ from ..rows import (
 )
 from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_output
 from .exact import exact_values, run_stats, verify_exact
-from .residual import draft_row_stats, draw_token, subtract_draft
+from .residual import draft_row_stats, draw_token, scale_in_row, subtract_draft
 
 # exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)
@@ -228,9 +228,8 @@ def draw_kernel(
                 row_ptr = target_ptr + (b * stride_target_b + i * stride_target_k)
                 lead = row_lead(row_ptr, stride_target_v)
                 for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
-                    z_p = load_scaled(
-                        row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
-                    )
+                    x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+                    z_p = scale_in_row(x_p, inverse_t, p_shift)
                     weight, differs = subtract_draft(
                         exponential(z_p - p_shift) * p_weight,
                         z_p,

@@ -46,7 +46,6 @@ from ..rows import (
     inverse_temperature,
     load_kept,
     load_partials,
-    load_scaled,
     load_temperature,
     reciprocal,
     row_argmax,
@@ -68,7 +67,7 @@ from .accept import (
     store_output,
     token_weights,
 )
-from .residual import draft_row_stats, draft_stats, draw_token, subtract_draft
+from .residual import draft_row_stats, draft_stats, draw_token, scale_in_row, subtract_draft
 
 # Rows of each side that are summed first where batches are large.
 FIRST_ROWS = tl.constexpr(2)
@@ -456,9 +455,8 @@ def draw_kernel(
             row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
             lead = row_lead(row_ptr, stride_target_v)
             for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
-                z_p = load_scaled(
-                    row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE
-                )
+                x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+                z_p = scale_in_row(x_p, inverse_t, p_shift)
                 weight, differs = subtract_draft(
                     exponential(z_p - p_shift) * p_weight,
                     z_p,

@@ -10,16 +10,19 @@ from ..rows import (
     FLOAT32_MAX,
     combine_stats,
     exponential,
+    load_kept,
+    load_kept_beside,
     load_partials,
     load_row_partials,
-    load_scaled,
-    load_scaled_beside,
     pick_tile,
     pick_token,
     row_lead,
     row_stats,
+    scale,
     tile_tokens,
 )
+
+LARGEST_PLAIN_SHIFT = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -51,6 +54,14 @@ def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tile
 
 
 @triton.jit
+def scale_in_row(x, inverse_t, shift):
+    """`scale` in a row whose largest scaled logit is `shift`. Unless that is an extreme, what overflows has no weight
+    in any case, and a maximum makes NaN -inf."""
+    plain = tl.abs(shift) <= LARGEST_PLAIN_SHIFT
+    return tl.maximum(x * inverse_t, float("-inf")) if plain else scale(x, inverse_t)
+
+
+@triton.jit
 def subtract_draft(
     p,
     z_p,
@@ -75,17 +86,17 @@ def subtract_draft(
         token = tl.load(token_ptr).to(tl.int32)
         weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
     else:
-        z_q = load_scaled_beside(
+        x_q = load_kept_beside(
             draft_ptr + draft_offset,
             stride_draft_v,
             lead,
             vocab_size,
             tile,
-            inverse_t,
             draft_bounds_ptr,
             draft_bounds_row,
             TILE,
         )
+        z_q = scale_in_row(x_q, inverse_t, q_shift)
         weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
         differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
     return weight, differs
@@ -137,7 +148,8 @@ def draw_token(
     row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
     lead = row_lead(row_ptr, stride_target_v)
     bounds_row = b * num_bounds + n
-    z_p = load_scaled(row_ptr, stride_target_v, lead, vocab_size, tile, inverse_t, bounds_ptr, bounds_row, TILE)
+    x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+    z_p = scale_in_row(x_p, inverse_t, p_shift)
     weight = exponential(z_p - p_shift) * p_weight
     if has_residual:
         weight, _ = subtract_draft(
