@@ -1,6 +1,8 @@
-"""Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
+r"""Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
 
     python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
+    python benchmarks/train_eagle3.py --target smollm2-135m-instruct --prompt $'<|im_start|>user\n' --bfloat16 \
+        --draft-vocab 4096 --layers 9 19 29 --tokens 200000 --steps 1000 --out DIR
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
 DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
@@ -10,7 +12,8 @@ as long as little is accepted. Matrices are trained by Muon, the rest by AdamW; 
 weights, in float16.
 
 The text: half of the rows are sampled at temperature 1; the others begin with a piece of such a row, and go on at
-temperature 0 or 0.5. `--text FILE` measures on other text: the acceptance rate of each draft given that those before it
+temperature 0 or 0.5. With `--draft-vocab` the head has the tokens that are commonest in it.
+`--text FILE` measures on other text: the acceptance rate of each draft given that those before it
 were right, at temperature 1 (sum_x min(p, q)) and 0 (the same argmax). It is held out of training.
 """
 
@@ -23,7 +26,7 @@ import math
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -48,7 +51,6 @@ ROWS_PER_STEP = 4
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
-MOST_TOKENS_KEPT = 1024
 SAVE_EVERY = 250
 WINDOWS_MEASURED = 8
 # Pairs that the head sees in training, and from which share of the run on as many as a row has.
@@ -97,35 +99,53 @@ def chain_logits(head: Eagle3Head, features: Tensor, embedded: Tensor, depth: in
         hidden = head.feedback(output)
 
 
-class Target:
-    """What training needs of the target: its features, embeddings and probabilities of a text.
+class Read(NamedTuple):
+    """What training needs of the target, of rows [B, N] of text and a head with Vd tokens.
 
-    With a small vocabulary it keeps what it has read, in 16 bits, because every row is read many times.
+    Attributes:
+        features: [B, N, F * H].
+        embedded: [B, N, H], the embedding of each token.
+        log_p: [B, N, Vd], log-probabilities of the head's tokens after each token.
+        best: [B, N] int64, the likeliest token as one of the head's, -1 = the head does not have it.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    features: Tensor
+    embedded: Tensor
+    log_p: Tensor
+    best: Tensor
+
+
+class Target:
+    """The target of a head, which keeps in 16 bits what it has read, because every row is read many times."""
+
+    def __init__(self, model: PreTrainedModel, head: Eagle3Head) -> None:
+        assert head.config.feature_layers is not None
         self.model = model
-        self.layers = layers
-        self._keeps = model.get_output_embeddings().weight.shape[0] <= MOST_TOKENS_KEPT
-        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self.layers = head.config.feature_layers
+        self.draft_of_target = head.draft_of_target
+        self.tokens = draft_tokens(head)
+        self._kept: dict[bytes, tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features [B, N, F * H], embeddings [B, N, H] and log-probabilities [B, N, V] after each of rows [B, N]."""
+    def read(self, rows: Tensor) -> Read:
         found = [self._read_row(row) for row in rows]
-        features, log_p = (torch.stack(part).float() for part in zip(*found, strict=True))
-        return features, self.model.get_input_embeddings()(rows), log_p
+        features, log_p, best = (torch.stack(part) for part in zip(*found, strict=True))
+        return Read(features.float(), self.model.get_input_embeddings()(rows).float(), log_p.float(), best)
 
-    def _read_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_row(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         key = row.numpy().tobytes()
-        if key in self._kept:
-            return self._kept[key]
-        output = self.model(row.unsqueeze(0), output_hidden_states=True, use_cache=False)
-        features = torch.cat([output.hidden_states[layer][0] for layer in self.layers], -1)
-        found = features, output.logits[0].float().log_softmax(-1)
-        if self._keeps:
-            self._kept[key] = found = found[0].half(), found[1].half()
-        return found
+        if key not in self._kept:
+            output = self.model(row.unsqueeze(0), output_hidden_states=True, use_cache=False)
+            features = torch.cat([output.hidden_states[layer][0] for layer in self.layers], -1)
+            log_p = output.logits[0].float().log_softmax(-1)
+            best = self.draft_of_target[log_p.argmax(-1)]
+            self._kept[key] = features.half(), log_p[:, self.tokens].half(), best
+        return self._kept[key]
+
+
+def draft_tokens(head: Eagle3Head) -> Tensor:
+    """[Vd] int64, the target's token of each of the head's."""
+    return (head.draft_of_target >= 0).nonzero()[:, 0]
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -137,12 +157,12 @@ def losses(head: Eagle3Head, target: Target, rows: Tensor, window: int, divergen
     """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
     # The target reads whole rows. The last chain of a window has to end inside of it.
     features, embedded, log_p = (
-        read.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for read in target.read(rows)
+        read.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for read in target.read(rows)[:3]
     )
     count = window - DEPTH
     found = []
     for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        log_q = logits.log_softmax(-1)
+        log_q = logits.float().log_softmax(-1)
         own = log_p[:, depth + 1 : depth + 1 + count]
         accepted = -acceptance(own, log_q).clamp(min=1e-6).log()
         apart = (own.exp() * (own - log_q)).sum(-1)
@@ -154,29 +174,31 @@ def losses(head: Eagle3Head, target: Target, rows: Tensor, window: int, divergen
 def measure(head: Eagle3Head, target: Target, rows: Tensor) -> dict[str, list[float]]:
     """The acceptance rate of each draft, given that those before it were right."""
     count = rows.shape[1] - DEPTH
-    features, embedded, log_p = target.read(rows)
+    features, embedded, log_p, best = target.read(rows)
     rates: dict[str, list[float]] = {"temperature 1": [], "greedy": []}
     for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        own = log_p[:, depth + 1 : depth + 1 + count]
-        rates["temperature 1"].append(round(acceptance(own, logits.log_softmax(-1)).mean().item(), 4))
-        rates["greedy"].append(round((own.argmax(-1) == logits.argmax(-1)).float().mean().item(), 4))
+        after = slice(depth + 1, depth + 1 + count)
+        rates["temperature 1"].append(round(acceptance(log_p[:, after], logits.log_softmax(-1)).mean().item(), 4))
+        rates["greedy"].append(round((best[:, after] == logits.argmax(-1)).float().mean().item(), 4))
     return rates
 
 
 def held_out(tokenizer: Tokenizer, path: Path) -> Tensor:
     """[WINDOWS_MEASURED, ROW] of a text."""
-    tokens = tokenizer(path.read_text(encoding="latin-1"), return_tensors="pt", verbose=False)["input_ids"][0]
+    tokens = tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt", verbose=False)["input_ids"][0]
     return tokens[: WINDOWS_MEASURED * ROW].view(WINDOWS_MEASURED, ROW)
 
 
-def new_head(model: PreTrainedModel, layers: tuple[int, ...], intermediate_size: int | None) -> Eagle3Head:
-    """A head as wide as the target. It begins with the target's last norm and output matrix, and with the feature of
-    the last of the layers."""
+def new_head(
+    model: PreTrainedModel, layers: tuple[int, ...], intermediate_size: int | None, tokens: Tensor
+) -> Eagle3Head:
+    """A head as wide as the target, with logits of tokens [Vd] in ascending order. It begins with the target's last
+    norm and output matrix, and with the feature of the last of the layers."""
     config = model.config.get_text_config()
     head = Eagle3Head(
         Eagle3Config(
             vocab_size=config.vocab_size,
-            draft_vocab_size=config.vocab_size,
+            draft_vocab_size=len(tokens),
             hidden_size=config.hidden_size,
             intermediate_size=intermediate_size or config.intermediate_size,
             num_heads=config.num_attention_heads,
@@ -192,12 +214,13 @@ def new_head(model: PreTrainedModel, layers: tuple[int, ...], intermediate_size:
         ),
         has_embedding=False,
     )
+    head.draft_of_target = torch.full((config.vocab_size,), -1).scatter(0, tokens, torch.arange(len(tokens)))
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
         head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-        head.lm_head.weight.copy_(model.get_output_embeddings().weight)
+        head.lm_head.weight.copy_(model.get_output_embeddings().weight[tokens])
         head.norm.weight.copy_(model.get_decoder().norm.weight)
     return head
 
@@ -228,7 +251,9 @@ def write_text(model: PreTrainedModel, prompt: Tensor, num_tokens: int, progress
     return torch.cat(rows)
 
 
-def train(head: Eagle3Head, target: Target, rows: Tensor, steps: int, out: Path, progress: Progress) -> Eagle3Head:
+def train(
+    head: Eagle3Head, target: Target, rows: Tensor, steps: int, bfloat16: bool, out: Path, progress: Progress
+) -> Eagle3Head:
     """Returns the mean of the last weights, which is also stored from time to time."""
     named = [(name, parameter) for name, parameter in head.named_parameters()]
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
@@ -253,7 +278,8 @@ def train(head: Eagle3Head, target: Target, rows: Tensor, steps: int, out: Path,
             optimizer.param_groups[0]["lr"] = LEARNING_RATE[name] * scale
             optimizer.zero_grad()
         window = WINDOW if share < WHOLE_ROWS_FROM else ROW
-        found = losses(head, target, rows[batch], window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            found = losses(head, target, rows[batch], window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
         (found * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers.values():
@@ -297,7 +323,11 @@ def save(head: Eagle3Head, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     path = folder / "model.safetensors"
-    save_file({name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}, path)
+    weights = {name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}
+    if config.draft_vocab_size < config.vocab_size:
+        weights["d2t"] = draft_tokens(head) - torch.arange(config.draft_vocab_size)
+        weights["t2d"] = head.draft_of_target >= 0
+    save_file(weights, path)
     # safetensors writes a file that only its owner can read, and a package would be built with that mode.
     path.chmod(0o644)
 
@@ -311,6 +341,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=400_000, help="of the target's own text")
     parser.add_argument("--steps", type=int, default=2500, help=f"of {ROWS_PER_STEP * ROW} tokens")
     parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
+    parser.add_argument("--draft-vocab", type=int, help="the head's tokens; default: all")
+    parser.add_argument("--bfloat16", action="store_true", help="the target and the products of the head in bfloat16")
     parser.add_argument("--intermediate-size", type=int, help="default: the target's")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
@@ -322,9 +354,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
 
     model, tokenizer = load_model(args.target).model, load_tokenizer(args.target)
+    if args.bfloat16:
+        model.bfloat16()
     count = model.config.get_text_config().num_hidden_layers
     layers = tuple(args.layers or (2, count // 2, count - 3))
-    target, head = Target(model, layers), new_head(model, layers, args.intermediate_size)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
     with Progress(*columns) as progress:
         if args.keep_text is not None and args.keep_text.exists():
@@ -333,7 +366,11 @@ def main(argv: list[str] | None = None) -> None:
             rows = write_text(model, tokenizer(args.prompt, return_tensors="pt")["input_ids"], args.tokens, progress)
             if args.keep_text is not None:
                 torch.save(rows, args.keep_text)
-        head = train(head, target, rows, args.steps, args.out, progress)
+        vocab_size = model.config.get_text_config().vocab_size
+        common = rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices
+        head = new_head(model, layers, args.intermediate_size, common.sort().values)
+        target = Target(model, head)
+        head = train(head, target, rows, args.steps, args.bfloat16, args.out, progress)
     save(head, args.out)
     # As it is stored.
     stored = read_head(args.out, torch.device("cpu"), torch.float32)

@@ -43,6 +43,7 @@ def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(train, name, value)
     text = tmp_path / "text.pt"
     options = ["--tokens", "96", "--layers", "1", "5", "--intermediate-size", "16", "--keep-text", str(text)]
+    options += ["--draft-vocab", "20"]
     for steps in ("1", "12"):
         train.main([*options, "--steps", steps, "--out", str(tmp_path / steps)])
     draft = Eagle3.from_pretrained(tmp_path / "12", load_model(AUSTEN))
@@ -50,13 +51,15 @@ def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.Monkey
     first, last = (load_file(tmp_path / steps / "model.safetensors") for steps in ("1", "12"))
     assert first.keys() == last.keys()
     # All weights learn. The embeddings are the target's.
-    assert not [name for name in first if torch.equal(first[name], last[name])] and "embed_tokens.weight" not in first
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert same == {"d2t", "t2d"} and "embed_tokens.weight" not in first
     rows = torch.load(text, weights_only=True)
-    target = train.Target(load_model(AUSTEN).model, (1, 5))
-    losses = [
-        float(train.losses(train.read_head(tmp_path / steps, *CPU), target, rows, 12, 1.0).mean())
-        for steps in ("1", "12")
-    ]
+    counts = rows.flatten().bincount(minlength=256)
+    has = draft.head.draft_of_target >= 0
+    assert int(has.sum()) == 20 and int(counts[has].min()) >= int(counts[~has].max())
+    heads = [train.read_head(tmp_path / steps, *CPU) for steps in ("1", "12")]
+    target = train.Target(load_model(AUSTEN).model, heads[0])
+    losses = [float(train.losses(head, target, rows, 12, 1.0).mean()) for head in heads]
     assert losses[1] < losses[0] - 0.1
 
 
@@ -67,7 +70,7 @@ def test_measured_numbers_are_those_of_the_head() -> None:
     train = script("train_eagle3")
     recorded: dict[str, Any] = json.loads((HEADS[AUSTEN] / "metrics.json").read_text())
     head = train.read_head(HEADS[AUSTEN], *CPU)
-    target = train.Target(load_model(AUSTEN).model, head.config.feature_layers)
+    target = train.Target(load_model(AUSTEN).model, head)
     found = train.measure(head, target, train.held_out(load_tokenizer(AUSTEN), HELDOUT))
     for name in ("temperature 1", "greedy"):
         assert found[name] == pytest.approx(recorded[name], abs=1e-3)
