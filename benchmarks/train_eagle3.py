@@ -153,11 +153,11 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-def losses(head: Eagle3Head, target: Target, rows: Tensor, window: int, divergence: float) -> Tensor:
+def losses(head: Eagle3Head, read: Read, window: int, divergence: float) -> Tensor:
     """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
     # The target reads whole rows. The last chain of a window has to end inside of it.
     features, embedded, log_p = (
-        read.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for read in target.read(rows)[:3]
+        part.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for part in read[:3]
     )
     count = window - DEPTH
     found = []
@@ -278,8 +278,9 @@ def train(
             optimizer.param_groups[0]["lr"] = LEARNING_RATE[name] * scale
             optimizer.zero_grad()
         window = WINDOW if share < WHOLE_ROWS_FROM else ROW
+        read = target.read(rows[batch])
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            found = losses(head, target, rows[batch], window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
+            found = losses(head, read, window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
         (found * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers.values():

@@ -58,8 +58,8 @@ def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.Monkey
     has = draft.head.draft_of_target >= 0
     assert int(has.sum()) == 20 and int(counts[has].min()) >= int(counts[~has].max())
     heads = [train.read_head(tmp_path / steps, *CPU) for steps in ("1", "12")]
-    target = train.Target(load_model(AUSTEN).model, heads[0])
-    losses = [float(train.losses(head, target, rows, 12, 1.0).mean()) for head in heads]
+    read = train.Target(load_model(AUSTEN).model, heads[0]).read(rows)
+    losses = [float(train.losses(head, read, 12, 1.0).mean()) for head in heads]
     assert losses[1] < losses[0] - 0.1
 
 
