@@ -1,8 +1,9 @@
 r"""Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
 
     python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
-    python benchmarks/train_eagle3.py --target smollm2-135m-instruct --prompt $'<|im_start|>user\n' --bfloat16 \
-        --draft-vocab 4096 --layers 9 19 29 --tokens 200000 --steps 1000 --out DIR
+    python benchmarks/train_eagle3.py --target smollm2-135m-instruct --out DIR --tokens 200000 --steps 1500 \
+        --prompt $'<|im_start|>user\n' --turn $'<|im_end|>\n<|im_start|>assistant\n' --row 256 \
+        --draft-vocab 4096 --layers 9 19 29 --bfloat16 --learning-rate 0.001 --minutes 60
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
 DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
@@ -12,9 +13,10 @@ as long as little is accepted. Matrices are trained by Muon, the rest by AdamW; 
 weights, in float16.
 
 The text: half of the rows are sampled at temperature 1; the others begin with a piece of such a row, and go on at
-temperature 0 or 0.5. With `--draft-vocab` the head has the tokens that are commonest in it.
-`--text FILE` measures on other text: the acceptance rate of each draft given that those before it
-were right, at temperature 1 (sum_x min(p, q)) and 0 (the same argmax). It is held out of training.
+temperature 0 or 0.5. With `--turn`, the text by which a chat model's turn begins, they begin with the first tokens of
+such a row, and answer them. With `--draft-vocab` the head has the tokens that are commonest in the text.
+`--text FILE` measures on other text: the acceptance rate of each draft given that those before it were right, at
+temperature 1 (sum_x min(p, q)) and 0 (the same argmax).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import copy
 import json
 import math
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -47,7 +50,7 @@ DEPTH = 4
 DECAY = 0.85
 ROW = 512
 ROWS_PER_BATCH = 32
-ROWS_PER_STEP = 4
+TOKENS_PER_STEP = 2048
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
@@ -55,7 +58,7 @@ SAVE_EVERY = 250
 WINDOWS_MEASURED = 8
 # Pairs that the head sees in training, and from which share of the run on as many as a row has.
 WINDOW, WHOLE_ROWS_FROM = 128, 0.8
-LEARNING_RATE = {"matrices": 0.02, "others": 0.003}
+MUON_RATE, ADAMW_RATE = 0.02, 0.003
 
 
 class ChainAttention:
@@ -164,9 +167,10 @@ def losses(head: Eagle3Head, read: Read, window: int, divergence: float) -> Tens
     for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
         log_q = logits.float().log_softmax(-1)
         own = log_p[:, depth + 1 : depth + 1 + count]
-        accepted = -acceptance(own, log_q).clamp(min=1e-6).log()
-        apart = (own.exp() * (own - log_q)).sum(-1)
-        found.append((divergence * apart + (1.0 - divergence) * accepted).mean())
+        loss = (1.0 - divergence) * -acceptance(own, log_q).clamp(min=1e-6).log()
+        if divergence > 0:
+            loss = loss + divergence * (own.exp() * (own - log_q)).sum(-1)
+        found.append(loss.mean())
     return torch.stack(found)
 
 
@@ -225,73 +229,93 @@ def new_head(
     return head
 
 
-def write_text(model: PreTrainedModel, prompt: Tensor, num_tokens: int, progress: Progress) -> Tensor:
-    """[N, ROW] of the target's own text."""
-    decoder = SpeculativeDecoder(model, compile=False)
+def write_text(
+    model: PreTrainedModel, prompt: Tensor, turn: Tensor | None, num_tokens: int, length: int, progress: Progress
+) -> Tensor:
+    """[N, length] of the target's own text after prompt [1, n]. `turn` [1, m] asks for an answer."""
     rows = []
-    num_batches = max(num_tokens // (ROWS_PER_BATCH * ROW), 2)
+    num_batches = max(num_tokens // (ROWS_PER_BATCH * length), 2)
     task = progress.add_task("text", total=num_batches)
     for index in range(num_batches):
         if index % 2 == 0:
             prompts = prompt.expand(ROWS_PER_BATCH, -1)
             temperatures = torch.ones(ROWS_PER_BATCH)
         else:
-            starts = torch.randint(ROW - BEGINNING, (ROWS_PER_BATCH, 1))
-            prompts = rows[-1].gather(1, starts + torch.arange(BEGINNING))
+            prompts = beginnings(rows[-1], turn)
             temperatures = 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
-        output = decoder.generate(
-            prompts,
-            max_new_tokens=ROW - prompts.shape[1],
-            sampling=SamplingParams(temperature=temperatures),
-            seed=index,
-            eos_token_id=(),
-        )
-        rows.append(output.sequences)
+        rows.append(continued(model, prompts, temperatures, length, seed=index))
         progress.advance(task)
     return torch.cat(rows)
 
 
+def beginnings(rows: Tensor, turn: Tensor | None) -> Tensor:
+    """[B, n] from rows [B, N]: their first tokens and the turn, or a piece from anywhere in them."""
+    if turn is not None:
+        return torch.cat([rows[:, :BEGINNING], turn.expand(len(rows), -1)], 1)
+    starts = torch.randint(rows.shape[1] - BEGINNING, (len(rows), 1))
+    return rows.gather(1, starts + torch.arange(BEGINNING))
+
+
+def continued(model: PreTrainedModel, prompts: Tensor, temperatures: Tensor, length: int, seed: int) -> Tensor:
+    """[B, length] beginning with prompts [B, n]."""
+    output = SpeculativeDecoder(model, compile=False).generate(
+        prompts,
+        max_new_tokens=length - prompts.shape[1],
+        sampling=SamplingParams(temperature=temperatures),
+        seed=seed,
+        eos_token_id=(),
+    )
+    return output.sequences
+
+
 def train(
-    head: Eagle3Head, target: Target, rows: Tensor, steps: int, bfloat16: bool, out: Path, progress: Progress
-) -> Eagle3Head:
-    """Returns the mean of the last weights, which is also stored from time to time."""
+    head: Eagle3Head, target: Target, rows: Tensor, options: argparse.Namespace, progress: Progress
+) -> tuple[Eagle3Head, int]:
+    """The mean of the last weights, which is also stored from time to time, and the number of steps."""
     named = [(name, parameter) for name, parameter in head.named_parameters()]
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
     others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
-    optimizers = {
-        "matrices": Muon(matrices, LEARNING_RATE["matrices"]),
-        "others": torch.optim.AdamW(others, LEARNING_RATE["others"], betas=(0.9, 0.95), weight_decay=0.0),
-    }
+    optimizers: list[tuple[float, torch.optim.Optimizer]] = [
+        (MUON_RATE, Muon(matrices, MUON_RATE)),
+        (options.learning_rate, torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)),
+    ]
+    length = rows.shape[1]
     weights = DECAY ** torch.arange(DEPTH)
     weights /= weights.sum()
     mean = copy.deepcopy(head)
-    task = progress.add_task("training", total=steps)
+    products = torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16)
+    task = progress.add_task("training", total=options.steps)
     order: Iterator[Tensor] = iter(())
-    for step in range(steps):
-        share = step / steps
+    start = time.monotonic()
+    for step in range(options.steps):
+        share = max(step / options.steps, (time.monotonic() - start) / (60 * options.minutes))
+        if share >= 1:
+            return mean, step
         batch = next(order, None)
         if batch is None:
-            order = iter(torch.randperm(len(rows)).split(ROWS_PER_STEP))
+            order = iter(torch.randperm(len(rows)).split(max(TOKENS_PER_STEP // length, 1)))
             batch = next(order)
         scale = min(1.0, (share + 1e-4) / WARMUP) * max(0.02, 0.5 * (1 + math.cos(math.pi * share)))
-        for name, optimizer in optimizers.items():
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE[name] * scale
+        for rate, optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.zero_grad()
-        window = WINDOW if share < WHOLE_ROWS_FROM else ROW
+        window = WINDOW if share < WHOLE_ROWS_FROM else length
         read = target.read(rows[batch])
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        with products:
             found = losses(head, read, window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
         (found * weights).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer in optimizers.values():
-            optimizer.step()
+        with products:
+            for _, optimizer in optimizers:
+                optimizer.step()
         with torch.no_grad():
             for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
                 averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
-        progress.update(task, completed=step + 1, description=f"training, loss {found[0].item():.3f}")
+        progress.update(task, completed=share * options.steps, description=f"training, loss {found[0].item():.3f}")
         if step % SAVE_EVERY == SAVE_EVERY - 1:
-            save(mean, out)
-    return mean
+            progress.console.print(f"step {step + 1}, loss at each depth {[round(x, 3) for x in found.tolist()]}")
+            save(mean, options.out)
+    return mean, options.steps
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
@@ -339,11 +363,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--target", default=AUSTEN, help="a folder, a hub id, or a name that the command line knows")
     parser.add_argument("--prompt", default="\n", help="what the text begins with")
+    parser.add_argument("--turn", help="ask for answers: what ends a turn of a chat and begins the model's")
+    parser.add_argument("--row", type=int, default=ROW, help="tokens of a text")
     parser.add_argument("--tokens", type=int, default=400_000, help="of the target's own text")
-    parser.add_argument("--steps", type=int, default=2500, help=f"of {ROWS_PER_STEP * ROW} tokens")
+    parser.add_argument("--steps", type=int, default=2500, help=f"of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of training at most; ends the schedule too")
     parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
     parser.add_argument("--draft-vocab", type=int, help="the head's tokens; default: all")
     parser.add_argument("--bfloat16", action="store_true", help="the target and the products of the head in bfloat16")
+    parser.add_argument("--learning-rate", type=float, default=ADAMW_RATE, help="of the norms and the output matrix")
     parser.add_argument("--intermediate-size", type=int, help="default: the target's")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
@@ -364,14 +392,18 @@ def main(argv: list[str] | None = None) -> None:
         if args.keep_text is not None and args.keep_text.exists():
             rows = torch.load(args.keep_text, weights_only=True)
         else:
-            rows = write_text(model, tokenizer(args.prompt, return_tensors="pt")["input_ids"], args.tokens, progress)
+            prompt, turn = (
+                None if text is None else tokenizer(text, return_tensors="pt")["input_ids"]
+                for text in (args.prompt, args.turn)
+            )
+            rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
             if args.keep_text is not None:
                 torch.save(rows, args.keep_text)
         vocab_size = model.config.get_text_config().vocab_size
         common = rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices
         head = new_head(model, layers, args.intermediate_size, common.sort().values)
         target = Target(model, head)
-        head = train(head, target, rows, args.steps, args.bfloat16, args.out, progress)
+        head, steps = train(head, target, rows, args, progress)
     save(head, args.out)
     # As it is stored.
     stored = read_head(args.out, torch.device("cpu"), torch.float32)
@@ -380,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "parameters": sum(parameter.numel() for parameter in stored.parameters()),
         "text_tokens": rows.numel(),
-        "steps": args.steps,
+        "steps": steps,
         "held_out_windows": WINDOWS_MEASURED,
         **measure(stored, target, held_out(tokenizer, args.text)),
     }

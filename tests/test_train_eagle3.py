@@ -38,12 +38,12 @@ def test_what_is_trained_is_what_is_used() -> None:
 
 def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = script("train_eagle3")
-    sizes = {"ROW": 24, "ROWS_PER_BATCH": 2, "BEGINNING": 8, "WINDOW": 12, "WINDOWS_MEASURED": 2, "SAVE_EVERY": 2}
+    sizes = {"ROWS_PER_BATCH": 2, "BEGINNING": 8, "WINDOW": 12, "TOKENS_PER_STEP": 96, "SAVE_EVERY": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(train, name, value)
     text = tmp_path / "text.pt"
     options = ["--tokens", "96", "--layers", "1", "5", "--intermediate-size", "16", "--keep-text", str(text)]
-    options += ["--draft-vocab", "20"]
+    options += ["--draft-vocab", "20", "--row", "24", "--turn", "!"]
     for steps in ("1", "12"):
         train.main([*options, "--steps", steps, "--out", str(tmp_path / steps)])
     draft = Eagle3.from_pretrained(tmp_path / "12", load_model(AUSTEN))
