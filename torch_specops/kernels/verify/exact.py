@@ -454,7 +454,9 @@ def draw_kernel(
                 q_weight = reciprocal(q_sum)
             row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
             lead = row_lead(row_ptr, stride_target_v)
-            for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
+            # Hoisted addresses would spill here too.
+            end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
+            for tile in tl.range(first_tile, end, disable_licm=True):
                 x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
                 z_p = scale_in_row(x_p, inverse_t, p_shift)
                 weight, differs = subtract_draft(
@@ -479,8 +481,10 @@ def draw_kernel(
     if first_tile == 0:
         tl.store(num_accepted_ptr + b, n)
     if arrives_last(count_ptr + b, tl.num_programs(1)):
-        # The n of before; as it is loaded, no address that follows from it takes a register until here.
+        # As before; what is loaded again, and what follows from it, takes no register until here.
         n = tl.load(num_accepted_ptr + b)
+        temperature = load_temperature(temperature_ptr, b)
+        inverse_t = inverse_temperature(temperature_ptr, temperature)
         next_token = -1
         if temperature == 0:
             next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
