@@ -9,6 +9,7 @@ No atomics: bitwise repeatable.
 """
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -26,13 +27,8 @@ TILE_BYTES = 8192
 # About two programs for each multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 256
 MAX_PARTS = 64
-NUMBERS = ("stride_b", "stride_h", "stride_n", "num_queries", "capacity")
 
-
-def jit(kernel):
-    """`launch.jit`, but for addresses: whether they are multiples of 16 bytes decides how wide keys are loaded."""
-    names = [name for name in triton.jit(kernel).arg_names if name in NUMBERS]
-    return triton.jit(kernel, do_not_specialize=names, do_not_specialize_on_alignment=names)
+jit = partial(launch.jit, specialize_addresses=True)
 
 
 @jit

@@ -37,11 +37,13 @@ else:
     from torch.library import wrap_triton
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
+def jit(kernel: Callable[..., Any], specialize_addresses: bool = False) -> Any:
     """`triton.jit` with one build for all sizes, strides and addresses: the kernels load 16 bytes at a time whatever
-    divides them (`rows.py`)."""
+    divides them (`rows.py`). Where addresses are specialised, they do so only where 16 divides the address."""
     parameters = inspect.signature(kernel).parameters.values()
     names = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+    if specialize_addresses:
+        names = [name for name in names if not name.endswith("_ptr")]
     return triton.jit(kernel, do_not_specialize=names, do_not_specialize_on_alignment=names)
 
 
