@@ -70,6 +70,23 @@ def test_greedy_is_what_transformers_returns(family: str) -> None:
         assert output.dtype == expected.dtype and torch.equal(output, expected)
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
+    target = tiny("llama")
+    expected = plain(target, **arguments("llama"), max_new_tokens=14)
+
+    def proposed(**named: Any) -> list[int]:
+        output = ours(target, **arguments("llama"), max_new_tokens=14, return_dict_in_generate=True, **named)
+        assert torch.equal(output.sequences, expected)
+        return output.stats.proposed_at
+
+    lookup = proposed(draft_model=PromptLookup(3, 1, repeat=False), num_draft_tokens=4)
+    assert proposed(prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == lookup and sum(lookup) > 0
+    assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
+    kept = _kept[target].decoder
+    assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
+
+
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
     target = shared_tiny(family)
@@ -264,11 +281,18 @@ def test_what_is_not_done_is_an_error() -> None:
         ({"guidance_scale": 1.5}, "logits_processor: UnbatchedClassifierFreeGuidanceLogitsProcessor remembers"),
         ({"watermarking_config": synthid}, "logits_processor: SynthIDTextWatermarkLogitsProcessor remembers"),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
-        ({"prompt_lookup_num_tokens": 3}, "generation_config: .* got assisted_generation"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
         ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
     ]
     wrong_values: list[tuple[dict[str, Any], str]] = [
+        (
+            {"draft_model": EarlyExit(1), "prompt_lookup_num_tokens": 3},
+            "prompt_lookup_num_tokens: expected None beside draft_model, got 3",
+        ),
+        (
+            {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
+            "assistant_early_exit: expected None beside prompt_lookup_num_tokens, got 1",
+        ),
         ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
         ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),

@@ -22,7 +22,7 @@ from ..decode import SpeculativeDecoder
 from ..decode.inputs import BatchRequest, Seed
 from ..decode.output import KeptLogits
 from ..decode.stopping import Stopping
-from ..drafts import AnyDraft
+from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
@@ -70,7 +70,8 @@ def custom_generate(
             with scores if they are asked for.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-            `assistant_model=` is the same.
+            `assistant_model=` is the same. `prompt_lookup_num_tokens=` and `assistant_early_exit=` are drafts as well,
+            with transformers' meaning.
         num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept for
             the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`. A streamer of transformers is passed as
@@ -87,7 +88,7 @@ def custom_generate(
         B x L x V x 4 bytes each, and steps are then not compiled.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding and sampling, a processor that remembers its
+        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, a processor that remembers its
             earlier calls (classifier-free guidance, SynthID), attentions or hidden states, an `assistant_tokenizer`, an
             `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
@@ -104,7 +105,10 @@ def custom_generate(
         >>> output.shape
         torch.Size([1, 13])
     """
-    _check_mode(generation_config)
+    _check_mode(generation_config, draft_model)
+    if generation_config.prompt_lookup_num_tokens is not None:
+        draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
+        num_draft_tokens = generation_config.prompt_lookup_num_tokens
     predictions = None
     if Predictions.wanted(generation_config):
         logits = KeptLogits(len(input_ids))
@@ -123,7 +127,7 @@ def custom_generate(
     )
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    kept = _kept_decoder(model, draft_model, eager, choices)
+    kept = _kept_decoder(model, draft_model, generation_config.assistant_early_exit, eager, choices)
     target: Any = kept.decoder.target
     inputs = None
     if isinstance(target, EncoderDecoderModel):
@@ -176,13 +180,14 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 def _kept_decoder(
     model: PreTrainedModel,
     draft_model: AnyDraft,
+    early_exit: int | None,
     not_compiled: str | None,
     choices: dict[str, Any],
 ) -> _Kept:
     draft_is_model = draft_model is model
     # A graph of another device or dtype cannot be used again.
     made_for = (
-        *(None if draft_is_model else draft_model, draft_is_model, not_compiled, choices),
+        *(None if draft_is_model else draft_model, draft_is_model, early_exit, not_compiled, choices),
         *(model.device, model.dtype, model.config._attn_implementation),
     )
     kept = _kept.get(model)
@@ -194,17 +199,22 @@ def _kept_decoder(
     own = copy.of(model)
     target = language_model(own)
     target.not_compiled = target.not_compiled or not_compiled
-    decoder = SpeculativeDecoder(target, own if draft_is_model else draft_model, **choices)
+    draft = own if draft_is_model else draft_model
+    decoder = SpeculativeDecoder(target, draft if early_exit is None else EarlyExit(early_exit), **choices)
     return _Kept(made_for, copy, decoder)
 
 
-def _check_mode(config: GenerationConfig) -> None:
+def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
+    drafts = ["draft_model"] if draft_model is not None else []
+    drafts += [n for n in ("prompt_lookup_num_tokens", "assistant_early_exit") if getattr(config, n) is not None]
+    if len(drafts) > 1:
+        raise ValueError(f"{drafts[1]}: expected None beside {drafts[0]}, got {getattr(config, drafts[1])}")
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 
