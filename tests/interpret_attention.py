@@ -1,6 +1,7 @@
 """Runs the launcher of `specops::attend` under Triton's interpreter over the shared cases, on poisoned memory; prints a
 JSON line of its errors. A script of its own because TRITON_INTERPRET must be set before a kernel is defined."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -15,13 +16,13 @@ from torch_specops.kernels import attention
 def main() -> None:
     interpreter.prepare()
     errors = {}
-    for programs, case in enumerate(CASES):
-        # One part and several, some of them without a slot.
-        attention.RESIDENT_PROGRAMS = 4 * programs
+    for (index, case), several in itertools.product(enumerate(CASES), (False, True)):
+        # Of several parts some are without a slot.
+        attention.RESIDENT_PROGRAMS = 8 * (index + 1) if several else 1
         arguments = case.arguments()
         with oracle.poison_memory():
             output = attention.attend(*arguments)
-        errors[str(case)] = case.error(output)
+        errors[f"{case}, several parts: {several}"] = case.error(output)
         if case.dtype == torch.float32:
             assert torch.equal(output, attention.attend(*arguments))
     # A wrong kernel would be seen: the first query of each row as if it saw one slot less.

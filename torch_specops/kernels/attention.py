@@ -5,6 +5,7 @@ Bytes: 2 * H * D * s per slot that some query of a row sees, read once for all q
 1. `attend_kernel`, one program per (row, key head, part): the part's maximum, sum and sum of values for each query of
    the group. A row's slots are divided evenly, whatever its length, which the host does not know.
 2. `join_kernel`, one program per (row, query, head): combine the parts in their order.
+One part, where rows and heads alone fill the device, is the whole: one launch and no scratch.
 No atomics: bitwise repeatable.
 """
 
@@ -37,8 +38,8 @@ def attend_kernel(
     keys_ptr,  # [B, H, capacity, D] contiguous
     values_ptr,  # [B, H, capacity, D] contiguous
     spans_ptr,  # [B, n, 2]
-    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32
-    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32: maximum, sum of exponentials
+    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32; of one part the output
+    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32: maximum, sum of exponentials; None with one part
     stride_b,
     stride_h,
     stride_n,
@@ -99,9 +100,14 @@ def attend_kernel(
         top = new_top
 
     place = ((row * num_queries + query) * num_heads * GROUP + query_head) * PARTS + part
-    tl.store(sums_ptr + place[:, None] * D + d[None, :], sums, exists[:, None] & in_d[None, :])
-    tl.store(scales_ptr + place * 2, top, exists)
-    tl.store(scales_ptr + place * 2 + 1, total, exists)
+    if PARTS == 1:
+        # A query that sees no slot gets zeros.
+        sums /= tl.where(total == 0, 1.0, total)[:, None]
+    else:
+        tl.store(scales_ptr + place * 2, top, exists)
+        tl.store(scales_ptr + place * 2 + 1, total, exists)
+    sums_ptrs = sums_ptr + place[:, None] * D + d[None, :]
+    tl.store(sums_ptrs, sums.to(sums_ptr.dtype.element_ty), exists[:, None] & in_d[None, :])
 
 
 @jit
@@ -120,7 +126,6 @@ def join_kernel(
     sums = tl.load(sums_ptr + place[:, None] * D + d[None, :], (d < D)[None, :], 0.0)
     shift = tl.max(top, 0)
     weights = tl.exp2(top - tl.where(shift == float("-inf"), 0.0, shift))
-    # A query that sees no slot gets zeros.
     norm = tl.sum(total * weights, 0)
     output = tl.sum(sums * weights[:, None], 0) / tl.where(norm == 0, 1.0, norm)
     output_ptrs = output_ptr + tl.program_id(0).to(tl.int64) * D + d
@@ -143,15 +148,18 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
     if queries.stride(3) != 1:
         queries = queries.clone(memory_format=torch.contiguous_format)
     stride_b, stride_h, stride_n, _ = queries.stride()
-    places = (batch, count, num_heads, parts)
     output = torch.empty(batch, count, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
+    sums, scales = output, None
+    if parts > 1:
+        sums = output.new_empty(batch, count, num_heads, parts, head_dim, dtype=torch.float32)
+        scales = sums.new_empty(batch, count, num_heads, parts, 2)
     arguments = {
         "queries_ptr": queries,
         "keys_ptr": launch.contiguous(keys),
         "values_ptr": launch.contiguous(values),
         "spans_ptr": launch.contiguous(spans),
-        "sums_ptr": torch.empty(*places, head_dim, dtype=torch.float32, device=queries.device),
-        "scales_ptr": torch.empty(*places, 2, dtype=torch.float32, device=queries.device),
+        "sums_ptr": sums,
+        "scales_ptr": scales,
         "output_ptr": output,
         "stride_b": stride_b,
         "stride_h": stride_h,
@@ -167,5 +175,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
         "TILE": tile,
     }
     launch.run(attend_kernel, (batch, num_key_heads, parts * blocks), arguments, 4)
-    launch.run(join_kernel, (batch * count * num_heads,), arguments, min(max(parts * block_d // 1024, 1), 4))
+    if parts > 1:
+        launch.run(join_kernel, (batch * count * num_heads,), arguments, min(max(parts * block_d // 1024, 1), 4))
     return output
