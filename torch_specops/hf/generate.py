@@ -88,9 +88,9 @@ def custom_generate(
         B x L x V x 4 bytes each, and steps are then not compiled.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, a processor that remembers its
-            earlier calls (classifier-free guidance, SynthID), attentions or hidden states, an `assistant_tokenizer`, an
-            `assistant_ensemble_weight` below 1.
+        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
+            of `use_mtp` and `speculation_type`, a processor that remembers its earlier calls (classifier-free guidance,
+            SynthID), attentions or hidden states, an `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -211,6 +211,9 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
+    for name in ("use_mtp", "speculation_type"):
+        if getattr(config, name, None):
+            raise NotImplementedError(f"{name}: expected None, because this loop does not have such drafts")
     drafts = ["draft_model"] if draft_model is not None else []
     drafts += [n for n in ("prompt_lookup_num_tokens", "assistant_early_exit") if getattr(config, n) is not None]
     if len(drafts) > 1:
