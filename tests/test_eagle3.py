@@ -156,6 +156,23 @@ def test_compiled_steps_give_the_eager_tokens(one_graph: bool, region: bool, mon
     assert torch.equal(torch.cat(found[:2]), torch.cat(found[2:]))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_for_few_drafts_reads_what_steps_of_more_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made before the first step of more."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    keys = []
+    for compile in (False, True):
+        draft = Eagle3(trained_head())
+        decoder = SpeculativeDecoder(
+            *(shared_tiny("llama"), draft), schedule=Given([1, 5]), sampling=GREEDY, compile=compile, one_graph=True
+        )
+        lengths = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20).lengths
+        assert draft._cache is not None
+        # The newest pairs may be those of drafts.
+        keys.append(draft._cache.keys[:, :, : int(lengths.min()) - 7])
+    torch.testing.assert_close(*keys)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_gives_the_eager_tokens() -> None:

@@ -87,6 +87,7 @@ class Loop:
         state = self.runner.state
         if self.draft is not None:
             self.draft.compile(self.runner.draft_shape)
+            self.draft.expect(max(self.schedule.buckets))
             self.draft.start(state.tokens, state.lengths, capacity, inputs)
         self.runner.keep_valid_graphs()
         self.schedule.reset()

@@ -76,6 +76,9 @@ class DraftSource(ABC):
     def bind(self, target: LanguageModel) -> None:
         """Called when the source becomes the draft of a target, and with `feature_layers` before every `start` too."""
 
+    def expect(self, num_draft_tokens: int) -> None:
+        """Called before `start`: no step of the batch has more drafts than these."""
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
 

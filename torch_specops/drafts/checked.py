@@ -52,6 +52,10 @@ class CheckedDraft(DraftSource):
         if hasattr(self.source, "bind"):
             self.source.bind(target)
 
+    def expect(self, num_draft_tokens: int) -> None:
+        if hasattr(self.source, "expect"):
+            self.source.expect(num_draft_tokens)
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if hasattr(self.source, "start"):
             self.source.start(tokens, lengths, capacity, inputs)

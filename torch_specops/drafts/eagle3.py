@@ -111,6 +111,9 @@ class Eagle3(SequentialDraft):
         self.feature_layers = layers
         self._target = model
 
+    def expect(self, num_draft_tokens: int) -> None:
+        self._most_drafts = num_draft_tokens
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._start_cache(tokens.shape[0], capacity)
         self._num_read = lengths - 2
@@ -135,11 +138,8 @@ class Eagle3(SequentialDraft):
             self._cache = RaggedKeyValues(empty, empty, capacity)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        # It runs eagerly, also where steps are compiled.
-        is_on_cpu = lengths.device.type == "cpu"
-        count = self._num_new(lengths) if is_on_cpu else num_steps + self._most_drafts + 1
-        positions = self._last_pairs(lengths, count)
-        self._read_pairs(tokens, lengths.unsqueeze(1), positions)
+        count = self._num_new(lengths) if may_look(lengths) else num_steps + self._most_drafts + 1
+        self._read_pairs(tokens, lengths.unsqueeze(1), self._last_pairs(lengths, count))
 
     def static_tensors(self) -> Sequence[Tensor]:
         cache = [] if self._cache is None else [self._cache.keys, self._cache.values]
@@ -168,10 +168,7 @@ class Eagle3(SequentialDraft):
         if self._may_look(lengths):
             return self._num_new(lengths)
         # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
-        most = max(self._most_drafts, num_draft_tokens)
-        if not torch.compiler.is_compiling():
-            self._most_drafts = most
-        return most + 1
+        return max(self._most_drafts, num_draft_tokens) + 1
 
     def _num_new(self, lengths: Tensor) -> int:
         """How many pairs are new since the last call, at least one."""

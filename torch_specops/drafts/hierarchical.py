@@ -93,6 +93,7 @@ class HierarchicalDraft(ModelDraft):
         # Inner drafts are read at positions beyond the last draft.
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
+        self.inner.expect(self.num_inner_tokens)
         self.inner.start(tokens, lengths, capacity, inputs)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
