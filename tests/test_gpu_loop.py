@@ -272,7 +272,9 @@ def test_a_row_that_the_host_stops_keeps_its_text(of_the_cpu: list[list[int]]) -
     loop.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
     for _ in range(2):
         stopping = Stopping([[row] for row in range(3)], [lambda texts: [len(t) - 1 == kept[t[0]] for t in texts]])
-        request = BatchRequest(PROMPTS.cuda(), MASK.cuda(), LIMITS, seed=3, stopping=stopping)
+        request = BatchRequest(
+            PROMPTS.cuda(), attention_mask=MASK.cuda(), max_new_tokens=LIMITS, seed=3, stopping=stopping
+        )
         output = loop.run(request)
         assert texts(output) == [row[:count] for row, count in zip(of_the_cpu, kept, strict=True)]
         assert output.finish_reasons == ["stop"] * 3

@@ -341,39 +341,31 @@ def filter_logits(
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_exact(given)
-    if given.target_logits.device.type != "cuda":
-        form = eager if may_look(given.target_logits) else dense
-        return form.verify_exact(given)
-    from .kernels import verify
-
-    with on_device_of(given.target_logits):
-        return verify.verify_exact(given)
+    return _verify("verify_exact", given)
 
 
 @register_op(verify_block, whole_from=2**15)
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments.of_block(*args)
     checks.check_verify_block(given)
-    if given.target_logits.device.type != "cuda":
-        form = eager if may_look(given.target_logits) else dense
-        return form.verify_block(given)
-    from .kernels import verify
-
-    with on_device_of(given.target_logits):
-        return verify.verify_block(given)
+    return _verify("verify_block", given)
 
 
 @register_op(verify_sigmoid)
 def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
     given = SigmoidArguments(*args)
     checks.check_verify_sigmoid(given)
+    return _verify("verify_sigmoid", given)
+
+
+def _verify(op: str, given: VerifyArguments | SigmoidArguments) -> tuple[Tensor, Tensor]:
+    """The branch on the device: the function named `op` of eager/, dense/ or kernels/verify/."""
     if given.target_logits.device.type != "cuda":
-        form = eager if may_look(given.target_logits) else dense
-        return form.verify_sigmoid(given)
+        return getattr(eager if may_look(given.target_logits) else dense, op)(given)
     from .kernels import verify
 
     with on_device_of(given.target_logits):
-        return verify.verify_sigmoid(given)
+        return getattr(verify, op)(given)
 
 
 @register_op(sample, whole_from=2**16)

@@ -107,7 +107,7 @@ def _mixed(word: int) -> int:
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
     """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
-    of the stream "sample" [B]."""
+    of the stream "sample" [B]. Both are views of one tensor and share no entry."""
     if may_look(seeds, positions):
         accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
         numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])

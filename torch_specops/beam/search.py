@@ -125,7 +125,11 @@ def beam_search(
     draft_model = _draft_model(draft, model)
 
     request = BatchRequest(
-        input_ids, attention_mask, max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+        input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
     )
     prompts = read_prompts(model, request, min_new_tokens=1)
     check_room(model, draft_model, int(prompts.limits.max()))

@@ -1,6 +1,6 @@
 """The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it.
 
-From the outside in: `decoder.py` (calls and prompts), `loop.py` (step after step), `runner.py` (a step runs eagerly,
+From the outside in: `decoder.py` (calls and prompts), `loop.py` (step after step), `runner.py` (runs a step eagerly,
 compiled or captured), `step.py` (one step), `verify.py` (which op verifies it). Beside them are `inputs.py`,
 `output.py`, `many.py` (more requests than rows), and `ragged.py` (reading rows with different numbers of drafts).
 """

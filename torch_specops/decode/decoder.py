@@ -1,4 +1,4 @@
-"""The decoding loop as a caller sees it: prompts are read, and steps or sequences come out."""
+"""The decoding loop as a caller sees it: prompts go in, and steps or sequences come out."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class SpeculativeDecoder:
     """Speculative decoding of batches of prompts with one target and one draft (Leviathan et al. 2023, Algorithm 1).
 
     Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
-    greedy continuation. The state lives on the target's device, and inside a step the host waits for nothing.
+    greedy continuation. The state lives on the target's device, and within a step the host never waits for it.
 
-    Compiled code is kept. More prompts of the same batch size that fit `max_length` compile nothing. Another batch
-    size, another capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, or another
-    length of an encoder's input compiles its own pieces, once.
+    Compiled code is kept. Further prompts of the same batch size that fit `max_length` compile nothing. A new batch
+    size, a new capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, and a new
+    length of an encoder's input each compile their own pieces, once.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, in the same loop.
         num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
-            step has fewer, and a compiled one the smallest K that is compiled already and enough.
+            step drafts fewer, and a compiled step uses the smallest sufficient K that is already compiled.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
             fewer); "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the
             cost of a draft is measured once, before the first step); or a `Schedule`.
@@ -66,9 +66,9 @@ class SpeculativeDecoder:
             "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities).
         lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows. Below 1, "exact" is lossy as
             `verify_exact` describes.
-        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once the steps done and those
-            certain to come pay for it (about 8,000), and never with a deterministic draft. `stats.compiled` says what
-            was done and why.
+        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps (about 8,000)
+            are done or certain to follow to pay for it, and never with a deterministic draft. `stats.compiled` says
+            what was done and why.
         one_graph: compile the whole step as a single graph. It takes longer to compile: it holds K copies of the draft.
         max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up if steps
             are compiled.
@@ -76,8 +76,8 @@ class SpeculativeDecoder:
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
-        RuntimeError: in every method, while another thread uses the decoder or another one with the same
-            `LanguageModel` as its target. Decoders in several threads may share transformers models.
+        RuntimeError: from any method, while another thread uses this decoder or one with the same `LanguageModel` as
+            its target. Decoders in several threads may share transformers models.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -163,10 +163,10 @@ class SpeculativeDecoder:
                 padded.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
             sampling: for this call; None = the decoder's.
-            seed: an int, which a hash of 64 bits turns into a seed for each row, another int into others; or the rows'
-                own seeds, int64 [B] as a tensor, list or array. None draws an int. `stats.seeds` are the rows' seeds:
-                given back they repeat the output. With a constant schedule, a row with the same row seed gets the same
-                tokens in any batch, up to the rounding of the models.
+            seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
+                tensor, list or array. None draws an int. `stats.seeds` has the rows' seeds: passed as `seed`, they
+                reproduce the output. With a constant schedule, a row with the same row seed gets the same tokens in any
+                batch, up to the rounding of the models.
             eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
@@ -174,8 +174,8 @@ class SpeculativeDecoder:
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
-            num_return_sequences: how many sequences each prompt gets. They stand together, and each is a row: what is
-                given per row has B * num_return_sequences entries.
+            num_return_sequences: how many sequences each prompt gets. They are adjacent rows, so arguments per row have
+                B * num_return_sequences entries.
             stop_strings: a string or several, each of which ends a row with the token that completes it, as in
                 transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
@@ -191,13 +191,23 @@ class SpeculativeDecoder:
                 read.
         """
         request = BatchRequest(
-            *(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs),
-            *(num_return_sequences, stop_strings, tokenizer),
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            inputs=inputs,
+            logprobs=logprobs,
+            num_return_sequences=num_return_sequences,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
         )
         return self.run(request, streamer)
 
     def run(self, request: BatchRequest, streamer: Streamer | None = None) -> GenerationOutput:
-        """What `generate` does."""
+        """`generate` with its arguments in one object."""
         with self._guard.working():
             steps, stream = self._stream(request)
             put, end = streamer_calls(streamer, request.input_ids, len(self._progress.lengths))
@@ -232,13 +242,23 @@ class SpeculativeDecoder:
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None,
     ) -> Iterator[Step]:
-        """The steps of `generate`, one by one; `output` returns the sequences at any time.
+        """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
-        The arguments are those of `generate`. They are checked, and the prompts read, before the first step.
+        The arguments are those of `generate`. They are checked, and the prompts are read, before the first step.
         """
         request = BatchRequest(
-            *(input_ids, attention_mask, max_new_tokens, sampling, seed, eos_token_id, pad_token_id, inputs, logprobs),
-            *(num_return_sequences, stop_strings, tokenizer),
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            inputs=inputs,
+            logprobs=logprobs,
+            num_return_sequences=num_return_sequences,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
         )
         return self._guarded(self._stream(request)[0])
 
@@ -261,13 +281,14 @@ class SpeculativeDecoder:
         Args:
             requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it.
             batch_size: how many rows there are.
-            max_length: the most tokens of a request, prompt included, for which every row gets room; None = the
-                decoder's, or what the longest request of a list (or another collection) needs.
+            max_length: the most tokens that a request may have, prompt included; every row gets room for them. None =
+                the decoder's, or what the longest request of a list (or another collection) needs.
             logprobs: as in `generate`.
 
         Returns:
-            An iterator of `Completion`s, as they finish. A request that `generate` would refuse, that is longer than
-            max_length, or whose target gave no finite logit, is one with an `error`. `stats` counts over all requests.
+            An iterator of `Completion`s in the order in which they finish. The completion of a request that `generate`
+            would refuse, that is longer than max_length, or whose target gave no finite logit has an `error`. `stats`
+            counts over all requests.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; a target with an encoder; a draft that cannot read new
@@ -290,13 +311,13 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> GenerationStats:
-        """Counts and times of the newest call, so far."""
+        """Counts and times of the newest call so far."""
         return self._progress.stats
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
     def output(self, interrupted: bool = False) -> GenerationOutput:
-        """The sequences and statistics so far, of the newest stream."""
+        """The sequences and statistics of the newest stream so far."""
         with self._guard.working():
             state, progress = self._runner.state, self._progress
             if progress.num_refills:
@@ -311,7 +332,7 @@ class SpeculativeDecoder:
         return self._steps(stream), stream
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps. Between two of them another thread may use the decoder, which ends this stream."""
+        """The steps, each under the lock. If another thread uses the decoder in between, the stream ends."""
         while True:
             with self._guard.working():
                 step = next(steps, None)
@@ -321,7 +342,7 @@ class SpeculativeDecoder:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """No other thread, in inference mode, on the target's device."""
+        """Excludes other threads; inference mode, on the target's device."""
         with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
             yield
 
@@ -346,12 +367,8 @@ class SpeculativeDecoder:
         state = self._runner.start(values, prompts.inputs or {})
         self._prompt_lengths = state.lengths.clone()
         stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
-        self._progress = Progress(
-            *(prompts.limits.tolist(), prompts.lengths.tolist(), values.finished.tolist()),
-            stats,
-            stopping,
-            request.logits,
-        )
+        limits, lengths, finished = (each.tolist() for each in (values.limits, values.lengths, values.finished))
+        self._progress = Progress(limits, lengths, finished, stats, stopping, request.logits)
         self._runner.keep_logits = None if request.logits is None else request.logits.push
         keeps_features = keep_features(self.target, self.draft)
         self.target.start(batch, capacity, prompts.inputs)
@@ -360,7 +377,7 @@ class SpeculativeDecoder:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             self._runner.unread_length = longest
         else:
-            # All but the newest token of the longest prompt, and at least one: the first forward allocates the cache.
+            # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
             width = max(longest - 1, 1)
             positions = torch.arange(width, device=state.tokens.device).expand(batch, -1)
             self.target.forward(state.tokens[:, :width], positions, 1)

@@ -43,12 +43,12 @@ def generate(
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
 
-    This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps what it compiled (on CUDA
-    steps are compiled unless `compile=False`), while every call of this function compiles again.
+    This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps its compiled code, while
+    every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
 
-    Arguments, result and errors are those of `SpeculativeDecoder` and of its `generate`. Of a transformers model's
-    generation config, eos and pad tokens are used and nothing else; `SamplingParams.from_generation_config` takes its
-    temperature, filters and penalties. Beam search is `torch_specops.beam.beam_search`.
+    Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
+    transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`.
 
     Example:
         >>> import torch, transformers, torch_specops

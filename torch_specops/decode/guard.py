@@ -1,4 +1,4 @@
-"""Decoders work in one thread at a time, and with the user's modules in evaluation mode."""
+"""Keeps a decoder in one thread at a time, and puts the user's modules into evaluation mode while it works."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Guard", "evaluating"]
 
 @dataclass(eq=False)
 class _Use:
-    """The use of a target by all decoders that read it: they share its one cache. A transformers model gets an adapter,
-    and so a cache, for each decoder."""
+    """What all decoders of a target share, because it has one cache. A transformers model gets an adapter, and with it
+    a cache, for each decoder."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     num_streams: int = 0
@@ -31,12 +31,13 @@ _uses_lock = threading.Lock()
 
 
 class Guard:
-    """Lets one thread at a time work with a target and a draft, in evaluation mode, and one stream at a time go on."""
+    """Lets one thread at a time work with a target and a draft, in evaluation mode, and lets only the newest stream
+    continue."""
 
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
         self._use = _Use()
-        # What cannot be a key, such as a dataclass that compares by value, is watched in this decoder alone.
+        # A target that cannot be hashed (a dataclass that compares by value) is guarded within this decoder only.
         with _uses_lock, suppress(TypeError):
             self._use = _uses.setdefault(target, self._use)
 
@@ -45,7 +46,7 @@ class Guard:
         return Guard, self._parts
 
     def begin_stream(self) -> int:
-        """The number of a new stream, which ends all others."""
+        """Begin a stream, which ends all others; returns its number."""
         self._use.num_streams += 1
         return self._use.num_streams
 
@@ -74,8 +75,8 @@ class Guard:
 
 @contextmanager
 def evaluating(*parts: object) -> Iterator[None]:
-    """Puts models and drafts that are modules themselves into evaluation mode, and afterwards each of their modules
-    back into the mode it had. A transformers model is not touched: its adapter reads a copy."""
+    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards.
+    A transformers model is not touched: its adapter reads a copy."""
     training = [module for part in parts for own in _modules_of(part) for module in own.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,10 +1,10 @@
-"""What a caller passes to the loop, checked and converted: models, prompts and the settings of each row."""
+"""Checks and converts what a caller passes to the loop: models, prompts and the settings of each row."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
-# Numpy's integers and arrays too, which are not named here because numpy need not be installed.
+# NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
 
 
@@ -68,10 +68,10 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 
 def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
-    """Let the target keep the hidden states that the draft reads, and no others; returns whether it keeps any."""
+    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
     if draft is not None and draft.feature_layers:
         feature_model(target).keep_features(draft.feature_layers)
-        # It may have been the draft of another decoder meanwhile.
+        # Another decoder may have bound it in between.
         draft.bind(target)
         return True
     if hasattr(target, "keep_features"):
@@ -102,6 +102,7 @@ class BatchRequest:
     """The arguments of one call of `SpeculativeDecoder.generate` or `stream`, which documents them."""
 
     input_ids: Tensor
+    _: KW_ONLY
     attention_mask: Tensor | None = None
     max_new_tokens: int | Sequence[int] = 128
     sampling: SamplingParams | None = None
@@ -113,7 +114,7 @@ class BatchRequest:
     num_return_sequences: int = 1
     stop_strings: str | Sequence[str] | None = None
     tokenizer: Any = None
-    # Set by `hf.custom_generate`: its criteria, in place of stop strings, and where it wants the logits.
+    # Set by `hf.custom_generate`: its stopping criteria, which replace stop strings, and where to keep the logits.
     stopping: Stopping | None = None
     logits: KeptLogits | None = None
 
@@ -178,7 +179,7 @@ def read_stopping(request: BatchRequest, prompts: Prompts) -> Stopping | None:
     """What ends the rows of a batch besides eos and limit; None = nothing.
 
     Raises:
-        TypeError: stop strings that are empty or no strings, or no tokenizer for them.
+        TypeError: a stop string that is empty or not a string; no tokenizer.
     """
     strings = request.stop_strings
     if strings is None or request.stopping is not None:
@@ -230,19 +231,19 @@ def check_logprobs(logprobs: str | None) -> None:
 
 
 def _of_numpy(value: Any) -> Any:
-    """An array of numpy as a tensor of its own memory; anything else as it is."""
+    """A NumPy array as a tensor with its own memory; anything else unchanged."""
     return torch.tensor(value) if type(value).__module__ == "numpy" else value
 
 
 def _as_python(value: Any) -> Any:
-    """Tensors, arrays, sequences and numpy's numbers as lists and Python's own numbers."""
+    """Tensors, arrays, sequences and NumPy scalars as Python lists and numbers."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_as_python(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _warn_of_padding(tokens: Tensor, pad_token_id: int) -> None:
-    """Where every row begins (or ends) with one pad token, that token is a part of the text in this model."""
+    """Warn if some rows look padded. If every row begins (or ends) with one pad token, the token is taken for text."""
     is_pad = tokens == pad_token_id
     for verb, pads in (("begins", is_pad), ("ends", is_pad.flip(1))):
         is_padded = pads[:, :2].sum(1) == 2 if bool(pads[:, 0].all()) else pads[:, 0]
@@ -278,7 +279,7 @@ def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) ->
     lengths = is_token.sum(1)
     if bool((lengths == 0).any()):
         raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
-    # Text may begin once per row: after padding, or at the start.
+    # The text of a row has one beginning: at the start, or after padding.
     begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     if bool((begins.sum(1) > 1).any()):
         row = int((begins.sum(1) > 1).long().argmax())

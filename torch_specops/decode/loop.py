@@ -1,4 +1,4 @@
-"""Step after step: whether they are compiled, how many drafts each has, and when the host looks at its record."""
+"""Runs step after step: decides whether to compile, how many drafts a step has, and when the host reads its record."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Loop:
         target, draft, verify, one_graph: as `StepRunner` takes them.
         compile: as `SpeculativeDecoder` takes it.
         schedule: chooses the number of drafts.
-        measures_cost: replace the schedule by an `Optimal` one for what a draft costs, which is measured before the
-            first step.
+        measures_cost: measure the cost of a draft before the first step, and replace the schedule by the `Optimal` one
+            for that cost.
 
     Attributes:
         target, draft: as given.
         runner: runs a step.
         schedule: the one in use.
         compile_reason: whether steps are compiled, and why.
-        cost_is_measured: whether nothing is left to measure.
+        cost_is_measured: False until a cost that is to be measured has been.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Loop:
         return self.runner.compiled
 
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile; what is compiled stays so.
+        """Decide whether to compile. Once steps are compiled, they stay compiled.
 
         Args:
             num_new_tokens: of the longest row of the batch to come.
@@ -79,7 +79,7 @@ class Loop:
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
     def start_draft(self, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Let the draft read the batch that the target has begun; what was captured for others is dropped.
+        """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it.
 
         Args:
             capacity, inputs: as in `DraftSource.start`.
@@ -93,10 +93,10 @@ class Loop:
         self.schedule.reset()
 
     def steps(self, progress: Progress) -> Iterator[Step]:
-        """The steps of the batch that the runner has begun, without an end. Between two of them, rows may be refilled.
+        """An endless iterator over the steps of the runner's batch. Rows may be refilled between two steps.
 
         Args:
-            progress: learns from each of them.
+            progress: is updated by each step.
         """
         reader = RecordReader(self.runner.state.tokens.device)
         if not self.cost_is_measured:
@@ -104,8 +104,10 @@ class Loop:
             self.cost_is_measured = True
         wanted = self.schedule.first()
         while True:
-            num_draft_tokens = self._prepare(wanted, progress)
-            # Excludes compiling, and the time that the caller spends on a step.
+            # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
+            num_draft_tokens = self.runner.fewest(wanted, max(progress.room - 1, 0))
+            progress.stats.compile_seconds += self.runner.prepare(num_draft_tokens)
+            # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
             trim = self.schedule.trim_refilled if progress.num_refills else self.schedule.trim
             record = self.runner.run(num_draft_tokens, trim)
@@ -120,13 +122,6 @@ class Loop:
                 self.runner.end_row(row, length)
             wanted = self.schedule.next(num_proposed, num_accepted)
             yield step
-
-    def _prepare(self, num_draft_tokens: int, progress: Progress) -> int:
-        """Get ready for a step with K drafts, or with fewer if no row has room for K; returns how many."""
-        # The last token of a row needs no draft.
-        num_draft_tokens = self.runner.fewest(num_draft_tokens, max(progress.room - 1, 0))
-        progress.stats.compile_seconds += self.runner.prepare(num_draft_tokens)
-        return num_draft_tokens
 
     def _measured_cost_ratio(self, progress: Progress) -> float:
         """The time of one more draft / the time of a step without drafts. It has two parts: the draft's own forward,

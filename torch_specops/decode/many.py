@@ -32,7 +32,7 @@ from .step import DecodeState
 
 __all__ = ["Completion", "Request", "RequestRows"]
 
-# Requests with more eos tokens make the state wider, and its compiled pieces new ones.
+# A request with more eos tokens widens the state, and its pieces are compiled again.
 EOS_TOKENS = 8
 
 
@@ -44,8 +44,8 @@ class Request:
         input_ids: [P] int64, a tensor, an array of numpy or a list, P >= 1, without padding.
         max_new_tokens: the most tokens to emit, >= 0.
         sampling: None = the decoder's.
-        seed: an int, from which `generate` would make the seed of a batch's first row; or a row's seed in a list or
-            tensor of one. None draws an int when the request is read.
+        seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
+            list or tensor of one. None draws an int when the request is read.
         eos_token_id: a token or several; () = none; None = those of the target's generation config.
 
     Example:
@@ -72,13 +72,13 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What came of a request. Its tensors are on the CPU.
+    """The result of a request. Its tensors are on the CPU.
 
     Args:
         index: the request's place in the input, from 0 on.
-        tokens: [P + n] int64, the prompt and the new tokens, the last of which may be an eos token.
+        tokens: [P + n] int64, the prompt and the new tokens; the last one may be an eos token.
         new_tokens: [n] int64.
-        logprobs: [n] float32, of every new token its log-probability under the target; None if they were not asked for.
+        logprobs: [n] float32, the log-probability of every new token under the target; None if not asked for.
         seed: the row's seed; a request with `seed=[completion.seed]` gets the same tokens. None if the request was
             refused.
         finish_reason: "eos", "length" or "error".
@@ -122,7 +122,7 @@ class _Text:
         return int(self.values.limits[0])
 
     def completion(self, logprobs: Tensor | None) -> Completion:
-        """What came of it, now that its row has ended.
+        """The request's completion, now that its row has ended.
 
         Args:
             logprobs: [n], or None.
@@ -140,7 +140,7 @@ class _Text:
 
 
 class RequestRows:
-    """The rows of a batch, each with a request, or free. The arguments are those of `generate_many`.
+    """The rows of a batch; each holds a request or is free. The arguments are those of `generate_many`.
 
     Args:
         loop: runs the steps.
@@ -180,10 +180,11 @@ class RequestRows:
         self._total = total
 
     def completions(self, working: Callable[[], AbstractContextManager[object]]) -> Iterator[Completion]:
-        """What comes of the requests, as it comes.
+        """The completions, in the order in which requests finish.
 
         Args:
-            working: entered for each step; not while a request is read or a completion is used.
+            working: a context manager that is entered for each step, but not while a request is read or a completion is
+                used.
         """
         requests = enumerate(self._requests)
         is_open = True
@@ -204,7 +205,7 @@ class RequestRows:
         """Make room in the models, before the first completion. Returns the progress of the batch."""
         loop, batch = self._loop, len(self._texts)
         loop.choose_compile(self._total / batch)
-        # Until it gets a request, a row is an ended text of one token.
+        # A row without a request is a finished sequence of one token.
         stats = GenerationStats(seeds=[], compiled=loop.compile_reason)
         self._progress = Progress([1] * batch, [1] * batch, [True] * batch, stats, num_refills=[0] * batch)
         self._steps = loop.steps(self._progress)
@@ -222,7 +223,7 @@ class RequestRows:
         return self._progress
 
     def _add(self, index: int, request: Any) -> Completion | None:
-        """Give a request to a free row. A request that is refused, or asks for no tokens, is completed at once."""
+        """Put a request into a free row. One that is refused, or asks for no tokens, is completed at once."""
         try:
             text = _Text(index, self._read(request))
         except (TypeError, ValueError) as error:
@@ -236,7 +237,7 @@ class RequestRows:
         return None
 
     def _advance(self) -> list[Completion]:
-        """Run a step; return the completions of the requests that end with it."""
+        """Run a step; returns the completions of the requests that end with it."""
         if self._unread:
             self._refill()
         step = next(self._steps)
@@ -255,7 +256,7 @@ class RequestRows:
         return None if self._logprobs is None else torch.zeros(0)
 
     def _completed(self, row: int) -> Completion:
-        """Free the row; return the completion of its request."""
+        """Free the row; returns the completion of its request."""
         text = self._texts[row]
         assert text is not None
         logprobs = self._loop.runner.state.logprobs
@@ -311,8 +312,8 @@ def _as_row(input_ids: Any) -> Tensor:
 
 
 def _largest(requests: Collection[Any]) -> tuple[int, int]:
-    """Of the requests of a collection, the most tokens of one, and the new tokens of all together. Those that cannot be
-    read count nothing."""
+    """The length of the longest request, prompt and new tokens, and the new tokens of all requests together. Requests
+    that cannot be read are skipped."""
     longest = total = 0
     for request in requests:
         given = request if isinstance(request, Request) else Request(request)

@@ -32,7 +32,7 @@ class Step:
 
     Args:
         tokens: the tokens that each row emitted: accepted drafts, then the next token, cut after an eos, at the row's
-            limit, and where it is stopped. Empty for a row that had ended before.
+            limit, and where a stop string ends it. Empty for a row that had already ended.
         num_accepted: drafts that the target accepted, per row, including those that were cut.
         num_proposed: drafts that were verified, per row.
         finished: whether each row has ended.
@@ -51,9 +51,9 @@ class GenerationStats:
     """Counts and times, summed over all steps.
 
     Args:
-        seeds: one per row; none of `generate_many`. Given back as `seed`, they repeat the output.
+        seeds: one per row; empty for `generate_many`. Passed as `seed`, they reproduce the output.
         num_steps: steps of the batch.
-        num_row_steps: steps, summed over the rows that took part in them.
+        num_row_steps: the steps that each row took part in, summed over the rows.
         num_tokens: emitted tokens of all rows, without those that were cut.
         num_accepted, num_proposed: accepted and verified drafts of all rows.
         accepted_at, proposed_at: the same, for each position of a draft in its step.
@@ -84,7 +84,7 @@ class GenerationStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted drafts / verified drafts. Drafts after a rejection count as verified. None without drafts."""
+        """Accepted drafts / verified drafts; drafts after a rejection count as verified. None without drafts."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
     @property
@@ -108,7 +108,7 @@ class GenerationStats:
             self.add_row(len(tokens), num_accepted, num_proposed)
 
     def add_row(self, num_tokens: int, num_accepted: int, num_proposed: int) -> None:
-        """Count what one row did in a step. A row without a token had ended before, or the target failed."""
+        """Count one row of a step. A row without a token had already ended, or the target failed."""
         if num_tokens == 0:
             return
         self.num_row_steps += 1
@@ -133,10 +133,10 @@ class GenerationOutput:
         lengths: [B] int64, tokens of prompt and output.
         stats: counts and times.
         errors: row -> why it ended early; empty when every row ended normally.
-        interrupted: True when a KeyboardInterrupt ended the decode. The output then holds the tokens generated so far.
-        logprobs: [B, L] float32, of every new token in `sequences` its log-probability under the target, NaN elsewhere;
-            None if they were not asked for.
-        finish_reasons: why each row ended: "eos", "stop" (a stop string, or a rule of the caller), "length", "error";
+        interrupted: True if a KeyboardInterrupt ended decoding. The output then holds the tokens generated so far.
+        logprobs: [B, L] float32, the log-probability of every new token in `sequences` under the target, NaN elsewhere;
+            None if not asked for.
+        finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
 
     Example:
@@ -164,16 +164,16 @@ class GenerationOutput:
 
 @dataclass
 class Progress:
-    """What the host has learnt from the steps so far. On CUDA the state on the device may be one step ahead.
+    """What the host knows from the records read so far. On CUDA the state on the device may be one step ahead.
 
     Args:
         limits: the length at which each row ends.
         lengths: tokens of each row.
         finished: whether each row has ended.
         stats: counts and times.
-        stopping: what else ends rows; None = nothing.
+        stopping: other rules that end rows; None = there are none.
         logits: keeps the target's logits; None = they are not kept.
-        num_refills: how many sequences each row had before its present one; empty in a batch without refills.
+        num_refills: how many sequences each row had before its current one; empty in a batch without refills.
     """
 
     limits: list[int]
@@ -189,12 +189,12 @@ class Progress:
 
     @property
     def room(self) -> int:
-        """The most tokens that a row may still get."""
+        """The most tokens that any row may still get."""
         rows = zip(self.limits, self.lengths, self.finished, strict=True)
         return max(0 if ended else limit - length for limit, length, ended in rows)
 
     def cuts(self) -> dict[int, int]:
-        """Rows that something else ended in the newest step -> their lengths."""
+        """Rows that a rule of `stopping` ended in the newest step -> their lengths."""
         if self.stopping is None:
             return {}
         return {row: self._prompt_lengths[row] + kept for row, kept in self.stopping.cuts.items()}
@@ -208,7 +208,7 @@ class Progress:
         step = Step(*unpack_record(record), seconds)
         active = [row for row, ended in enumerate(self.finished) if not ended]
         if self.stopping is not None:
-            # On CUDA a row that was stopped has taken part in one more step.
+            # On CUDA a stopped row has taken part in one more step.
             for row, is_stopped in enumerate(self.stopping.stopped):
                 if is_stopped:
                     step.tokens[row], step.num_accepted[row], step.num_proposed[row] = [], 0, 0
@@ -224,13 +224,13 @@ class Progress:
         return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
 
     def refill(self, row: int, length: int, limit: int) -> None:
-        """Count another sequence in this row from now on."""
+        """Begin to count another sequence in this row."""
         self.lengths[row], self.limits[row], self.finished[row] = length, limit, False
         self.num_refills[row] += 1
 
     def without_earlier(self, record: Tensor, num_refills: list[int]) -> Tensor:
         """The record of a step that began when `num_refills` were counted, cleared in rows that were refilled since:
-        it says there that their earlier sequences had ended."""
+        there it is about sequences that had already ended."""
         rows = [row for row, both in enumerate(zip(num_refills, self.num_refills, strict=True)) if both[0] != both[1]]
         if rows:
             record = record.clone()
@@ -242,7 +242,7 @@ class Progress:
 def collect(
     state: DecodeState, progress: Progress, prompt_lengths: Tensor, pad_token_id: int, interrupted: bool
 ) -> GenerationOutput:
-    """What a batch has come to, up to the steps that the host has seen: on CUDA the state may be one step ahead."""
+    """The output of a batch, up to the newest record read: on CUDA the state may be one step ahead."""
     lengths = torch.tensor(progress.lengths, device=state.tokens.device)
     width = int(lengths.max())
     inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
@@ -253,22 +253,29 @@ def collect(
     errors: dict[int, str] = {}
     reasons: list[str | None] = []
     for row, (ended, failed) in enumerate(zip(progress.finished, state.failed.tolist(), strict=True)):
-        # A row that was stopped had not come to the end that the device may know of.
+        # On the device, a stopped row may have gone on and failed.
         stopped = progress.stopping is not None and progress.stopping.stopped[row]
         if ended and failed and not stopped:
             errors[row] = f"target: no finite logit after {progress.lengths[row]} tokens"
         early = "error" if row in errors else "eos" if ends_with_eos[row] else "stop" if stopped else None
         reasons.append(early or ("length" if ended else None))
     return GenerationOutput(
-        *(sequences, prompt_lengths.clone(), lengths, progress.stats, errors, interrupted, logprobs, reasons)
+        sequences=sequences,
+        prompt_lengths=prompt_lengths.clone(),
+        lengths=lengths,
+        stats=progress.stats,
+        errors=errors,
+        interrupted=interrupted,
+        logprobs=logprobs,
+        finish_reasons=reasons,
     )
 
 
 class KeptLogits:
     """The target's logits of every new token, B x L x V x 4 bytes.
 
-    A step that is not compiled leaves all of its logits here, and when the host reads the record, those of the emitted
-    tokens stay.
+    An eager step pushes all of its logits; once the host has read the step's record, only those of the emitted tokens
+    are kept.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -276,24 +283,24 @@ class KeptLogits:
         self._rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
 
     def push(self, logits: Tensor) -> None:
-        """Those of a step [B, K+1, V]."""
+        """Add the logits of a step [B, K+1, V]."""
         self._steps.append(logits)
 
     def keep(self, num_tokens: list[int]) -> None:
-        """Keep the first ones of each row of the oldest step."""
+        """Of the oldest step that was pushed, keep the first `num_tokens` logits of each row."""
         logits = self._steps.pop(0)
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
 
     def at(self, place: int) -> Tensor:
-        """[B, V] float32, the logits that gave the rows' new tokens at this place; NaN for rows that have none."""
+        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
         found = [own[place] if place < len(own) else None for own in self._rows]
         none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
         return torch.stack([none if logits is None else logits for logits in found])
 
 
 class RecordReader:
-    """Copies the records of steps to the host, each with a note of the caller.
+    """Copies the records of steps to the host, each with a note by the caller.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
     while the host looks at this one.
@@ -315,7 +322,7 @@ class RecordReader:
         self._queue.append((pinned, note, event))
 
     def pop(self) -> tuple[Tensor, list[int]] | None:
-        """The oldest record; None if it is too early to read it."""
+        """The oldest record and its note; None if it is too early to read them."""
         if self._is_cuda and len(self._queue) < 2:
             return None
         record, note, event = self._queue.pop(0)
@@ -331,7 +338,7 @@ Streamer = Callable[[Step], object] | Any
 def streamer_calls(
     streamer: Streamer | None, input_ids: Tensor, num_rows: int
 ) -> tuple[Callable[[Step], object], Callable[[], object]]:
-    """What to call with every step, and at the end. A streamer of transformers gets the prompt here."""
+    """The functions to call with every step, and at the end. A transformers streamer is given the prompt here."""
     if streamer is None:
         return lambda step: None, lambda: None
     if hasattr(streamer, "put") and hasattr(streamer, "end"):

@@ -1,8 +1,8 @@
 """Reading the rows of a batch in groups, so that rows with few tokens are not padded to the longest.
 
-This pays in eager steps on a CPU, where a forward takes longer the more tokens it reads: for a batch of eight, several
-times as long for eleven tokens a row as for one. Without groups, one row with drafts would make every other row read as
-many tokens, and rows that have ended would be read until the whole batch has ended.
+This pays in eager steps on a CPU, where the time of a forward grows with the number of tokens: for a batch of eight,
+eleven tokens per row take several times as long as one. Without groups, one row with drafts would make every other row
+read as many tokens, and rows that have ended would be read until the whole batch has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..drafts.rows import FORWARD_COST, RowReader
 
 __all__ = ["read_ragged", "row_groups"]
 
-# Groups have to be cheaper than this share of the padded forward, because their rows are gathered from the cache.
+# Groups must cost less than this share of the padded forward, because their rows are gathered from the cache.
 MAX_RELATIVE_COST = 0.75
 
 # Rows that are read together, and how many tokens of each.
@@ -31,7 +31,7 @@ def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Grou
         active: whether each row has not ended.
 
     Returns:
-        The cheaper grouping; None if one padded forward over all rows is as good.
+        The cheaper grouping; None if one padded forward over all rows is about as cheap.
     """
     width = max(num_proposed, default=0) + 1
     rows = [row for row, is_active in enumerate(active) if is_active]

@@ -1,4 +1,4 @@
-"""How a step runs: eagerly, in compiled pieces, as one compiled graph, and on CUDA captured into a CUDA graph."""
+"""Runs a step: eagerly, in compiled pieces, as one compiled graph, or on CUDA as a captured CUDA graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_compile(
 
     Args:
         compile: as `SpeculativeDecoder` takes it.
-        num_steps: eager steps done so far, and those that the new batch needs at least.
+        num_steps: eager steps done so far, plus those that the new batch needs at least.
     """
     models = (target, getattr(draft, "model", None))
     obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
@@ -46,9 +46,9 @@ def resolve_compile(
         return False, f"eager: {obstacle}"
     device = target.device
     if device.type == "cuda":
-        return True, "compiled: on CUDA the host would be the slowest part of a step"
+        return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if draft is not None and draft.deterministic:
-        # Text without a match has no drafts, and an eager forward takes the time of the tokens it reads.
+        # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
@@ -65,8 +65,8 @@ class StepRunner:
 
     Attributes:
         compiled: whether steps are compiled.
-        unread_length: the length of every row if the next step has to read the prompts as well; None = the target has
-            read them.
+        unread_length: the length of every row if the next step must read the prompts too; None = the target has read
+            them.
         keep_logits: as `verify_and_commit` takes it.
     """
 
@@ -81,14 +81,14 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
-        # How many steps without drafts there were since the last one with drafts.
+        # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The K whose steps are compiled and captured.
         self._ready: set[int] = set()
-        # The tensors that the graphs read and write. While they are held here, no new tensor can take their addresses.
+        # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
         self._captured: list[Tensor] = []
-        # One stream for all captures: cuBLAS keeps a workspace for every stream that it was used on.
+        # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
         self._capture_stream: torch.cuda.Stream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,16 +103,16 @@ class StepRunner:
 
     @property
     def draft_shape(self) -> Hashable | None:
-        """The key of the batch's shapes under which a draft compiles its own pieces; None = it runs eagerly, or inside
-        one graph."""
+        """The key of the batch's shapes, under which a draft compiles its own pieces; None = it runs eagerly, or as a
+        part of one graph."""
         return self._shape if self.compiled and not self._one_graph else None
 
     def start(self, values: DecodeState, inputs: Mapping[str, Tensor]) -> DecodeState:
-        """Begin a batch with these values. If the shapes are those of the batch before, they are copied into its
-        tensors, because graphs hold their addresses."""
+        """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
+        batch's tensors, because graphs hold their addresses."""
         shape = _shape_of(values, inputs)
         if shape != self._shape:
-            # Frees their memory before the models make room for the new batch.
+            # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
@@ -128,7 +128,7 @@ class StepRunner:
         return self._state
 
     def refill(self, row: int, values: DecodeState) -> None:
-        """Put another sequence into a row of the batch (`refilled`)."""
+        """Put another sequence into a row of the batch, as `refilled` does."""
         before, self._state = self.state, refilled(self.state, row, values)
         if self._state is not before:
             # The newest step may still be running.
@@ -138,8 +138,8 @@ class StepRunner:
             self.keep_valid_graphs()
 
     def keep_valid_graphs(self) -> None:
-        """Drop the CUDA graphs unless every tensor that they captured is still where it was. Called once the models
-        are ready for a batch: a model has a new cache if another decoder used it in between."""
+        """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
+        batch: a model has a new cache if another decoder used it in between."""
         if self._target.device.type != "cuda":
             return
         parts = [self._target] if self._draft is None else [self._target, self._draft]
@@ -160,7 +160,7 @@ class StepRunner:
 
         Args:
             num_draft_tokens: K.
-            trim: says how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
+            trim: chooses how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
                 padding included.
         """
         state = self.state
@@ -178,19 +178,19 @@ class StepRunner:
             return self._step(num_draft_tokens, trim)
 
     def end_row(self, row: int, length: int) -> None:
-        """Set a row back to this length, and end it. Waits for nothing: the device does it before the next step."""
+        """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
         with on_device(self.state.tokens.device):
             self.state.lengths[row].fill_(length)
             self.state.finished[row].fill_(True)
 
     def fewest(self, num_draft_tokens: int, needed: int) -> int:
-        """The smallest K that a step can have without compiling, up to the one given, if no row has room for more than
-        `needed` drafts. An eager step can have any K."""
+        """The smallest K, at most the one given, that is at least `needed` and needs no compiling. An eager step can
+        have any K."""
         ready = self._ready if self.compiled else {needed}
         return min([num_draft_tokens, *(count for count in ready if count >= needed)])
 
     def prepare(self, num_draft_tokens: int) -> float:
-        """Compile and capture the step for this K if that was not done; returns the seconds it took."""
+        """Compile and capture the step for this K if it is not ready; returns the seconds that took."""
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
@@ -203,7 +203,7 @@ class StepRunner:
         return time.perf_counter() - started
 
     def seconds_of(self, num_draft_tokens: int) -> float:
-        """The time of a step that reads all K drafts, the median of three. The state does not change."""
+        """The time of a step that reads all K drafts, as the median of three. The state does not change."""
         times = []
         with self._all_finished():
             for _ in range(3):
@@ -238,7 +238,7 @@ class StepRunner:
 
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
-        """Marks all rows as finished. A step then emits nothing and changes only cache slots that are not visible."""
+        """All rows are marked as finished: a step emits nothing, and changes only cache slots that are not visible."""
         finished, keep_logits = self.state.finished.clone(), self.keep_logits
         try:
             self.state.finished.fill_(True)
@@ -261,8 +261,8 @@ class StepRunner:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(num_draft_tokens)
-            # By default torch would capture on a stream of the device that captured first, and other threads could not
-            # use CUDA meanwhile.
+            # torch's defaults would capture on a stream of the device that captured first, and would keep other threads
+            # from using CUDA meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 record = self._step(num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
@@ -270,12 +270,12 @@ class StepRunner:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device of the target the current one: Triton launches there, and streams belong to it."""
+    """Makes the target's device the current one: Triton launches on it, and streams belong to it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, without K."""
+    """Everything that a compiled piece takes as constant for a batch, except for K."""
     tensors = tensors_of(state) | dict(inputs)
     return constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 

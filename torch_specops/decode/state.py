@@ -1,4 +1,4 @@
-"""A batch's state: made for its prompts, moved to a device, and with another sequence in a row."""
+"""Makes a batch's state from its prompts, moves it to a device, and puts another sequence into a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .step import DecodeState
 
 __all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
 
-# What fills a row of a batch's tensor behind its own entries; 0 in tensors that are not named.
+# What fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
 _NOTHING = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
 
 
@@ -44,7 +44,7 @@ def first_state(
 
 
 def constants_of(state: DecodeState) -> Hashable:
-    """The values besides tensors that decide what a step computes."""
+    """The values other than tensors that determine what a step computes."""
     processors = state.sampling.processors
     return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
 
@@ -76,9 +76,9 @@ def moved(values: Any, device: torch.device) -> Any:
 
 
 def refilled(state: DecodeState, row: int, values: DecodeState) -> DecodeState:
-    """The batch with another sequence in a row: the same object, written in place, if its tensors have room for the
-    sequence. There is no room for the first sequence that is sampled or uses some filter or processor, nor for one with
-    more eos tokens or biases than any before.
+    """The batch with another sequence in a row. It is the same object, written in place, if its tensors have room for
+    the sequence. They have none for the first sequence that is sampled or uses some filter or processor, nor for one
+    with more eos tokens or biases than any before.
 
     Args:
         state: of the batch.
@@ -104,17 +104,17 @@ def _longest_ngram(state: DecodeState) -> int:
 
 
 def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
-    """One of `_HOLDERS`, with those of the tensors that it has a field for."""
+    """An object of one of the `_HOLDERS`, from the tensors that it has fields for."""
     return kind(**{field.name: tensors[field.name] for field in fields(kind) if field.name in tensors}, **others)
 
 
 def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, tokens: Tensor) -> Tensor:
-    """A tensor of the batch with another row: the same tensor if it has room.
+    """A tensor of the batch with one row replaced: the same tensor if it has room.
 
     Args:
-        old: of the batch [B, ...], or None.
-        new: of the row [1, ...], or None.
-        tokens: those of the batch.
+        old: the batch's tensor [B, ...], or None.
+        new: the row's tensor [1, ...], or None.
+        tokens: the batch's tokens, for their number of rows and device.
     """
     nothing = _NOTHING.get(name, 0)
     if old is None or (new is not None and any(n > m for n, m in zip(new.shape[1:], old.shape[1:], strict=True))):
@@ -131,7 +131,7 @@ def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, token
 
 
 def _corner(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """The part of a tensor that has the entries of a smaller one."""
+    """The part of a tensor where the entries of a smaller one belong."""
     part = tensor[tuple(map(slice, shape))]
     # Sequences are aligned to the right.
     return tensor[: shape[0], : shape[1], tensor.shape[2] - shape[2] :] if name == "sequences" else part

@@ -1,6 +1,6 @@
 """One step of the loop: draft, read the drafts with the target, verify them, and commit what is emitted.
 
-Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address. So a step
+Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address, so a step
 can be compiled as one graph, or captured into a CUDA graph and replayed.
 """
 
@@ -44,7 +44,7 @@ class DecodeState:
         seeds: [B] int64.
         sampling: temperature, filters and processors of each row.
         is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
-        logprobs: [B, W] float32, of every emitted token its log-probability under the target, NaN elsewhere; None = not
+        logprobs: [B, W] float32, the log-probability of every emitted token under the target, NaN elsewhere; None = not
             wanted.
         logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
     """
@@ -66,7 +66,7 @@ def speculative_step(
     target: LanguageModel, draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, verify: Verifier
 ) -> Tensor:
     """Draft up to K tokens, verify them, and commit what is emitted. Returns the step's record [B, K+4], which
-    `unpack_record` takes apart."""
+    `unpack_record` unpacks."""
     proposal = propose(draft, state, num_draft_tokens)
     return verify_and_commit(target, state, proposal, verify)
 
@@ -132,8 +132,8 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
 
 
 def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Tensor]:
-    """The drafts, with -1 (padding) for what is no token and for what its row has no room for; and the number of each
-    row's drafts before its first padding [B]."""
+    """The drafts, with -1 (padding) in place of those outside the vocabulary or beyond the row's room; and how many
+    drafts each row has before its first padding [B]."""
     tokens = proposal.tokens
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
@@ -144,8 +144,8 @@ def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Ten
 
 
 def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, trim: Trim) -> tuple[Draft, Tensor]:
-    """The first drafts of every row, and how many each row then has. The others are padding in all rows or, of a
-    deterministic draft, more than the schedule wants verified."""
+    """The first drafts of every row, and how many each row then has. Dropped are positions with padding in all rows
+    and, if the draft is deterministic, drafts that the schedule does not want verified."""
     counts = num_proposed[~finished].tolist()
     count = trim(counts) if proposal.logits is None else max(counts, default=0)
     if count == proposal.tokens.shape[1]:
@@ -190,7 +190,7 @@ def _commit(
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, room)
     count = torch.minimum(num_tokens, most)
-    # A row that reaches an eos or its limit before the missing token has not failed.
+    # A row that reaches an eos or its limit before the failed position has not failed.
     failed = (num_tokens == num_accepted) & (count < most)
 
     is_emitted = index < count.unsqueeze(1)

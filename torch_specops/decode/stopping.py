@@ -1,4 +1,4 @@
-"""Where rows end besides eos tokens and limits: what a caller's rules say of the tokens that the host has seen."""
+"""Ends rows by a caller's rules (stop strings, stopping criteria), beside eos tokens and limits."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 
 __all__ = ["BatchRule", "RowRule", "Stopping"]
 
-# For each text (prompt and new tokens), whether it ends with its newest token. It sees one text at a time, or a clock.
+# From texts (prompt and new tokens) to whether each ends with its newest token. Texts are judged independently.
 RowRule = Callable[[list[list[int]]], list[bool]]
-# For all rows together, each with the same number of new tokens [B, P + n]: which end with the newest token [B], or
-# whether all do.
+# From all rows [B, P + n], with equally many new tokens, to which of them end with the newest token [B], or whether all
+# do.
 BatchRule = Callable[[Tensor], Any]
 
 
 @dataclass
 class Stopping:
-    """Asks the rules about every new token in order, and keeps back what a rule may still cut.
+    """Asks the rules about every new token in order, and holds back tokens that a rule may still cut.
 
     A `RowRule` is asked at once. Rows get different numbers of tokens per step, so a `BatchRule` is asked about the
     n-th tokens once every row has n or has ended; a row that ended before is filled with pad_token_id.
 
     Args:
-        prompts: the tokens of each row that the rules see before the new ones; of one length if there is a `BatchRule`.
+        prompts: the tokens that the rules see before the new ones; of equal lengths if there is a `BatchRule`.
         row_rules, batch_rules: the rules.
         pad_token_id: as in `Prompts`.
         device: where a `BatchRule` gets its tensor.
 
     Attributes:
         stopped: whether a rule ended the row.
-        cuts: rows that the newest call of `add` ended -> how many new tokens they keep.
+        cuts: row -> how many new tokens it keeps, for the rows that the newest call of `add` ended.
     """
 
     prompts: list[list[int]]
@@ -59,10 +59,10 @@ class Stopping:
 
         Args:
             tokens: what each row emitted.
-            ended: whether each row has come to its eos or limit.
+            ended: whether each row has reached its eos or limit.
 
         Returns:
-            The tokens that no rule can cut any more and were not returned before, and the rows that end with them.
+            Of each row the tokens, not yet returned, that no rule can cut any more, and whether it ends with them.
         """
         self.cuts = {}
         for row, new in enumerate(tokens):
@@ -105,7 +105,7 @@ class Stopping:
                     self._stop(row, asked)
 
     def _num_known(self) -> int:
-        """How many new tokens every row has, where a row that has ended counts as long as the longest."""
+        """How many new tokens every row has; a row that has ended counts as if it had as many as the longest."""
         lengths = [len(text) for text in self._texts]
         growing = [length for length, ended in zip(lengths, self._ended, strict=True) if not ended]
         return min(growing, default=max(lengths))

@@ -1,4 +1,4 @@
-"""How the loop verifies drafts: by which op, and with which parameters."""
+"""Verifies the drafts of a step with the op and the parameters that the user chose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Verifier", "log_probabilities"]
 
 @dataclass(frozen=True)
 class Verifier:
-    """Calls one of the verify ops with what a step has.
+    """Calls one of the verify ops with the tensors of a step.
 
     Args:
         op: "exact", "block" or "sigmoid".
@@ -56,7 +56,7 @@ class Verifier:
             num_accepted [B] int64.
 
         Raises:
-            ValueError: logits of another shape, which a model gives that ignores `num_logits`.
+            ValueError: logits of another shape, as from a model that ignores `num_logits`.
         """
         expected = (draft.tokens.shape[0], draft.tokens.shape[1] + 1)
         if target_logits.shape[:-1] != expected:
@@ -66,11 +66,11 @@ class Verifier:
             )
         temperature, filters = sampling.temperature, sampling.filters
         if draft.tokens.shape[1] == 0:
-            # Every op then draws from the target's row, as `sample` does with less work.
+            # Without drafts every op draws from the target's row, which `sample` does with less work.
             tokens, _ = sample(target_logits[:, 0], uniforms[1], temperature, **filters)
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
-            # This op has no filters of its own, so both sides are filtered before.
+            # This op takes no filters, so both sides are filtered first.
             target_logits, filters = _filtered(target_logits, sampling), {}
             if draft.logits is not None:
                 draft_logits = _filtered(draft.logits, sampling)
@@ -82,7 +82,7 @@ class Verifier:
 
 
 def log_probabilities(target_logits: Tensor, tokens: Tensor, sampling: SamplingTensors, logprobs: str) -> Tensor:
-    """[B, n] float32, the log-probability of each token under its row of logits; of a token -1 anything.
+    """[B, n] float32, the log-probability of each token under its row of logits; undefined for a token of -1.
 
     Args:
         target_logits: [B, n, V]; for "processed", after the processors.
