@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from .kv_cache import fold_groups
 from .registration import register_op
-from .tracing import may_look, on_device_of
+from .tracing import can_read_data, on_device_of
 
 __all__ = ["DTYPES", "MAX_QUERIES", "attend"]
 
@@ -51,7 +51,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
 
         with on_device_of(queries):
             return launch(queries, keys, values, spans, scale)
-    if may_look(queries, keys, values, spans):
+    if can_read_data(queries, keys, values, spans):
         width = int(spans[..., 1].amax()) + 1
         keys, values = keys[:, :, :width], values[:, :, :width]
     slots = torch.arange(keys.shape[2], device=keys.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import checks, dense, eager
 from .arguments import Filters, SigmoidArguments, VerifyArguments
 from .registration import register_op
-from .tracing import may_look, on_device_of
+from .tracing import can_read_data, on_device_of
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
@@ -361,7 +361,7 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
 def _verify(op: str, given: VerifyArguments | SigmoidArguments) -> tuple[Tensor, Tensor]:
     """The branch on the device: the function named `op` of eager/, dense/ or kernels/verify/."""
     if given.target_logits.device.type != "cuda":
-        return getattr(eager if may_look(given.target_logits) else dense, op)(given)
+        return getattr(eager if can_read_data(given.target_logits) else dense, op)(given)
     from .kernels import verify
 
     with on_device_of(given.target_logits):
@@ -373,7 +373,7 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
     filters = Filters(*args)
     checks.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
-        form = eager if may_look(logits) else dense
+        form = eager if can_read_data(logits) else dense
         return form.sample(logits, uniforms, filters)
     from .kernels import sample as kernel
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .tracing import may_look
+from .tracing import can_read_data
 
 __all__ = ["AnyProcessors", "Processors", "round_up"]
 
@@ -89,7 +89,7 @@ class Processors:
             text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts.
             lengths: [B, n] int64 in 1..W, how many tokens of its row position i comes after.
         """
-        if may_look(text):
+        if can_read_data(text):
             text = text[:, : int(lengths.max())]
         if self.padding is not None and self.num_padding is not None:
             text, lengths = _behind(self.padding, self.num_padding, text), lengths + self.num_padding.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What a call has to know of how it runs: whether it may look at the data of its tensors, and on which device."""
+"""How a call runs: whether it can read the data of its tensors, and on which device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-__all__ = ["may_look", "on_device_of"]
+__all__ = ["can_read_data", "on_device_of"]
 
 
-def may_look(*tensors: Tensor) -> bool:
-    """True for plain CPU tensors in an eager call: one that is not compiled, exported, recorded, faked or mapped."""
+def can_read_data(*tensors: Tensor) -> bool:
+    """Whether the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
+    compiled, exported, recorded, faked or mapped."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(
@@ -22,6 +23,6 @@ def may_look(*tensors: Tensor) -> bool:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, so it must be that of the tensors. A traced call launches nothing, and the
-    code that Inductor generates sets the device itself."""
+    """Makes the tensor's device the current one, on which Triton launches. A traced call launches nothing, and the code
+    that Inductor generates sets the device itself."""
     return nullcontext() if is_fake(tensor) else torch.cuda.device(tensor.device)

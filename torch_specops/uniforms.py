@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import may_look
+from .tracing import can_read_data
 
 __all__ = ["STREAMS", "uniforms"]
 
@@ -73,7 +73,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     if stream not in STREAMS:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
 
-    if may_look(seeds, positions):
+    if can_read_data(seeds, positions):
         return _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])[:, :n]
     index = torch.arange(n, device=seeds.device)
     return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
@@ -108,7 +108,7 @@ def _mixed(word: int) -> int:
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
     """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
     of the stream "sample" [B]. Both are views of one tensor and share no entry."""
-    if may_look(seeds, positions):
+    if can_read_data(seeds, positions):
         accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
         numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])
         return numbers[:, :num_draft_tokens], numbers[:, -4]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Filters
-from ..tracing import may_look
+from ..tracing import can_read_data
 from .rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
@@ -46,7 +46,7 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
     """[B, ..., V] and filters [B] -> the bounds [B, ...] of every row; None without a filter."""
     if not filters.removes_tokens:
         return None
-    find = filter_bounds if may_look(logits) else _filter_bounds_op
+    find = filter_bounds if can_read_data(logits) else _filter_bounds_op
     cut, first = find(logits, *filters)
     return Bounds(cut, None if filters.top_p is None else first)
 

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: one file per draft. Every one is a `DraftSource`; one of your own needs only `propose`.
+"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; one of your own needs only `propose`.
 
 Example:
     >>> import torch
@@ -11,7 +11,7 @@ Example:
     tensor([[6, 6, 6]])
 
 A source that samples sets `deterministic = False`, uses the `sampling` and `seeds` it is given, and returns the logits
-that it sampled from; `ModelDraft` in model.py shows how.
+that it sampled from, as `ModelDraft` in model.py does.
 """
 
 from .base import AnyDraft, Draft, DraftSource, FeatureModel, LanguageModel

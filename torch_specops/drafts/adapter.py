@@ -1,4 +1,4 @@
-"""A model as a `LanguageModel`."""
+"""Adapts a user's model to `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["as_language_model", "refuse_class"]
 
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
-    """The model itself, or the adapter of a transformers model."""
+    """The model itself, or an adapter around a transformers model."""
     refuse_class(name, model)
     missing = missing_members(model)
     if not missing:
         return cast(LanguageModel, model)
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        # `hf` imports this package, so it is imported only when a transformers model arrives.
+        # Imported only for a transformers model, because `hf` imports this package.
         from ..hf import language_model
 
         return language_model(model)

@@ -36,7 +36,7 @@ class Draft:
     """K proposed tokens per sequence, and the distribution they were drawn from.
 
     Args:
-        tokens: [B, K] int64; -1 is padding, and what follows a padding is not verified.
+        tokens: [B, K] int64; -1 is padding, and drafts after the first padding are not verified.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot).
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
@@ -50,10 +50,10 @@ class Draft:
 class DraftSource(ABC):
     """Where draft tokens come from. To write your own, write a class with `propose`.
 
-    It may derive from this class. If it does not, each of these attributes and methods that it lacks is as here.
-    `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
-    What it returns is checked. It gets a copy of the text; writing into that is an error in an eager step on a CPU, and
-    has no effect elsewhere.
+    It may derive from this class. If it does not, any of these attributes and methods that it lacks defaults to the one
+    here. `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the
+    device. What it returns is checked. It gets a copy of the text; writing into it is an error in an eager step on a
+    CPU, and has no effect elsewhere.
 
     Attributes:
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
@@ -62,8 +62,8 @@ class DraftSource(ABC):
         max_length: the longest sequence it can read; None = no limit known.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
             compiled loop compiles `propose` as a whole.
-        feature_layers: the layers of the target whose inputs the source reads, as `FeatureModel.features`; () = none,
-            and then none are kept.
+        feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`; () = none,
+            and then the target keeps none.
     """
 
     deterministic: bool = True
@@ -74,7 +74,7 @@ class DraftSource(ABC):
     feature_layers: Sequence[int] = ()
 
     def bind(self, target: LanguageModel) -> None:
-        """Called when the source becomes the draft of a target, and with `feature_layers` before every `start` too."""
+        """Called when the source becomes the draft of a target; with `feature_layers`, also before every `start`."""
 
     def expect(self, num_draft_tokens: int) -> None:
         """Called before `start`: no step of the batch has more drafts than these."""
@@ -83,22 +83,22 @@ class DraftSource(ABC):
         """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
 
         Args:
-            tokens: [B, W] int64, the sequences from index 0 on; ignore what stands at or after a row's length.
+            tokens: [B, W] int64, the sequences from index 0 on; ignore entries at or after a row's length.
             lengths: [B] int64 >= 1.
             capacity: the most tokens that a sequence may ever have, drafts included.
             inputs: what the target reads besides the tokens, by name.
         """
 
     def compile(self, shape: Hashable | None) -> None:
-        """Called before `start`, where `compiles_itself` is True.
+        """Called before `start` if `compiles_itself` is True.
 
         Args:
             shape: equal for batches that can use the same compiled graphs; None = the batch is decoded eagerly.
         """
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        """Called before `propose` if the last `num_steps` steps had no drafts: they gave each unfinished row one token
-        each. Runs eagerly, and must not wait for the device.
+        """Called before `propose` if the last `num_steps` steps had no drafts: each of them gave every unfinished row
+        one token. Runs eagerly, and must not wait for the device.
 
         Args:
             tokens, lengths: as in `propose`.
@@ -106,8 +106,8 @@ class DraftSource(ABC):
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Some rows have new prompts: forget what was read of these rows, and read the prompts. Called between two
-        steps of `generate_many`, for the first prompts too: there `start` gets rows of one token that mean nothing.
-        Runs eagerly and may wait for the device.
+        steps of `generate_many`, also for the first prompts: `start` then gets rows of one meaningless token. Runs
+        eagerly and may wait for the device.
 
         A source with a `start` of its own needs a `restart` for `generate_many`.
 
@@ -123,18 +123,18 @@ class DraftSource(ABC):
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with sequences that have ended: when every row of a batch has, or in `generate_many` when some rows
-        have; not if the caller stops before. Runs eagerly.
+        """Called with sequences that have ended: once every row of a batch has, or in `generate_many` as rows end; not
+        if the caller stops earlier. Runs eagerly.
 
         Args:
-            tokens, lengths: as in `propose`, of these sequences alone, with all that was emitted.
+            tokens, lengths: as in `propose`, for these sequences only, with all emitted tokens.
         """
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         """The tensors that `propose` reads at the same addresses in every step (a cache, weights).
 
-        A CUDA graph of a step is used again as long as they are the same. None = not known: every batch captures its
-        steps anew.
+        A CUDA graph of a step is reused as long as they are the same. None = not known: every batch captures its steps
+        again.
         """
         return None
 
@@ -145,13 +145,13 @@ class DraftSource(ABC):
         """Propose tokens to follow each sequence.
 
         Args:
-            tokens: [B, W] int64, the sequences; ignore what stands at or after a row's length.
+            tokens: [B, W] int64, the sequences; ignore entries at or after a row's length.
             lengths: [B] int64, 1..W.
             num_draft_tokens: K >= 1.
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
                 `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
                 the q that was sampled. If the target has processors, `sampling.process(logits, text, lengths)` applies
-                them, where the text has the drafts so far; without that, fewer drafts are accepted.
+                them, with a text that includes the drafts so far; without them, fewer drafts are accepted.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
 
@@ -159,16 +159,16 @@ class DraftSource(ABC):
 @runtime_checkable
 class LanguageModel(Protocol):
     """A causal language model over ragged rows: each sequence has its own length, and the model keeps a static cache
-    that is written at any position. examples/own_model.py is one.
+    that can be written at any position. examples/own_model.py has an example.
 
-    Any class with these attributes and methods is one, an `nn.Module` too: a loop puts it into evaluation mode while it
-    decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the
-    device.
+    Any class with these attributes and methods is one. It may be an `nn.Module`: a loop puts it into evaluation mode
+    while it decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait
+    for the device.
 
-    It may also have `static_tensors()`, as `DraftSource` has: its cache and its weights. Without it, every batch
-    captures its CUDA graphs anew. It may have `first_layers(num_layers)`, which `EarlyExit` needs: the model that
-    stops after its first layers, with the same weights and a cache of its own. And it may have `clear_rows(rows)`, with
-    rows [A] int64 that begin new texts: needed if slots that no token sees must be finite, because 0 times NaN is NaN.
+    Three methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
+    batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model that
+    stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64 that
+    begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     """
 
     @property
@@ -194,14 +194,14 @@ class LanguageModel(Protocol):
         """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V] in float32, bfloat16 or
         float16, or the last num_logits of them.
 
-        A token sees what was last written at the positions up to its own: to roll back, read at an earlier position
-        again. A position may occur twice in one call only with the same token.
+        A token attends to what was last written at the positions up to its own: to roll back, read at an earlier
+        position again. A position may occur twice in one call only with the same token.
         """
         ...
 
 
 class FeatureModel(LanguageModel, Protocol):
-    """A language model that hands out its hidden states, as a draft with `feature_layers` needs."""
+    """A language model that exposes its hidden states, as a draft with `feature_layers` needs."""
 
     @property
     def num_layers(self) -> int: ...
@@ -217,13 +217,13 @@ class FeatureModel(LanguageModel, Protocol):
         ...
 
     def keep_features(self, layers: Sequence[int]) -> None:
-        """From the next `start` on, keep what these layers read; () = nothing. Called before every `start`."""
+        """From the next `start` on, keep the inputs of these layers; () = none. Called before every `start`."""
         ...
 
     @property
     def features(self) -> Tensor:
-        """[B, capacity, len(layers) * H], the layers side by side: the feature of the token that was last read at
-        position j stands in slot j. The tensor stays the same as long as batch and capacity do."""
+        """[B, capacity, len(layers) * H], the layers side by side: slot j has the feature of the token that was last
+        read at position j. The tensor stays the same as long as batch and capacity do."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -232,14 +232,14 @@ class FeatureModel(LanguageModel, Protocol):
 
 
 class MinimalDraftSource(Protocol):
-    """All that a draft has to have; `DraftSource` says what it may have."""
+    """What every draft must have; `DraftSource` documents the optional rest."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft: ...
 
 
-# What a loop takes as a draft.
+# What a loop accepts as a draft.
 AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
 
 
@@ -249,13 +249,13 @@ def missing_members(model: object) -> list[str]:
 
 
 def feature_model(target: LanguageModel) -> FeatureModel:
-    """The target itself.
+    """The target, checked.
 
     Raises:
-        TypeError: a target that hands out no hidden states.
+        TypeError: a target that does not expose its hidden states.
     """
     names = ("num_layers", "hidden_size", "dtype", "keep_features", "features", "embed")
-    # `features` may have no value yet.
+    # Looked up on the class, because the property `features` may have no value yet.
     missing = [name for name in names if not hasattr(type(target), name) and not hasattr(target, name)]
     if missing:
         raise TypeError(
@@ -279,14 +279,14 @@ def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def clear_rows(model: LanguageModel, rows: Tensor) -> None:
-    """Let a model forget what it read of some rows, if it has the method for that."""
+    """Let a model forget some rows, if it has a method for that."""
     clear = getattr(model, "clear_rows", None)
     if clear is not None:
         clear(rows)
 
 
 class LanguageModelWrapper:
-    """A `LanguageModel` around another one. A subclass overrides `forward`, and whatever else differs."""
+    """A `LanguageModel` that forwards to another one. A subclass overrides `forward`, and whatever else differs."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -321,7 +321,7 @@ class LanguageModelWrapper:
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:
-    """The static tensors of models and draft sources together; None if one of them does not say."""
+    """The static tensors of models and draft sources together; None if those of one are not known."""
     tensors: list[Tensor] = []
     for part in parts:
         own = getattr(part, "static_tensors", None)

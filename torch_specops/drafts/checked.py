@@ -1,4 +1,4 @@
-"""A user's draft source inside the loop."""
+"""Wraps a user's draft source for the loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..sampling import SamplingTensors
-from ..tracing import may_look
+from ..tracing import can_read_data
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 
 __all__ = ["CheckedDraft"]
@@ -21,7 +21,7 @@ def _of_source(name: str, default: object) -> Any:
 
 
 class CheckedDraft(DraftSource):
-    """Asks another source, and checks what it does; what it lacks of a `DraftSource` is as there.
+    """Forwards to another source and checks its proposals; members that it lacks default to those of `DraftSource`.
 
     A wrong proposal would otherwise show as an error far from its cause, or as wrong text.
 
@@ -29,9 +29,9 @@ class CheckedDraft(DraftSource):
         source: an object with `propose`.
 
     Raises:
-        TypeError: in `propose`, something other than a `Draft`, or tokens that are no integers.
-        ValueError: in `propose`, tensors of other shapes; tokens or lengths that were written into, which is seen where
-            looking costs nothing.
+        TypeError: from `propose`, for something other than a `Draft`, or tokens that are not integers.
+        ValueError: from `propose`, for tensors of other shapes; for writing into tokens or lengths, which is checked
+            where it costs nothing (eager steps on a CPU).
     """
 
     def __init__(self, source: Any) -> None:
@@ -91,7 +91,7 @@ class CheckedDraft(DraftSource):
         text, ends = tokens.clone(), lengths.clone()
         draft = self.source.propose(text, ends, num_draft_tokens, sampling, seeds)
         self._check(draft, tokens.shape[0], num_draft_tokens)
-        if may_look(tokens, lengths):
+        if can_read_data(tokens, lengths):
             for name, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
                 if not torch.equal(copied, given):
                     raise ValueError(f"draft: {self._name} wrote into {name}; it may only read them")

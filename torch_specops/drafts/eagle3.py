@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kv_cache import RaggedKeyValues, fold_groups, visible_slots
-from ..tracing import may_look
+from ..tracing import can_read_data
 from .adapter import as_language_model
 from .base import FeatureModel, LanguageModel, feature_model
 from .eagle3_files import read_head
@@ -138,7 +138,7 @@ class Eagle3(SequentialDraft):
             self._cache = RaggedKeyValues(empty, empty, capacity)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        count = self._num_new(lengths) if may_look(lengths) else num_steps + self._most_drafts + 1
+        count = self._num_new(lengths) if can_read_data(lengths) else num_steps + self._most_drafts + 1
         self._read_pairs(tokens, lengths.unsqueeze(1), self._last_pairs(lengths, count))
 
     def static_tensors(self) -> Sequence[Tensor]:
@@ -159,13 +159,13 @@ class Eagle3(SequentialDraft):
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
-    def _may_look(self, lengths: Tensor) -> bool:
+    def _can_read_data(self, lengths: Tensor) -> bool:
         """Whether a step looks at its lengths, to read no more than it has to."""
-        return self._shape is None and may_look(lengths)
+        return self._shape is None and can_read_data(lengths)
 
     def _num_pairs(self, lengths: Tensor, num_draft_tokens: int) -> int:
         """How many of the last pairs to read, so that all that are new are among them."""
-        if self._may_look(lengths):
+        if self._can_read_data(lengths):
             return self._num_new(lengths)
         # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
         return max(self._most_drafts, num_draft_tokens) + 1
@@ -198,7 +198,7 @@ class Eagle3(SequentialDraft):
         assert self._target is not None and self._cache is not None
         cache = self._cache
         # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
-        width = int(positions.amax()) + 1 if self._may_look(positions) else cache.keys.shape[2]
+        width = int(positions.amax()) + 1 if self._can_read_data(positions) else cache.keys.shape[2]
         slots = torch.arange(width, device=positions.device).unsqueeze(0)
         visible = visible_slots(positions, slots, self.head.config.window)
 

@@ -23,8 +23,8 @@ class EarlyExit(ModelDraft):
         num_layers: how many of the target's layers run, >= 1; of an encoder-decoder model, layers of its decoder.
 
     Raises:
-        TypeError: `num_layers` is no int; in `bind`, a target without `first_layers`.
-        ValueError: `num_layers` is below 1; in `bind`, above the target's.
+        TypeError: `num_layers` is not an int; from `bind`, a target without `first_layers`.
+        ValueError: `num_layers` is below 1; from `bind`, above the target's.
 
     Example:
         >>> import torch, transformers, torch_specops

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..ops import verify_exact
 from ..sampling import SamplingTensors
-from ..tracing import may_look
+from ..tracing import can_read_data
 from .base import Draft, DraftSource, LanguageModel, MinimalDraftSource, static_tensors_of
 from .checked import CheckedDraft
 from .model import ModelDraft
@@ -25,8 +25,9 @@ class HierarchicalDraft(ModelDraft):
 
     Each forward of the draft model reads what the inner source proposes, keeps what `verify_exact` accepts, and adds
     one token, so that K drafts take fewer forwards. The tokens kept have exactly the draft model's distribution q, and
-    `Draft.logits` are those of q, so the target's distribution is kept. After `num_forwards` forwards the rest is
-    padding. Padding is safe here because its place depends on earlier positions only (docs/math.md, section 6).
+    `Draft.logits` are those of q, so the target's distribution is kept. Positions not filled after `num_forwards`
+    forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
+    section 6).
 
     The inner source must be deterministic, because it has no random numbers of its own.
 
@@ -34,11 +35,11 @@ class HierarchicalDraft(ModelDraft):
         model: the draft model; its vocabulary must be the target's.
         inner: where its drafts come from; None = `PromptLookup()`.
         num_inner_tokens: inner drafts per forward, >= 1.
-        num_forwards: forwards of the draft model per step at most, >= 1. An eager loop on a CPU stops as soon as all
+        num_forwards: the most forwards of the draft model per step, >= 1. An eager loop on a CPU stops as soon as all
             rows have K drafts.
 
     Raises:
-        TypeError: a number that is no int, an `inner` without `propose`.
+        TypeError: a number that is not an int, an `inner` without `propose`.
         ValueError: a number below 1, an inner source that samples, one with another vocabulary or device.
 
     Example:
@@ -71,7 +72,7 @@ class HierarchicalDraft(ModelDraft):
                 raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
             inner = CheckedDraft(inner)
         if not inner.deterministic:
-            # It would draw the numbers that this source uses at a later step.
+            # It would use random numbers that this source uses in a later step.
             raise ValueError("inner: expected a deterministic source, got one that samples")
         if inner.vocab_size is not None and inner.vocab_size != model.vocab_size:
             raise ValueError(f"inner: expected the model's {model.vocab_size} tokens, got {inner.vocab_size}")
@@ -115,11 +116,11 @@ class HierarchicalDraft(ModelDraft):
     ) -> Draft:
         """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
         batch, width = tokens.shape[0], min(self.num_inner_tokens, num_draft_tokens - 1)
-        # Two numbers for every position: one for its acceptance test, one for the next token of a forward from there.
+        # Two numbers per position: for its acceptance test, and for the next token of a forward that ends there.
         draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
         ahead = torch.arange(width + 1, device=tokens.device)
         text = pad(tokens, (0, num_draft_tokens + width + 1))
-        # A row that is done goes on to write behind its K tokens.
+        # A row that has K drafts goes on, and writes after them.
         drafts = tokens.new_full((batch, num_draft_tokens + width + 1), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
@@ -130,7 +131,7 @@ class HierarchicalDraft(ModelDraft):
             inner = text[:, :0]
             if width > 0:
                 inner = self.inner.propose(text, newest + 1, width, sampling, seeds).tokens
-                # What the model cannot read is padding.
+                # Tokens outside the model's vocabulary are padding.
                 inner = torch.where((inner >= 0) & (inner < self.model.vocab_size), inner, -1)
             behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
             positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)
@@ -152,14 +153,14 @@ class HierarchicalDraft(ModelDraft):
                 sampling.temperature,
                 **sampling.filters,
             )
-            # Behind the next token stands -1 until a later forward writes there.
+            # After the next token comes -1, until a later forward writes there.
             drafts = drafts.scatter(1, offsets, output)
             text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
             logits = rows.new_zeros(batch, drafts.shape[1], rows.shape[2]) if logits is None else logits
             logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
-            # Only on a CPU does it cost nothing to look.
-            if may_look(count) and bool((count == num_draft_tokens).all()):
+            # Only on a CPU is this check free.
+            if can_read_data(count) and bool((count == num_draft_tokens).all()):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])

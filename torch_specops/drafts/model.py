@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..compilation import CompiledPieces
 from ..ops import sample
 from ..sampling import SamplingTensors
-from ..tracing import may_look
+from ..tracing import can_read_data
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
 from .rows import read_texts
@@ -22,8 +22,8 @@ __all__ = ["ModelDraft", "SequentialDraft"]
 
 
 class SequentialDraft(DraftSource):
-    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over what
-    the source has not read of the text, and the one over the draft before."""
+    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
+    unread tokens of the text, and the forward over the previous draft."""
 
     deterministic = False
     compiles_itself = True
@@ -39,8 +39,8 @@ class SequentialDraft(DraftSource):
         return function if self._shape is None else self._pieces.get(function, self._shape, *key)
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
-        """[B, K] uniforms; zeros on a CPU if all rows are greedy, because looking costs nothing there."""
-        if may_look(temperature) and not bool((temperature > 0).any()):
+        """[B, K] uniforms; zeros on a CPU if all rows are greedy, where checking this costs nothing."""
+        if can_read_data(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
@@ -59,7 +59,7 @@ class SequentialDraft(DraftSource):
             drafts.append(token)
             logits.append(row)
             lse.append(row_lse)
-            # A row without a finite logit gives -1. Nothing is verified from there on, so any token may be read.
+            # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
             tokens = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
             if text is not None:
@@ -77,7 +77,7 @@ class SequentialDraft(DraftSource):
         sampling: SamplingTensors,
         text: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """A draft [B] with its logits [B, V] and logsumexp [B], and what `_forward` hands to the next one."""
+        """A draft [B] with its logits [B, V] and logsumexp [B], and what `_forward` passes on to its next call."""
         logits, output = self._forward(tokens, ends, positions, output)
         if text is not None:
             logits = sampling.process(logits, text, ends)
@@ -87,17 +87,17 @@ class SequentialDraft(DraftSource):
 
     @abstractmethod
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-        """The tokens and positions that `_forward` takes for the first draft. The last position is the newest."""
+        """The tokens and positions of the forward for the first draft; the newest token comes last."""
 
     @abstractmethod
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [B, 1, V] that follow the text, and what the next call takes as `output`.
+        """The logits [B, 1, V] of the next token, and what the next call gets as `output`.
 
         Args:
-            tokens, positions: from `_unread`; then the draft before, [B, 1], and its position.
-            ends: [B, 1] int64, the length of the text with the drafts before.
+            tokens, positions: from `_unread`; later the previous draft [B, 1] and its position.
+            ends: [B, 1] int64, the length of the text with the previous drafts.
             output: None for the first draft.
         """
 
@@ -107,7 +107,7 @@ class ModelDraft(SequentialDraft):
 
     The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
     which was sampled but never read, and the bonus token. So the cache is always complete, and K drafts take K
-    forwards. After steps without drafts, one more forward reads what these gave.
+    forwards. After steps without drafts, one more forward reads the tokens that those steps emitted.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
@@ -122,7 +122,7 @@ class ModelDraft(SequentialDraft):
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
-        # All but the two newest tokens of the longest prompt; at least one, to allocate the cache.
+        # All but the two newest tokens of the longest prompt, but at least one, to allocate the cache.
         width = max(int(lengths.max()) - 2, 1)
         positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
         self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
@@ -131,7 +131,7 @@ class ModelDraft(SequentialDraft):
         read_texts(self.model, tokens, lengths, rows, num_unread=2)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        # All that was not read but the two newest tokens, which `propose` reads.
+        # All unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
         positions = positions.clamp(min=0)
         self.model.forward(tokens.gather(1, positions), positions, 1)

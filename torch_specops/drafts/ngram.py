@@ -20,13 +20,12 @@ __all__ = ["NGram"]
 class NGram(DraftSource):
     """Proposes what followed the last tokens of a sequence in a given text (Leviathan et al. 2023, section 3.6).
 
-    `NGram.from_tokens` builds the tables. An order-n table knows contexts of n - 1 tokens down to none (the unigram),
-    and a proposal comes from the longest context that the text continues. Each draft is looked up behind the drafts
-    before it.
+    `NGram.from_tokens` builds the tables. An order-n table has contexts of n - 1 tokens down to none (the unigram), and
+    a proposal comes from the longest context found at the sequence's end, which includes the drafts so far.
 
-    Without probabilities the proposal is the most frequent continuation (among equals the lowest token), and
-    `Draft.logits` is None. With them it is drawn from the continuations' counts: the logits are log counts, and -inf
-    for every other token.
+    Without probabilities, the proposal is the most frequent continuation (among equals the lowest token), and
+    `Draft.logits` is None. With probabilities, it is drawn in proportion to the counts: the logits are log counts, and
+    -inf for every token that did not follow.
 
     Memory: a text of N tokens has at most N contexts of each length, 12 bytes each without probabilities; with them 16
     bytes each, and 8 for each of their at most `max_candidates` continuations. `propose` with probabilities writes
@@ -57,8 +56,8 @@ class NGram(DraftSource):
         order: int,
         max_candidates: int,
     ) -> None:
-        # [C] int64, ascending. A context is a number in base V + 1, the newest token its lowest digit. A token has the
-        # digit token + 1; 0 is no token. So the unigram is context 0, and longer contexts are larger numbers.
+        # [C] int64, ascending. A context is a number in base V + 1 with the newest token as its lowest digit. The digit
+        # of a token is token + 1; 0 is no token. So the unigram is context 0, and longer contexts are larger numbers.
         self._contexts = contexts
         # [C + 1], where each context's continuations begin; None = each has one.
         self._starts = starts
@@ -88,7 +87,7 @@ class NGram(DraftSource):
         """Count the n-grams of a text.
 
         Args:
-            tokens: [N] int64 in [0, vocab_size), or several such texts; no n-gram reaches from one into the next.
+            tokens: [N] int64 in [0, vocab_size), or several such texts; no n-gram spans two of them.
             vocab_size: the target's V. (V + 1) ** (order - 1) must be below 2**63, so that a context is one int64.
             order: the longest n-gram counted, >= 1: 1 unigram, 2 bigram, 3 trigram.
             probabilities: False = propose the most frequent continuation; True = sample from the counts.
@@ -97,7 +96,7 @@ class NGram(DraftSource):
             device: where the tables live and `propose` runs; None = where the (first) text is.
 
         Raises:
-            TypeError: tokens that are no int64 tensors, a number that is no int.
+            TypeError: tokens that are not int64 tensors, a number that is not an int.
             ValueError: a text that is not one-dimensional, no tokens at all, a token outside the vocabulary, a number
                 out of range.
         """
@@ -178,17 +177,17 @@ class NGram(DraftSource):
         return torch.where(known, recent + 1, 0)
 
     def _longest_context(self, recent: Tensor) -> Tensor:
-        """[B] index of the longest context that ends the row; the unigram, index 0, always does."""
+        """[B] index of the longest context found at the row's end; the unigram, index 0, always is."""
         contexts = pad((recent * self._powers).cumsum(1), (1, 0))
         found = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
         return torch.where(self._contexts[found] == contexts, found, 0).amax(1)
 
     def _logits(self, context: Tensor) -> Tensor:
-        """[B, V] the contexts' log counts, -inf for what did not follow them."""
+        """[B, V] the log counts of each context's continuations, -inf for other tokens."""
         assert self._starts is not None and self._log_counts is not None
         start, end = self._starts[context], self._starts[context + 1]
         candidate = start.unsqueeze(1) + torch.arange(self.max_candidates, device=context.device)
-        # A context with fewer candidates repeats its last one: that writes the same number in the same place.
+        # A context with fewer candidates repeats its last one, which writes the same number to the same place.
         candidate = torch.minimum(candidate, end.unsqueeze(1) - 1)
         row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
         return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])
@@ -197,9 +196,8 @@ class NGram(DraftSource):
 def _most_frequent(
     contexts: Tensor, continuations: Tensor, vocab_size: int, max_candidates: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The distinct contexts [C], ascending; where each one's continuations start [C + 1]; the continuations [T], the
-    most frequent first and among equals the lowest token; how often each one came [T].
-    """
+    """The distinct contexts [C], ascending; where each one's continuations start [C + 1]; the continuations [T], most
+    frequent first and among equals the lowest token; and their counts [T]."""
     unique_contexts, context = torch.unique(contexts, return_inverse=True)
     pairs, counts = torch.unique(context * vocab_size + continuations, return_counts=True)
     # Pairs ascend by context, then by token; stable sorts keep that order among equals.

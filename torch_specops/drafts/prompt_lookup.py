@@ -19,13 +19,13 @@ __all__ = ["PromptLookup", "match_lengths"]
 class PromptLookup(DraftSource):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
-    The longest match of max_ngram..min_ngram tokens wins, among equals the earliest one. Drafts are deterministic:
+    The longest match of max_ngram..min_ngram tokens wins, and among equals the earliest. Drafts are deterministic:
     `Draft.logits` is None. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup does by default.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
         min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
-        repeat: where fewer than K tokens follow the match, go on with the same tokens from the match's end again.
+        repeat: if fewer than K tokens follow the match, repeat them from the match's end.
 
     Example:
         >>> import torch
@@ -73,14 +73,14 @@ class PromptLookup(DraftSource):
 
 
 def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
-    """[B, N] how many tokens, read backwards from each place before the row's end, equal those read backwards from its
-    end.
+    """[B, N] for each place before the row's end, how many tokens, read backwards from it, equal those read backwards
+    from the end.
 
     Args:
         text: [B, N].
-        last: [B, 1], where each row ends.
+        last: [B, 1], the index of each row's last token.
         most: the longest match to look for.
-        first: where the rows begin; what stands before is other text.
+        first: where the rows begin; text before it is not theirs.
     """
     position = torch.arange(text.shape[1], device=text.device)
     alive = position < last

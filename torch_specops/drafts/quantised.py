@@ -18,8 +18,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantised_copy(model: Model, weights: str = "int8", group_size: int | None = None) -> Model:
     """A copy whose Linear layers hold integer weights (torchao, weight-only): a draft that nearly always agrees.
 
-    Embeddings, norms and convolutions stay as they are. A head that is tied to the embedding is quantised, and is no
-    longer tied then. The model itself is not changed.
+    Embeddings, norms and convolutions are not quantised. A head that is tied to the embedding is, and is then no longer
+    tied. The model itself is not changed.
 
     int8 is symmetric, on any device. int4 on CUDA uses torchao's packed kernels, which take bfloat16. On a CPU each
     int4 value takes a byte of memory. An eager CPU forward becomes no faster, because it converts the weights back.
@@ -34,9 +34,9 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
         ModuleNotFoundError: torchao is missing, with the command that installs it.
         NotImplementedError: int4 on another device than CPU and CUDA; on CUDA, another dtype than bfloat16 or a
             group_size other than 32, 64, 128 and 256.
-        TypeError: no module, or a group_size that is no int.
-        ValueError: another word for `weights`; a group_size below 1 or that does not divide a layer's inputs; a dtype
-            that torchao does not quantise; a model whose weights are mostly outside Linear layers.
+        TypeError: a model that is not a module, a group_size that is not an int.
+        ValueError: an unknown `weights`; a group_size that is below 1 or does not divide a layer's inputs; a dtype that
+            torchao does not quantise; a model whose weights are mostly outside Linear layers.
 
     Example:
         >>> import torch, transformers, torch_specops

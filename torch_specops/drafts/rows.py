@@ -1,4 +1,4 @@
-"""Reading some rows of a batch and leaving the others as they are."""
+"""Reads some rows of a batch and leaves the others unchanged."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .base import LanguageModel, clear_rows
 
 __all__ = ["FORWARD_COST", "RowReader", "can_read_rows", "groups_by_length", "read_texts"]
 
-# The cost of a forward on a CPU without its tokens (reading all weights), in tokens. SmolLM2 135M in float32: 23 with
-# one thread, 36 with two.
+# The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
+# with two.
 FORWARD_COST = 32
 
 
 class RowReader(LanguageModel, Protocol):
-    """A language model that can read some rows of its batch and leave the others as they are."""
+    """A language model that can read some rows of its batch and leave the others unchanged."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it can: a class may have the method while some of its models cannot use it."""
+        """Whether this model can: a class may have the method while some of its models cannot use it."""
         ...
 
     def forward(
@@ -38,8 +38,8 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
 
 
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
-    """Let a model forget some rows and read their new texts, but for their newest tokens. The other rows stay as they
-    are. May wait for the device.
+    """Let a model forget some rows and read their new texts, except for their newest tokens. The other rows do not
+    change. May wait for the device.
 
     Args:
         tokens: [B, W] int64.
@@ -57,21 +57,21 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         width = max(counts[index] for index in group)
         if width <= 0:
             continue
-        # A shorter text is read beyond its end, where its next tokens will be written over what that gives.
+        # A shorter text is read beyond its end; its next tokens will overwrite those slots.
         index = torch.arange(width, device=tokens.device)
         if can_read_rows(model):
             chosen = rows[torch.tensor(group, device=rows.device)]
             model.forward(tokens[chosen, :width], index.expand(len(group), -1), 1, chosen)
             continue
-        # The other rows read their newest token again and again. Their next step reads it in any case.
+        # The other rows read their newest token, which their next step reads again in any case.
         positions = (lengths - 1).unsqueeze(1).repeat(1, width)
         positions[rows] = index
         model.forward(tokens.gather(1, positions), positions, 1)
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:
-    """Which texts to read together: the longest first, and the next ones for as long as padding them costs less than a
-    forward.
+    """Which texts to read together: from the longest on, texts join a group as long as padding them costs less than
+    another forward.
 
     Args:
         counts: tokens of each text.

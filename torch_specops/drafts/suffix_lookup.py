@@ -14,7 +14,7 @@ from .prompt_lookup import match_lengths
 
 __all__ = ["SuffixLookup"]
 
-# Matches are looked for in the newest places that end with the same tokens as the row: so many places, so many tokens.
+# Long matches are looked for only at the NUM_PLACES newest places that share most of the row's last NUM_TOKENS tokens.
 NUM_PLACES, NUM_TOKENS = 32, 3
 
 
@@ -22,11 +22,11 @@ class SuffixLookup(DraftSource):
     """Finds the longest end of a sequence earlier in it, or in finished sequences, and proposes what followed there.
 
     Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
-    one occurs vote for the next token, and proposes as many tokens as are likely enough (suffix decoding, Oliaro et al.
-    2024). A token that follows m equal tokens is taken to be right with probability m / (m + 1) times its share of the
-    places that agree with the drafts before it. Drafts are deterministic: they have no logits.
+    match occurs vote for the next token, and proposes tokens only while they are likely enough (suffix decoding, Oliaro
+    et al. 2024). After a match of m tokens, a token's probability is estimated as m / (m + 1) times its share of the
+    votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits.
 
-    What a seed gives depends on what is remembered, because drafts decide how random numbers are used. The law of the
+    The tokens of a seed depend on what is remembered, because drafts decide how random numbers are used. The law of the
     output does not. `memory=0` remembers nothing; `forget` empties the memory.
 
     Args:
@@ -55,7 +55,7 @@ class SuffixLookup(DraftSource):
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
         self.min_probability = min_probability
-        # Texts, each with a -1 behind it, the newest at the end.
+        # Texts, each followed by a -1, the newest last.
         self._memory = torch.full((memory,), -1)
 
     def forget(self) -> None:
@@ -66,7 +66,7 @@ class SuffixLookup(DraftSource):
         self._memory = self._memory.to(tokens.device)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Nothing is kept of a row that has not ended."""
+        """Nothing to do: only texts that have ended are kept."""
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
         if len(self._memory) == 0:
@@ -94,7 +94,7 @@ class SuffixLookup(DraftSource):
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
 
-        # What follows each match, up to K tokens. At the row's end it goes on from the match's end again.
+        # What follows each match, up to K tokens. At the row's end it repeats from the match's end.
         step = torch.arange(num_draft_tokens, device=text.device)
         period = torch.where(end >= own, last - end, num_draft_tokens).clamp(min=1)
         source = (end + 1).unsqueeze(2) + step % period.unsqueeze(2)
@@ -106,7 +106,7 @@ class SuffixLookup(DraftSource):
             has_vote = agrees & (token >= 0)
             votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
             most, best = votes.max(1, keepdim=True)
-            # Without a place that agrees it is NaN, which is not likely enough.
+            # NaN if no place agrees, which compares as not likely enough.
             share = most / agrees.sum(1, keepdim=True)
             probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)
@@ -117,13 +117,13 @@ class SuffixLookup(DraftSource):
 
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """[B, C] places, the newest first, and how many tokens, read backwards, equal those at the row's end."""
-        # The places that share most of the last few tokens with it.
+        # The places that share most of the row's last few tokens.
         num_equal = match_lengths(text, last, min(NUM_TOKENS, self.max_ngram), own)
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
 
-        # All that they share.
+        # How many tokens they share in all.
         back = torch.arange(self.max_ngram, device=text.device)
         is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
         before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)

@@ -15,12 +15,12 @@ __all__ = ["TokenMap", "twin_tokens"]
 
 
 class TokenMap(LanguageModelWrapper):
-    """A language model in another vocabulary (`LanguageModel`): as a draft, it proposes the target's tokens.
+    """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
 
     Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
     token without a twin has the logit -inf and is never proposed. So the draft's distribution is that of its model,
-    restricted to tokens with a twin. These are the logits that are sampled and verified: the target's distribution is
-    kept, and only acceptance suffers where twins are missing.
+    restricted to tokens with a twin. These logits are what is sampled and verified, so the target's distribution is
+    kept; missing twins only lower the acceptance rate.
 
     Args:
         model: the draft model.
@@ -28,7 +28,7 @@ class TokenMap(LanguageModelWrapper):
         unknown: what the model reads for a target token without a twin, in [0, V_draft).
 
     Raises:
-        TypeError: a map that is no int64 tensor.
+        TypeError: a map that is not an int64 tensor.
         ValueError: a map that is not one-dimensional, names a token outside the draft's vocabulary or no token at all;
             an `unknown` out of range.
 

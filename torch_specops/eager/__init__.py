@@ -1,5 +1,5 @@
-"""The ops for eager calls on a CPU, which may look at the data: rows behind the first rejection are not read, and only
-sequences that need a residual get one. The law is that of `reference.py`; what a compiler traces is in `dense/`.
+"""The ops for eager calls on a CPU, which read the data: rows after the first rejection are not read, and a residual is
+computed only for sequences that need one. The law is that of `reference.py`; what a compiler traces is in `dense/`.
 
 Rows are read a few at a time (`rows.rows_at_a_time`), so that each stays in the cache; the walk over the drafts and
 the few numbers that decide it are Python's.

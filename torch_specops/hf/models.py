@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..attention import DTYPES, MAX_QUERIES
 from ..kv_cache import RaggedKeyValues, visible_slots
-from ..tracing import may_look
+from ..tracing import can_read_data
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
@@ -322,7 +322,7 @@ class TransformersModel:
 
     def _slots_to_read(self, positions: Tensor) -> int:
         """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
-        return int(positions.amax()) + 1 if may_look(positions) else self._require_cache().capacity
+        return int(positions.amax()) + 1 if can_read_data(positions) else self._require_cache().capacity
 
     def _mask(
         self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
