@@ -10,15 +10,22 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from .checks import check_int, check_numbers
+from .checks import check_int, check_number
 
 __all__ = ["Constant", "Heuristic", "Optimal", "Schedule", "Trim", "as_schedule"]
 
-# From the drafts of each active row to how many of a row are verified at most.
+# From the number of drafts of each active row to the most that are verified in any row.
 Trim = Callable[[Sequence[int]], int]
 
 # Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
+# `Optimal` halves the weight of a step every HALF_LIFE steps: with one draft tried per step, the standard error of
+# alpha is at most 0.04. Without drafts alpha is not measured, so every EXPLORE_EVERY-th step drafts all the same, which
+# costs at most bucket * c / EXPLORE_EVERY of the time.
+HALF_LIFE = 50.0
+EXPLORE_EVERY = 16
+# alpha before the first step, and how many drafts it counts for.
+PRIOR, PRIOR_WEIGHT = 0.7, 10.0
 
 
 class Schedule(ABC):
@@ -32,16 +39,16 @@ class Schedule(ABC):
 
     @abstractmethod
     def first(self) -> int:
-        """K of a batch's first step. What was learnt from earlier batches counts until `reset`."""
+        """K of a batch's first step, which depends on earlier batches until `reset`."""
 
     @abstractmethod
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        """Learn from a finished step, and choose K for the next one to begin. Called once per step.
+        """Learn from a finished step, and choose K for the next step to begin. Called once per step.
 
-        The finished step need not be the last one begun: a loop that never waits reports one step late.
+        The finished step need not be the newest: a loop that never waits reports each step late by one.
 
         Args:
-            num_proposed: drafts of each active row, without padding; a row with 0 drafts teaches nothing.
+            num_proposed: drafts of each active row, without padding; a row with 0 drafts is ignored.
             num_accepted: how many of them were accepted.
 
         Raises:
@@ -50,8 +57,8 @@ class Schedule(ABC):
         """
 
     def trim(self, num_proposed: Sequence[int]) -> int:
-        """How many drafts of a row to verify at most. Asked in eager steps on a CPU, for drafts that cost nothing and
-        are known before the target reads them (prompt lookup, n-grams). By default, all of them.
+        """The most drafts of a row to verify. Called in eager steps on a CPU, for drafts that cost nothing and are
+        known before the target reads them (prompt lookup, n-grams). By default, all of them.
 
         Args:
             num_proposed: drafts of each active row, without padding.
@@ -59,8 +66,8 @@ class Schedule(ABC):
         return max(num_proposed, default=0)
 
     def trim_refilled(self, num_proposed: Sequence[int]) -> int:
-        """As `trim`, for a batch whose ended rows take other requests: no row then waits for another one. By default,
-        what `trim` says."""
+        """As `trim`, for a batch whose ended rows take new requests, so that no row waits for another one. By default,
+        the same as `trim`."""
         return self.trim(num_proposed)
 
     @abstractmethod
@@ -112,13 +119,13 @@ class Constant(Schedule):
 class Heuristic(Schedule):
     """Hugging Face's rule: 2 more drafts when every draft was accepted, otherwise 1 fewer, at least 1.
 
-    In a batch, every draft of every row has to be accepted; after a step without drafts the value stays. The rule
-    changes a value of its own, and K is the largest bucket that does not exceed it.
+    In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. The rule changes a value
+    of its own, and K is the largest bucket that does not exceed it.
 
     Args:
         num_draft_tokens: the first value, from the smallest bucket to `maximum`.
         maximum: the largest value; Hugging Face has none.
-        buckets: None = those of 1, 2, 3, 5, 8, 12, 20 below `maximum`, and `maximum`.
+        buckets: None = the numbers 1, 2, 3, 5, 8, 12, 20 below `maximum`, and `maximum`.
 
     Example:
         >>> from torch_specops.schedules import Heuristic
@@ -161,25 +168,21 @@ class Optimal(Schedule):
     alpha measured so far (Leviathan et al. 2023, theorem 3.8 and section 3.5); the smallest of equals.
 
     alpha is accepted / (accepted + rejections). A walk ends at its first rejection, so a row whose drafts were not all
-    accepted had exactly one, and the drafts behind it were not tried. The weight of a step halves every `half_life`
-    steps, so that alpha follows the text; the weight of the prior does the same.
+    accepted had exactly one rejection, and the drafts after it were not tried. Old steps lose their weight, so that
+    alpha follows the text.
 
-    Drafting pays where alpha > c (corollary 3.9, for K = 1). Where it does not, K is 0 if 0 is a bucket. Every
-    `explore_every`-th step then drafts the smallest other bucket, because without drafts alpha is not measured.
+    Drafting pays if alpha > c (corollary 3.9, for K = 1). If it does not, K is 0 if 0 is a bucket; now and then a step
+    drafts the smallest other bucket, because without drafts alpha is not measured.
 
-    The theorem is about one sequence. A batch ends with its slowest row, so `trim` chooses K by the row with the fewest
-    drafts; `trim_refilled` chooses it by the mean of all rows. Both choose 0 only if 0 is a bucket.
+    The theorem is about one sequence. A batch is as slow as its slowest row, so `trim` chooses K by the row with the
+    fewest drafts; `trim_refilled` chooses it by the mean of all rows. Both choose 0 only if 0 is a bucket.
 
     Args:
         cost_ratio: c >= 0, the time of one draft forward / the time of one target forward.
         buckets: at least one above 0; with 0, a step may have no drafts.
-        half_life: in steps, > 0. At 50, with one draft tried per step, the standard error of alpha is at most 0.04.
-        explore_every: in steps, >= 1. Exploring costs at most bucket * c / explore_every of the time.
-        prior: alpha before the first step, in [0, 1].
-        prior_weight: how many drafts the prior counts for, > 0.
 
     Attributes:
-        alpha: the acceptance rate measured, in [0, 1].
+        alpha: the measured acceptance rate, in [0, 1].
 
     Example:
         >>> from torch_specops.schedules import Optimal
@@ -190,39 +193,19 @@ class Optimal(Schedule):
         [8, 8, 12, 12, 12]
     """
 
-    def __init__(
-        self,
-        cost_ratio: float,
-        buckets: Sequence[int] = (0, *BUCKETS),
-        *,
-        half_life: float = 50.0,
-        explore_every: int = 16,
-        prior: float = 0.7,
-        prior_weight: float = 10.0,
-    ) -> None:
-        check_numbers(cost_ratio=cost_ratio, half_life=half_life, prior=prior, prior_weight=prior_weight)
+    def __init__(self, cost_ratio: float, buckets: Sequence[int] = (0, *BUCKETS)) -> None:
+        check_number("cost_ratio", cost_ratio)
         if not 0 <= cost_ratio < math.inf:
             raise ValueError(f"cost_ratio: expected a finite number >= 0, got {cost_ratio}")
-        for name, value in (("half_life", half_life), ("prior_weight", prior_weight)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}: expected a finite number above 0, got {value}")
-        if not 0 <= prior <= 1:
-            raise ValueError(f"prior: expected a number in [0, 1], got {prior}")
-        check_int("explore_every", explore_every, 1)
         self.buckets = _checked_buckets(buckets, least=0)
         if self.buckets[-1] == 0:
             raise ValueError("buckets: expected at least one number above 0, got (0,); that is Constant(0)")
         self.cost_ratio = cost_ratio
-        self.half_life = half_life
-        self.explore_every = explore_every
-        self.prior = prior
-        self.prior_weight = prior_weight
         self._fewest = min(bucket for bucket in self.buckets if bucket > 0)
         self.reset()
 
     def reset(self) -> None:
-        self.alpha = float(self.prior)
-        self._weight = float(self.prior_weight)
+        self.alpha, self._weight = PRIOR, PRIOR_WEIGHT
         self._steps_without_drafts = self._steps_trimmed_to_none = 0
         self._explores = False
 
@@ -233,15 +216,15 @@ class Optimal(Schedule):
         _check_counts(num_proposed, num_accepted)
         accepted = sum(num_accepted)
         rejections = sum(kept < proposed for proposed, kept in zip(num_proposed, num_accepted, strict=True))
-        remembered = 0.5 ** (1 / self.half_life) * self._weight
+        remembered = 0.5 ** (1 / HALF_LIFE) * self._weight
         self._weight = remembered + accepted + rejections
-        # After many steps without drafts the weight may underflow to 0; alpha then stays what it was.
+        # After many steps without drafts the weight may underflow to 0; alpha then does not change.
         if self._weight > 0:
             self.alpha = (remembered * self.alpha + accepted) / self._weight
 
         best = self._best(self.buckets)
         self._steps_without_drafts = self._steps_without_drafts + 1 if best == 0 else 0
-        self._explores = self._steps_without_drafts == self.explore_every
+        self._explores = self._steps_without_drafts == EXPLORE_EVERY
         if not self._explores:
             return best
         self._steps_without_drafts = 0
@@ -254,7 +237,7 @@ class Optimal(Schedule):
         return self._trim(num_proposed, fmean)
 
     def _trim(self, num_proposed: Sequence[int], together: Callable[[Sequence[float]], float]) -> int:
-        """The best number of drafts by what the rows' expected tokens are together."""
+        """The number of drafts with the most expected tokens per time, where `together` combines those of the rows."""
         most = max(num_proposed, default=0)
         if self.buckets[0] > 0 or most == 0 or self._explores:
             return most
@@ -265,13 +248,13 @@ class Optimal(Schedule):
         ]
         best = speeds.index(max(speeds))
         self._steps_trimmed_to_none = self._steps_trimmed_to_none + 1 if best == 0 else 0
-        if self._steps_trimmed_to_none < self.explore_every:
+        if self._steps_trimmed_to_none < EXPLORE_EVERY:
             return best
         self._steps_trimmed_to_none = 0
         return min(self._fewest, most)
 
     def _best(self, counts: Sequence[int]) -> int:
-        """Of ascending numbers of drafts the best one, the smallest of equals."""
+        """The best of ascending numbers of drafts; the smallest of equals."""
         expected = self._expected(counts[-1])
         return max(counts, key=lambda count: expected[count] / self._cost(count))
 
@@ -280,7 +263,7 @@ class Optimal(Schedule):
         return list(accumulate(self.alpha**count for count in range(most + 1)))
 
     def _cost(self, count: int) -> float:
-        """The time of a step with so many drafts, in steps without drafts."""
+        """The time of a step with `count` drafts, in units of a step without drafts."""
         return count * self.cost_ratio + 1
 
 

@@ -1,7 +1,7 @@
 """Is a decoding loop lossless? `check_law` runs it many times and compares its tokens with the target's law;
-`check_engine` does so with an engine, for each of its sampling settings.
+`check_engine` does the same for an engine, at each of its sampling settings.
 
-docs/testing.md says how to use it and what its numbers mean.
+docs/testing.md says how to use them and what their numbers mean.
 """
 
 from .check import check_law

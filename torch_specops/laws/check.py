@@ -1,4 +1,4 @@
-"""Whether a decoding loop is lossless: its tokens are counted and compared with the target's law."""
+"""Tests whether a decoding loop is lossless: its tokens are counted and compared with the target's law."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ def check_law(
     batch_size: int = 8192,
     significance: float = 1e-4,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> LawReport:
     """Test whether the tokens that a decoding loop emits have the target's law.
 
     The loop continues one prompt `trials` times. At each position the tokens are compared with the target's law given
     the tokens before them, and all `num_tokens` tokens with their joint law, by Pearson's chi-square test. The report
-    says at which position the law breaks first, how far the loop is off, and which bias would have been seen.
+    says at which position the law breaks first, how far the loop is off, and which bias would have been detected.
 
     docs/testing.md says what to run it on (tiny vocabularies, models that differ, several steps) and what the numbers
-    mean. A row may emit fewer than `num_tokens` tokens, followed by -1. The test of a position takes the rows that
-    emitted it; the joint test takes all rows, completed by draws from the target.
+    mean. A row may emit fewer than `num_tokens` tokens, followed by -1. The test of a position uses the rows that
+    emitted it; the joint test uses all rows, completed by draws from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
             differ for each trial. All its random numbers must come from the seeds, by row, or for the batch by
             `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L], L >= `num_tokens`: the
-            generated ones without the prompt, at least one per row, then any negative number. To have drafts counted it
-            returns `(tokens, num_accepted, num_reached)`, the last two [N]: drafts accepted, and drafts accepted or
-            rejected, which leaves out those after a rejection.
+            generated tokens without the prompt, at least one per row, then any negative number. To have drafts counted,
+            it returns `(tokens, num_accepted, num_reached)`, the last two [N]: drafts accepted, and drafts accepted or
+            rejected, which excludes those after a rejection.
         target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
-            which the last is read), for a transformers model `lambda ids: model(ids).logits`; a `MarkovModel`; or its
-            table of logits, [V, V] or [V + 1, V] for order one. Apply the loop's temperature and filters to these
-            logits; -inf excludes a token.
-        draft: the loop's draft, in the same form. It is not tested: the report shows the overlap sum min(p, q), and how
-            large a bias well-known mistakes would give.
+            which the last is used), such as `lambda ids: model(ids).logits` for a transformers model; a `MarkovModel`;
+            or its table of logits, [V, V] or [V + 1, V] for order one. Apply the loop's temperature and filters to
+            these logits; -inf excludes a token.
+        draft: the loop's draft, in the same form. It is not tested. With it the report shows the overlap sum min(p, q),
+            and how large a bias well-known mistakes would cause.
         vocab_size: V >= 2.
         num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20.
         trials: >= 100.
@@ -59,13 +58,12 @@ def check_law(
         batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
         significance: in (0, 1), probability that a lossless loop is rejected, over all tests together.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
-        progress: called as `progress(done, trials)` after each batch.
 
     Returns:
         A `LawReport`.
 
     Raises:
-        TypeError: an argument, or what a function returns, has another type.
+        TypeError: an argument, or the result of a function, has another type.
         ValueError: a number or a shape out of range, a token outside [0, V) or after a -1, logits without a law, or a
             `step_fn` that does not use its seeds.
 
@@ -85,10 +83,10 @@ def check_law(
     start = read_prompt(prompt, vocab_size)
     p = conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
     q = None if draft is None else conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
-    # torch's CPU generator knows the low 32 bits of its seed alone: seeds that count up in the high ones would repeat.
+    # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in these.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials,), generator=generator)
-    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size, progress)
+    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size)
     return law_report(tokens, p, generator, significance, q, accepted / reached if reached else None)
 
 
@@ -100,7 +98,7 @@ def law_report(
     q: list[Tensor] | None = None,
     beta: float | None = None,
 ) -> LawReport:
-    """What texts [N, T] say of the law; p and q are `conditional_laws`. Missing tokens are drawn with the generator."""
+    """The report on texts [N, T]; p and q are `conditional_laws`. Missing tokens are drawn with the generator."""
     trials, num_tokens = tokens.shape
     uniforms = torch.rand(trials, num_tokens, generator=generator, dtype=torch.float64)
     counts, joint_counts = count_texts(tokens, p, uniforms)
@@ -121,7 +119,6 @@ def _sample(
     num_tokens: int,
     seeds: Tensor,
     batch_size: int,
-    progress: Callable[[int, int], None] | None,
 ) -> tuple[Tensor, int, int]:
     """The tokens that the loop emits for seeds [N], as [N, T]; drafts accepted, and drafts reached."""
     batches: list[Tensor] = []
@@ -134,13 +131,11 @@ def _sample(
         batches.append(tokens)
         num_accepted += accepted
         num_reached += reached
-        if progress is not None:
-            progress(sum(len(tokens) for tokens in batches), len(seeds))
     return torch.cat(batches), num_accepted, num_reached
 
 
 def _overlaps(p: list[Tensor], q: list[Tensor]) -> list[float]:
-    """For each position sum min(p, q), averaged over the target's texts before it."""
+    """For each position, sum min(p, q) averaged over the target's texts before it."""
     before = torch.ones(1, dtype=torch.float64)
     overlaps = []
     for target, draft in zip(p, q, strict=True):
@@ -150,7 +145,7 @@ def _overlaps(p: list[Tensor], q: list[Tensor]) -> list[float]:
 
 
 def _mistakes(p: Tensor, q: Tensor) -> dict[str, float]:
-    """Total variation of p [V] from what two mistakes make of it."""
+    """The total variation from p [V] that each of two mistakes causes."""
     kept = torch.minimum(p, q)
     return {
         "accepting every draft": float((q - p).abs().sum()) / 2,

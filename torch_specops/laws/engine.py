@@ -1,4 +1,4 @@
-"""Whether an engine is lossless at every one of its settings: requests of all settings in the same calls."""
+"""Tests whether an engine is lossless at each of its settings, with requests of all settings in the same calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .check import law_report
 from .report import EngineReport
 from .texts import NextToken, check_numbers, conditional_laws, read_prompt, read_tokens, repeats
 
-# That the target reads at once.
+# The most texts that the target reads at once.
 MAX_TEXTS = 8192
 # The fields of `SamplingParams` whose law is known here.
 KNOWN = ("temperature", "top_k", "top_p", "min_p")
@@ -36,25 +36,24 @@ def check_engine(
     batch_size: int = 1000,
     significance: float = 1e-4,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> EngineReport:
     """Test whether the tokens that an engine returns have the target's law, for each of its sampling settings.
 
-    An engine is anything that continues prompts: vLLM, a server, a `generate` of one's own. It serves requests of
-    different settings in the same batch, and a setting that is read from the wrong row, or forgotten, leaves the text
-    fluent. So every call has requests of all settings, in turn. The texts of each setting are tested as `check_law`
-    tests those of a loop: each token given those before it, and all tokens jointly. docs/testing.md has recipes.
+    An engine is anything that continues prompts: vLLM, a server, your own `generate`. It serves requests of different
+    settings in the same batch, and if it reads a setting from the wrong row, or forgets it, the text is still fluent.
+    So every call has requests of all settings, in turn. The texts of each setting are tested as `check_law` tests those
+    of a loop: each token given those before it, and all tokens jointly. docs/testing.md has recipes.
 
     Args:
         generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
             ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
-            request, as lists or as an integer tensor [N, L], in that order: at least one, `num_tokens` unless the text
-            ended, more are ignored; a negative number ends a row. An engine without seeds may ignore them, but must not
-            start every call from the same one.
+            request, as lists or as an integer tensor [N, L], in the same order: at least one, and `num_tokens` unless
+            the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
+            but must not start every call from the same state.
         target: the model whose law is kept, before temperature and filters: a function from int64 texts [N, t] to
-            logits [N, V] of the next token (or [N, t, V]), for a transformers model `lambda ids: model(ids).logits`; a
-            `MarkovModel`, or its table.
-        settings: name -> parameters: temperature and filters alone, each one number. The law is that of
+            logits [N, V] of the next token (or [N, t, V]), such as `lambda ids: model(ids).logits` for a transformers
+            model; a `MarkovModel`, or its table.
+        settings: name -> parameters: only temperature and filters, each one number. The law is that of
             `torch_specops.filter_logits`, whose filters are those of transformers and of vLLM; temperature 0 is the
             argmax.
         vocab_size: V >= 2.
@@ -65,13 +64,12 @@ def check_engine(
         batch_size: trials of each setting in one call.
         significance: in (0, 1), probability that a lossless engine is rejected, over all settings together.
         seed: in [0, 2**32); the same seed gives the same requests.
-        progress: called as `progress(done, requests)` after each call.
 
     Returns:
-        An `EngineReport`: which settings break, and how small a bias would have been seen in each.
+        An `EngineReport`: which settings break, and how small a bias would have been detected in each.
 
     Raises:
-        TypeError: an argument, or what a function returns, has another type.
+        TypeError: an argument, or the result of a function, has another type.
         ValueError: a number out of range, no setting or prompt, rows that do not fit the requests, or an engine that
             repeats itself.
 
@@ -116,8 +114,6 @@ def check_engine(
         if repeats(tokens, batches):
             raise ValueError("generate: expected new random numbers in every call, got the tokens of the first call")
         batches.append(tokens)
-        if progress is not None:
-            progress(sum(map(len, batches)) * len(settings), seeds.numel())
     reports = {
         name: law_report(tokens, law, generator, significance / len(settings))
         for name, tokens, law in zip(settings, torch.cat(batches).unbind(1), laws, strict=True)
@@ -126,7 +122,7 @@ def check_engine(
 
 
 def sampling_law(logits: Tensor, params: SamplingParams) -> Tensor:
-    """What is sampled of logits [N, V] with these parameters, [N, V] float64."""
+    """[N, V] float64, the distribution that these parameters sample from, given logits [N, V]."""
     temperature, top_k, top_p, min_p = (float(getattr(params, name)) for name in KNOWN)
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()

@@ -1,4 +1,4 @@
-"""Pearson's chi-square test without scipy: of any counts, and of texts for each position and for all of them."""
+"""Pearson's chi-square test without scipy: of any counts, and of texts at each position and jointly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from .power import chi_square_tail, detectable_effect, mean_absolute_deviation
 from .report import CONFIDENCE, LawTest
 
-# Below it the chi-square law is a poor one for a cell's share of the statistic.
+# With fewer expected outcomes in a cell, the chi-square approximation is poor.
 MIN_EXPECTED = 10.0
 
 
@@ -27,17 +27,17 @@ def judge(counts: list[Tensor], joint_counts: Tensor, laws: list[Tensor], signif
 
 
 def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -> LawTest:
-    """Row h of counts [H, C] is a sample of row h of `law`, of a size that is given."""
+    """The test that row h of counts [H, C] is a sample from row h of `law`, given the size of each sample."""
     counts = counts.double()
     sizes = counts.sum(-1, keepdim=True)
-    # A position that no trial reached has a test that says nothing.
+    # The test of a position that no trial reached says nothing.
     trials = max(int(sizes.sum()), 1)
     expected = sizes * law
     impossible = int(counts[law == 0].sum())
     statistic, dof, pooled = pearson(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
-    # Under a law without chance any other token is seen, and one comes with probability 1 - (1 - TV)**trials.
+    # If the law is certain, any other token is detected, and one occurs with probability 1 - (1 - TV)**trials.
     is_certain = dof == 0 and pooled == 0 and int(sizes.sum()) > 0
     visible = 1 - (1 - CONFIDENCE) ** (1 / trials) if is_certain else min(effect / 2, 1.0)
     distance = float((counts - expected).abs().sum()) / 2 / trials
@@ -61,9 +61,9 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     """The p-value of Pearson's chi-square test that `counts` were drawn from `probabilities`.
 
     Args:
-        counts: [N] how often each outcome came.
+        counts: [N] how often each outcome occurred.
         probabilities: [N] float64, summing to one. Outcomes expected fewer than 5 times are merged into one bin (with
-            the rarest other one where they still are too few). A count where the probability is zero gives 0.0.
+            the rarest other one if they still are too few). A count where the probability is zero gives 0.0.
 
     Example:
         >>> import torch
@@ -81,10 +81,10 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def pearson(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
-    """Chi-square of rows of counts, its degrees of freedom, and how many outcomes were expected in cells pooled.
+    """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
 
-    In each row the cells below `min_expected` become one, with the next larger one where it still is too small. A row
-    that ends up as one cell tells nothing. The choice depends on the rows' sizes alone, which are given.
+    In each row the cells below `min_expected` are pooled into one, with the next larger one if that is still too small.
+    A row that ends up as one cell is not tested. What is pooled depends on the sizes of the rows, not on the counts.
     """
     expected, order = expected.sort(-1)
     counts = counts.gather(-1, order)

@@ -11,14 +11,14 @@ class MarkovModel:
 
     Args:
         table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
-            context, the oldest first: [V, V] for order one, [V, V, V] for order two. A context axis of size V + 1 has a
-            last entry for "there is no such token yet".
+            context, the oldest first: [V, V] for order one, [V, V, V] for order two. The last entry of a context axis
+            of size V + 1 means "there is no such token yet".
 
-    A call reads tokens [N, t] and returns logits [N, t, V], those of the next token after each one, like one forward of
-    a transformer.
+    A call takes tokens [N, t] and returns logits [N, t, V] of the token after each of them, like one forward of a
+    transformer.
 
     Raises:
-        TypeError: `table` is no floating point tensor.
+        TypeError: `table` is not a floating point tensor.
         ValueError: a table of another shape, or a text too short for a table without entries for missing tokens.
 
     Example:
@@ -64,12 +64,12 @@ class MarkovModel:
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
-    """A target and a draft on which mistakes show: few tokens, none of them rare, another law for each context, and an
-    overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
+    """A target and a draft on which mistakes show: few tokens, none of them rare, a different law for each context, and
+    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
 
-    With order two, a cache that lags by one token gives the model another context; with order one it would not, as the
-    newest token is always passed. On a wide vocabulary, or with two models that agree, most mistakes change too little
-    to be seen.
+    With order two, a cache that lags by one token gives the model another context; with order one it would not, because
+    the newest token is always passed. With a large vocabulary, or two models that agree, most mistakes change too
+    little to be detected.
 
     Args:
         vocab_size: V >= 2; 6 to 16 is best.

@@ -1,4 +1,4 @@
-"""What a chi-square test with given trials can see, without scipy: float64 sums and bisection."""
+"""What a chi-square test of a given size can detect, without scipy: float64 sums and bisection."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def chi_square_tail(statistic: float, dof: int) -> float:
-    """P(X >= statistic) for X of a chi-square law; without degrees of freedom X is 0."""
+    """P(X >= statistic) for X with a chi-square law; without degrees of freedom X is 0."""
     if dof == 0:
         return float(statistic <= 0)
     return float(torch.special.gammaincc(torch.tensor(dof / 2).double(), torch.tensor(statistic / 2).double()))
 
 
 def noncentral_tail(statistic: float, dof: int, noncentrality: float) -> float:
-    """P(X >= statistic) for X of a noncentral chi-square law: chi-square laws of dof + 2 j, weighed by a Poisson law of
-    mean noncentrality / 2 over j."""
+    """P(X >= statistic) for X with a noncentral chi-square law: chi-square laws with dof + 2 j degrees of freedom,
+    weighted by a Poisson law of mean noncentrality / 2 over j."""
     mean = noncentrality / 2
     # Beyond 12 standard deviations a Poisson weight is below float64's resolution; the 60 are for small means.
     reach = 12 * math.sqrt(mean) + 60
@@ -38,7 +38,7 @@ def detectable_effect(dof: int, significance: float, trials: int, power: float) 
     rejects with probability `power`: the statistic is noncentral with noncentrality trials * w**2. Infinite without
     degrees of freedom.
 
-    As 2 TV = sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2 is seen
+    As 2 TV = sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2 is detected
     with at least that probability.
     """
     if dof == 0:
@@ -49,7 +49,7 @@ def detectable_effect(dof: int, significance: float, trials: int, power: float) 
 
 
 def mean_absolute_deviation(trials: Tensor, probabilities: Tensor) -> Tensor:
-    """E|X - n p| for X binomial: 2 (m + 1) C(n, m + 1) p**(m + 1) (1 - p)**(n - m), m = floor(n p) (De Moivre).
+    """E|X - n p| for binomial X: 2 (m + 1) C(n, m + 1) p**(m + 1) (1 - p)**(n - m), m = floor(n p) (De Moivre).
 
     `trials` (n) and `probabilities` (p) are float64 and broadcast.
     """
@@ -66,12 +66,12 @@ def mean_absolute_deviation(trials: Tensor, probabilities: Tensor) -> Tensor:
 
 
 def _solve(holds: Callable[[float], bool]) -> float:
-    """The smallest number >= 0 at which a condition holds that, once true, stays true."""
+    """The smallest number >= 0 at which a monotone condition holds."""
     high = 1.0
     while not holds(high):
         high *= 2
     low = 0.0
-    # After 53 halvings nothing is left of `high` that float64 could hold.
+    # After 53 halvings the interval is below float64's resolution.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)

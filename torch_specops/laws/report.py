@@ -1,4 +1,4 @@
-"""What `check_law` found, as numbers and as a table."""
+"""The reports of `check_law` and `check_engine`, as numbers and as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of the bound on the total variation, and the probability with which a bias of the detectable size is seen.
+# The confidence of the bound on the total variation, and the probability that a bias of detectable size is detected.
 CONFIDENCE = 0.99
 
 
@@ -19,15 +19,15 @@ class LawTest:
         total_variation: half the sum of |count - expected count|, divided by the number of tokens or texts counted.
         expected_total_variation: its mean if the law holds.
         total_variation_bound: the total variation of the loop's own law is below this with 99 % confidence, by
-            McDiarmid's inequality, without an approximation.
+            McDiarmid's inequality, which is not an approximation.
         statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that
             the target excludes, the statistic is infinite and the p-value 0.
         detectable_effect: w; a law r with sum (r - p)**2 / p >= w**2 is rejected with 99 % probability or more.
-        detectable_total_variation: w / 2 and at most 1: a bias as large as this is seen (docs/testing.md).
-        pooled: probability of the outcomes that were too rare for a cell of their own; a bias among them is not seen.
-        impossible: how many tokens the target excludes.
+        detectable_total_variation: w / 2 and at most 1: a bias as large as this is detected (docs/testing.md).
+        pooled: probability of the outcomes too rare for a cell of their own; a bias among them is not detected.
+        impossible: how many tokens were emitted that the target excludes.
         emitted: share of the trials in which the loop emitted this position; None for the joint law.
-        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads all of the text; None without a draft.
+        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads the whole text; None without a draft.
     """
 
     position: int | None
@@ -50,7 +50,7 @@ class LawTest:
 
 
 class Report(ABC):
-    """What a test of laws found; true if no bias was seen."""
+    """The result of a test; true if no bias was detected."""
 
     @property
     @abstractmethod
@@ -59,32 +59,32 @@ class Report(ABC):
 
     @property
     def lossless(self) -> bool:
-        """Whether no bias was seen."""
+        """Whether no bias was detected."""
         return not self.broken
 
     def __bool__(self) -> bool:
         return self.lossless
 
     def assert_lossless(self) -> None:
-        """Raise AssertionError, with the places and the numbers, if a bias was seen."""
+        """Raise AssertionError, with the positions and the numbers, if a bias was detected."""
         if not self.lossless:
             raise AssertionError(str(self))
 
 
 @dataclass(frozen=True)
 class LawReport(Report):
-    """What `check_law` found. It is true if no test rejects the target's law, and `str` gives a table.
+    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table.
 
-    A true report is no proof: a bias below the tests' `detectable_total_variation` may be there. One above their
-    `total_variation_bound` is excluded.
+    A true report is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
+    `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
         tests: one for each position, then the joint one.
         trials: how many texts were generated.
         significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
-        mistakes: name of a well-known mistake -> the total variation at position 0 that it would give with this target
+        mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target
             and draft; empty without a draft.
-        beta: drafts accepted / drafts reached, as `step_fn` counted them; None where it does not.
+        beta: drafts accepted / drafts reached, as `step_fn` counted them; None if it does not.
     """
 
     tests: tuple[LawTest, ...]
@@ -175,10 +175,10 @@ class LawReport(Report):
 
 @dataclass(frozen=True)
 class EngineReport(Report):
-    """What `check_engine` found. It is true if no test rejects the target's law, and `str` gives a table.
+    """The result of `check_engine`. It is true if no test rejects the target's law, and `str` gives a table.
 
     Attributes:
-        reports: name of a setting -> its `LawReport`, of which `str` gives the test of each position.
+        reports: name of a setting -> its `LawReport`, whose `str` shows the test of each position.
         significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
     """
 

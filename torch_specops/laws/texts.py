@@ -1,4 +1,4 @@
-"""The texts of a check: the target's law over them, what a loop returned, and how often each came."""
+"""The texts of a check: the target's law over them, those that a loop returned, and their counts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def conditional_laws(
     batch_size: int,
     law: Callable[[Tensor], Tensor] = lambda logits: torch.softmax(logits, -1),
 ) -> list[Tensor]:
-    """For each position t the laws [V ** t, V] of the next token after each text of t tokens, float64; `law` makes
-    them of the model's logits [N, V] float64."""
+    """For each position t, the laws [V ** t, V] float64 of the next token after each text of t tokens; `law` computes
+    them from the model's logits [N, V] float64."""
     model = MarkovModel(model) if isinstance(model, Tensor) else model
     read = model.next_logits if isinstance(model, MarkovModel) else model
     laws = []
@@ -92,16 +92,16 @@ def read_tokens(
 
 
 def repeats(tokens: Tensor, before: list[Tensor]) -> bool:
-    """Whether a batch of tokens is the first one again. A loop on a law almost without chance may repeat itself; one
-    whose rows differ does not."""
+    """Whether a batch of tokens equals the first batch, although rows differ. (If they hardly do, the law is nearly
+    certain, and batches may be equal by chance.)"""
     return (
         bool(before) and torch.equal(tokens, before[0]) and bool((tokens != tokens[:1]).any(-1).double().mean() > 0.1)
     )
 
 
 def count_texts(tokens: Tensor, laws: list[Tensor], uniforms: Tensor) -> tuple[list[Tensor], Tensor]:
-    """For each position t, [V ** t, V] the tokens emitted there by the text before them; [V ** T] the texts, whose
-    missing tokens are drawn from the target. A text y_0 y_1 .. has the index of that number in base V."""
+    """Counts: for each position t, [V ** t, V] of the tokens emitted there, by the text before them; and [V ** T] of
+    the texts, whose missing tokens are drawn from the target. A text y_0 y_1 .. is indexed as a number in base V."""
     index = torch.zeros(len(tokens), dtype=torch.int64)
     counts = []
     for token, law, numbers in zip(tokens.unbind(1), laws, uniforms.unbind(1), strict=True):
