@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
-`filter_logits`; it imports torch alone. `torch_specops.hf`, which imports transformers, `analysis`, `beam`, `inductor`,
-`laws`, `parallel` and `reference` are loaded when they are first used.
+`filter_logits`, and imports nothing but torch. `torch_specops.hf`, which imports transformers, `analysis`, `beam`,
+`inductor`, `laws`, `parallel` and `reference` are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arguments of the ops as one object each, which the checks, `dense/` and the launchers of `kernels/` are handed.
+"""The arguments of each op as one object, which is passed to the checks, `eager/`, `dense/` and `kernels/`.
 
 Names, order, defaults and meaning are those of the public functions in `ops.py`.
 """
@@ -13,7 +13,7 @@ __all__ = ["Filters", "SigmoidArguments", "VerifyArguments"]
 
 
 class Filters(NamedTuple):
-    """What turns a row of logits into a distribution: one entry for each row, [N] or [B]; None = left out."""
+    """What turns a row of logits into a distribution: one entry for each row, [N] or [B]; None = not used."""
 
     temperature: Tensor | None = None  # [N] float32
     top_k: Tensor | None = None  # [N] int64 or int32
@@ -25,7 +25,7 @@ class Filters(NamedTuple):
 
     @property
     def removes_tokens(self) -> bool:
-        """Whether there is anything besides a temperature."""
+        """Whether there is a filter besides the temperature."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 
@@ -54,7 +54,7 @@ class VerifyArguments(NamedTuple):
 
     @property
     def filters(self) -> Filters:
-        """Those of the target's rows."""
+        """The filters of the target's rows."""
         return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property

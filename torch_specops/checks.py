@@ -1,5 +1,5 @@
-"""What the ops accept, and the argument checks that the whole package shares. Only metadata is read, so a check costs
-no synchronisation and holds for fake tensors too."""
+"""What the ops accept, and the argument checks that the whole package shares. Only metadata is read, so a check needs
+no synchronisation and works on fake tensors too."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_filter_logits(logits: Tensor, filters: Filters) -> None:
 
 
 def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
-    """What the verify ops have in common, but for the temperature."""
+    """The checks that all verify ops share, except for that of the temperature."""
     logits = given.target_logits
     _check_logits("target_logits", logits, "[B, K+1, V]")
     batch, num_drafts, vocab_size = logits.shape[0], logits.shape[1] - 1, logits.shape[2]
@@ -127,7 +127,7 @@ def _check(
 
 
 def _check_strided(name: str, tensor: Tensor) -> None:
-    # The dispatcher passes None for a required tensor on to the op, as an undefined tensor.
+    # The dispatcher passes a None for a required tensor on to the op as an undefined tensor.
     check_tensor(name, tensor, plain=False)
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
@@ -153,8 +153,8 @@ def filters_of(
     *,
     plain: bool = True,
 ) -> Filters:
-    """The filters of rows of logits as tensors. A number, whose range is checked, stands for all rows; what is neither
-    a number nor a tensor is left for `check_kinds` to refuse."""
+    """The filters of rows of logits as tensors. A number, whose range is checked, applies to all rows; `check_kinds`
+    refuses what is neither a number nor a tensor."""
     check_tensor(name, logits, plain)
     return Filters(
         _per_row("temperature", temperature, logits),
@@ -175,19 +175,19 @@ def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     if not 0 <= value <= largest:
         raise ValueError(f"{name}: expected a number in [0, {largest}], got {value}")
     dtype = torch.int64 if name == "top_k" else torch.float32
-    # A compiler traces a product for every number, and `torch.full` for the one that it is given.
+    # Traced, a product serves every number, while `torch.full` would be specialised to this one.
     return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
 
 
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
 FLAGS = ("filter_draft",)
-# Those that may be given as a number, and what is said of other kinds.
+# What is expected of arguments that may also be numbers.
 KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
 def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
-    """Numbers are numbers, a flag is a bool, everything else None or a tensor, plain unless said otherwise. The
-    dispatcher would refuse the rest without naming the argument, or take a bool for a number."""
+    """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
+    refuse the rest without naming the argument, or take a bool for a number."""
     for name, value in zip(given._fields, given, strict=True):
         if name in NUMBERS:
             check_number(name, value)
@@ -198,12 +198,12 @@ def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool
             check_tensor(name, value, plain, KINDS.get(name, "a tensor"))
 
 
-# The dispatch of these subclasses would refuse the op, without naming the argument.
+# The dispatch of these subclasses would refuse the op without naming the argument.
 REFUSED_KINDS = {"DTensor": "; torch_specops.parallel takes sharded logits", "NestedTensor": "", "MaskedTensor": ""}
 
 
 def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:
-    """A tensor; a plain one is none of the kinds above. Other subclasses pass: their own dispatch decides."""
+    """A tensor; if `plain`, none of the kinds above. Other subclasses pass, and their own dispatch decides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected {expected}, got {type(value)}")
     if plain:
@@ -223,7 +223,7 @@ def check_numbers(**arguments: object) -> None:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """A number in (0, 1]; a traced one is neither int nor float."""
+    """A number in (0, 1], which may be traced."""
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
 

@@ -1,4 +1,4 @@
-"""How the loop compiles its pieces."""
+"""Compiles the pieces of the loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["CompiledPieces", "compile_errors_named", "compile_piece"]
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
     """`torch.compile(function, fullgraph=True)` with a recompilation limit of its own.
 
-    torch counts graphs by code object, for all callers together, and refuses the ninth. Decoders of many models, batch
-    sizes and K would reach that limit, so each compiles a copy of the code. Inductor's code does not check the strides
-    of weights and caches again: guards have done so, and the checks of a small model take a tenth of a forward.
+    torch counts graphs per code object, over all callers, and refuses the ninth. Decoders of many models, batch sizes
+    and K would reach that limit, so each compiles a copy of the code. Inductor's own checks of the strides of weights
+    and caches are off: guards have done them, and for a small model they take a tenth of a forward.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     copied = types.FunctionType(
@@ -32,7 +32,7 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
 
 @contextmanager
 def compile_errors_named() -> Iterator[None]:
-    """An error of torch's compiler, which fills pages, is followed by one in a line that says where and why.
+    """Turns an error of torch's compiler, which fills pages, into one whose last line says where and why.
 
     Raises:
         RuntimeError: in place of the compiler's error, which is its cause.

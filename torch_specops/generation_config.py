@@ -1,4 +1,4 @@
-"""What a transformers `GenerationConfig` says about the law of the text."""
+"""What a transformers `GenerationConfig` says about the distribution of the text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 __all__ = ["values_of"]
 
-# Fields that decide the law of the text and have no counterpart in `SamplingParams`, with the value besides None that
-# changes nothing.
+# Fields that affect the distribution and have no counterpart in `SamplingParams`, with the value besides None that has
+# no effect.
 ALWAYS_READ: dict[str, Any] = {
     "assistant_ensemble_weight": 1.0,
     "begin_suppress_tokens": None,
@@ -30,10 +30,10 @@ ALWAYS_READ: dict[str, Any] = {
 }
 # Those that greedy decoding does not read.
 READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
-# Those that have one; where the config has None, transformers' own default.
+# Fields with a counterpart, and transformers' own default, which replaces a None.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# And `bad_words_ids`, `sequence_bias` and `suppress_tokens`, as far as they are biases and bad words.
+# `bad_words_ids`, `sequence_bias` and `suppress_tokens` have one as far as they are biases and bad words.
 
 
 def values_of(config: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
 
-A public function packs its arguments into one object (`arguments.py`), which everything behind it is handed, refuses
-what is not a plain tensor or number, and calls the op. The op checks shapes, dtypes and ranges and branches: eager
-calls on a CPU go to `eager/`; traced ones to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors go to
-the Triton launchers of `kernels/`, which `torch.compile` and AOTInductor inline as kernels.
+A public function packs its arguments into one object (`arguments.py`), refuses what is not a plain tensor or number,
+and calls the op. The op checks shapes, dtypes and ranges, and branches: eager calls on a CPU go to `eager/`; traced
+ones to `dense/`, whose torch code Inductor inlines and fuses; CUDA tensors to the Triton launchers of `kernels/`, which
+`torch.compile` and AOTInductor inline as kernels.
 
-Under Dynamo the functions check all, too: it buries what an op raises in pages of its own, and breaks the graph where
-it sees a function raise, so that the eager call raises the error itself.
+Under Dynamo the functions make all checks themselves: Dynamo buries an op's exception in pages of its own, but breaks
+the graph where a function raises, so that the eager call raises the error.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def verify_exact(
     and padded input too.
 
     With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
-    sampling with the same filters. If the drafts were sampled without them, say so by `filter_draft=False`: q is then
-    the softmax of all draft logits, as it was for the drafts. Else the emitted tokens have another law, and nothing
-    shows it. No filtered copy is written either way.
+    sampling with the same filters. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
+    softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have another law.
+    No filtered copy is written either way.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
             +inf as the largest float32. A row with no finite entry yields the token -1.
         draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
-            token is drawn from p there. So drafts of different lengths can share a batch.
+            token is drawn from p there. So rows with different numbers of drafts can share a batch.
         draft_logits: [B, K, V] float32, bfloat16 or float16 (the dtype may differ from the target's): exactly the
             logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
         accept_uniforms: [B, K] float32 or float64 in [0, 1).
@@ -133,12 +133,12 @@ def verify_block(
 
     With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
     h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
-    A failure does not end the walk: a likely token makes up for an unlikely one before it. The next token is drawn from
+    A failure does not end the walk: a likely token makes up for an earlier unlikely one. The next token is drawn from
     max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
     emitted tokens have exactly the target's law, and every number of drafts is accepted at least as often as by
     `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
 
-    It reads more than `verify_exact`: every row once, and then the pairs of rows at which the block may still end.
+    It reads more than `verify_exact`: every row once, then the pairs of rows at which the block may still end.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
@@ -147,7 +147,7 @@ def verify_block(
         accept_uniforms: [B, K], as in `verify_exact`.
         sample_uniforms: [B], as in `verify_exact`.
         temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
-        draft_lse: [B, K], as in `verify_exact`. Here the draft rows are still read once with it, else twice.
+        draft_lse: [B, K], as in `verify_exact`. With it the draft rows are read once, otherwise twice.
         lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
             `verify_exact`.
         top_k: [B] int64 or int32, or an int, as in `verify_exact`.
@@ -299,9 +299,9 @@ def filter_logits(
 ) -> Tensor:
     """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
 
-    These are the filters of transformers' `generate`, ties included. `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for drafts with filters of their own. The law
-    is in docs/math.md, section 15.
+    These are the filters of transformers' `generate`, also for ties. `sample` and `verify_exact` take them as arguments
+    and write no filtered copy, so this op is for other samplers, and for drafts that have their own filters. The law is
+    in docs/math.md, section 15.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.

@@ -1,7 +1,7 @@
-"""Processors: what changes the logits of a position by the text before it.
+"""Processors change the logits of a position according to the text before it.
 
-Position i of a step comes after the prefix and the drafts before i, so each position has a text of its own. The law of
-a draft that was accepted is that of a text in which it stands, and only these logits have it.
+Position i of a step follows the prefix and the drafts before i, so each position has its own text. If the drafts before
+it are accepted, they are part of the text, and only logits that were processed for that text have the right law.
 
 Nothing here waits for the device, and no shape depends on data.
 """
@@ -26,7 +26,7 @@ class AnyProcessors(Protocol):
 
     @property
     def constants(self) -> Hashable:
-        """The values besides tensors that decide what a call computes."""
+        """The values other than tensors that determine what a call computes."""
         ...
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
@@ -36,21 +36,21 @@ class AnyProcessors(Protocol):
 
 @dataclass(frozen=True)
 class Processors:
-    """The processors of a batch, as tensors on its device. One that no row uses is None.
+    """The processors of a batch, as tensors on its device. A processor that no row uses is None.
 
-    A row that uses none has neutral entries: 1, 0, 0, 0, and sequences of -1. Another row can take its place if it uses
-    no others, has at most M sequences of at most L tokens, and no n-grams longer than `longest_ngram`. These sizes are
+    A row that uses none has neutral entries: 1, 0, 0, 0, and sequences of -1. Another row can replace it if it uses no
+    others, has at most M sequences of at most L tokens, and no n-grams longer than `longest_ngram`. These sizes are
     rounded up (`round_up`), so that most batches share them.
 
     Args:
-        prompt_lengths: [B] int64; what stands behind is new.
+        prompt_lengths: [B] int64; later tokens are new.
         repetition_penalty: [B] float32, r > 0. The logit z of a token of the text becomes z / r, or z * r if z < 0.
         presence_penalty: [B] float32, taken from the logit of each new token.
-        frequency_penalty: [B] float32, taken from it as often as it came.
+        frequency_penalty: [B] float32, taken from it as often as it occurred.
         no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the text gets -inf. 0 = none.
         longest_ngram: at least the largest n.
-        sequences: [B, M, L] int64, tokens aligned to the right, -1 before them. Where the text ends with all but the
-            last token of one, and is at least as long as it, the last token gets its bias.
+        sequences: [B, M, L] int64, tokens aligned to the right, -1 before them. If the text ends with all but the last
+            token of a sequence, and is at least as long as it, the last token gets its bias.
         biases: [B, M] float32, finite or -inf.
         until: [B, M] int64; a sequence counts only while there are fewer new tokens.
         padding: [B, N] int64, tokens that count as text before each row's own, the first `num_padding`. The
@@ -76,7 +76,7 @@ class Processors:
 
     @property
     def read_text(self) -> bool:
-        """Whether any looks at tokens, and not only at their number. Waits for the device."""
+        """Whether any processor depends on the tokens, not only on their number. Waits for the device."""
         values = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
         has_words = self.sequences is not None and bool((self.sequences[:, :, :-1] >= 0).any())
         return has_words or any(value is not None for value in values)
@@ -87,7 +87,7 @@ class Processors:
         Args:
             logits: [B, n, V].
             text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts.
-            lengths: [B, n] int64 in 1..W, how many tokens of its row position i comes after.
+            lengths: [B, n] int64 in 1..W, how many tokens of the row come before position i.
         """
         if can_read_data(text):
             text = text[:, : int(lengths.max())]
@@ -102,12 +102,12 @@ class Processors:
         every = text.unsqueeze(1).expand_as(is_before)
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
-            # Equal tokens write equal numbers. What is no text yet stands for the first token, which always is.
+            # Equal tokens write equal numbers. Places after the text stand for the first token, which is always in it.
             tokens = torch.where(is_before, every, text.narrow(1, 0, 1).unsqueeze(1))
             found = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
-            # As above; if nothing is new, the token that would come first is written back as it was.
+            # As above; without new tokens, the logit of the first place after the prompt is written back unchanged.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)
@@ -117,7 +117,7 @@ class Processors:
             _write(logits, every, torch.where(is_new, -self.frequency_penalty.view(-1, 1, 1), 0.0), add=True)
         if self.no_repeat_ngram_size is not None:
             size = self.no_repeat_ngram_size.view(-1, 1, 1)
-            # Places at which an n-gram ends that begins like the one which comes next.
+            # Places at which an n-gram ends whose first n - 1 tokens are those at the end of the text.
             matches = is_before & (size > 0) & (index + 1 >= size)
             for back in range(1, self.longest_ngram):
                 earlier = text.gather(1, (index - back).clamp(min=0).expand_as(text)).unsqueeze(1)
@@ -151,7 +151,7 @@ def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) ->
 
 
 def _from_end(text: Tensor, lengths: Tensor, back: int) -> Tensor:
-    """[B, n] the last token (back = 1), the one before it, and so on; where there is none, any."""
+    """[B, n] the last token (back = 1), the one before it, and so on; any token if there is none."""
     return text.gather(1, (lengths - back).clamp(min=0))
 
 

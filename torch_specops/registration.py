@@ -1,4 +1,4 @@
-"""How the ops are registered with torch: schema, fake kernel, decomposition, vmap, and no gradient."""
+"""Registers the ops with torch: schema, fake kernel, decomposition, vmap, and no gradient."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["compiled_sources", "digest", "register_op"]
 def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
 
-    This is `torch.library.triton_op` without its search of the body's source for kernels: that imports Triton and
-    Inductor (2 s, and a warning for each op where there is no Triton), and does not see kernels behind an import.
+    This is `torch.library.triton_op` without its search of the body's source for kernels, which imports Triton and
+    Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
 
     Args:
-        whole_from: on a CPU, compiled code calls the op for rows of at least this length, as an eager caller does: to
-            read only the rows that are needed saves more than to fuse the body with its neighbours. With filters the
-            body is always inlined: their cost is the same in both forms.
+        whole_from: on a CPU, compiled code calls the op for rows of at least this length, as an eager caller does:
+            reading only the rows that are needed saves more than fusing the body with its neighbours. With filters,
+            whose cost is the same in both forms, the body is always inlined.
     """
 
     parameters = inspect.signature(public).parameters
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
-            # Outside of tracing a kernel is launched directly, which takes a tenth of the time.
+            # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
             with set_wrap_triton_enabled(False):
                 return body(*args)
 
-        # A compiled caller must not compile what is in the op. `torch.compiler.disable` would do the same, but imports
-        # Dynamo in the first call, for seconds, and takes 10 us in every other.
+        # A compiled caller must not compile the code of the op. `torch.compiler.disable` would do the same, but imports
+        # Dynamo in its first call, for seconds, and costs 10 us in every other.
         set_code_exec_strategy(run.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def _is_called_whole(given: Mapping[str, Any], whole_from: float) -> bool:
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:
-    """The rule of torch.func.vmap: the mapped axis joins the rows, which do not depend on each other."""
+    """The rule for torch.func.vmap: the mapped axis is merged with the rows, which are independent of each other."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         def joined(value: Any, dim: int | None) -> Any:
@@ -113,7 +113,7 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
 
 
 def compiled_sources() -> list[Path]:
-    """The files whose code ends in a compiled graph, or in its guards."""
+    """The files whose code ends up in compiled graphs or their guards."""
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in ("arguments", "attention", "checks", "ops", "registration", "uniforms")]
     return files + sorted([*folder.glob("dense/*.py"), *folder.glob("kernels/**/*.py")])
@@ -123,6 +123,6 @@ def digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-# torch's caches on disk know a graph by the names of its ops, not by their bodies: without this tag, a new version of
-# the package would go on running what was compiled from the old one.
+# torch's caches on disk identify a graph by the names of its ops, not by their bodies: without this tag, a new version
+# of the package would run graphs that were compiled from the old one.
 torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"

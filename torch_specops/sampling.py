@@ -1,4 +1,4 @@
-"""Sampling parameters: what a user says once, and what the ops take for each row of a batch."""
+"""Sampling parameters, as a user gives them and as tensors with an entry for each row of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NEUTRAL", "Bias", "SamplingParams", "SamplingTensors"]
 
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
-# As an `until`: however many tokens there are.
+# As an `until`: for any number of new tokens.
 ALWAYS = 2**63 - 1
 
 
@@ -26,14 +26,14 @@ class _Field(NamedTuple):
     """A field of `SamplingParams` that is a number, or one per sequence."""
 
     dtype: torch.dtype
-    # Changes nothing.
+    # The value without an effect.
     neutral: float
     expected: str
     is_right: Callable[[Tensor], Tensor]
 
 
 def _is_positive(values: Tensor) -> Tensor:
-    # In float32 too, where a number may be 0 or infinite.
+    # Also in float32, where the number may become 0 or infinite.
     return (values > 0) & (values.float() > 0) & (values.float() < math.inf)
 
 
@@ -49,13 +49,13 @@ _NUMBERS = {
     "min_new_tokens": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
 }
 
-# What changes nothing, by field.
+# The value of each field that has no effect.
 NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
 
 
 class Bias(NamedTuple):
-    """The last of the tokens gets the value added to its logit where the text ends with the others, while there are
-    fewer than `until` new tokens."""
+    """If the text ends with all but the last of the tokens, and has fewer than `until` new tokens, the value is added
+    to the logit of the last one."""
 
     tokens: tuple[int, ...]
     value: float
@@ -66,8 +66,8 @@ class Bias(NamedTuple):
 class SamplingParams:
     """How a decoding loop turns the target's logits into a distribution; each field a value, or one per sequence.
 
-    First come the processors, which look at the prompt and the text so far: biases, bad words and min_new_tokens, then
-    the penalties, then n-grams. Drafts count as text for what comes after them. Temperature and filters come last.
+    Processors, which depend on the prompt and the text so far, are applied first: biases, bad words and min_new_tokens,
+    then the penalties, then n-grams. Drafts count as text for later positions. Temperature and filters come last.
 
     Args:
         temperature: >= 0; 0 = greedy.
@@ -77,12 +77,12 @@ class SamplingParams:
         repetition_penalty: > 0; positive logits of the tokens in prompt and text are divided by it, and negative ones
             multiplied (transformers). 1 = none.
         presence_penalty: taken once from the logit of each token among the new ones (OpenAI, vLLM).
-        frequency_penalty: taken from it as often as the token came.
+        frequency_penalty: taken from it as often as the token occurred.
         no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none.
         min_new_tokens: excludes eos tokens before there are as many new tokens.
         logit_bias: token -> what is added to its logit, finite or -inf.
-        bad_words: sequences of tokens. The last token of one is excluded where the text ends with the others and is at
-            least as long as the whole. A word that is an eos token counts as none. (As in transformers.)
+        bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others and is at
+            least as long as the word. A word that is just an eos token is ignored. (As in transformers.)
 
     Raises:
         TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
@@ -246,14 +246,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """`SamplingParams` of a batch as a step takes them, on its device. What no row uses is None.
+    """`SamplingParams` of a batch as a step takes them, on its device. A field that no row uses is None.
 
     Args:
         temperature: [B] float32, >= 0; 0 = greedy.
         top_k: [B] int64, or None.
         top_p: [B] float32, or None.
         min_p: [B] float32, or None.
-        processors: what changes logits by the text, or None.
+        processors: what changes logits according to the text, or None.
     """
 
     temperature: Tensor
@@ -264,18 +264,18 @@ class SamplingTensors:
 
     @property
     def filters(self) -> dict[str, Any]:
-        """Those of top_k, top_p and min_p that some row uses, by the names the ops give them."""
+        """Those of top_k, top_p and min_p that some row uses, by name."""
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
 
     def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """The logits [B, n, V] that temperature and filters apply to: with the processors' changes, in float32; as they
-        come where there are none.
+        """The logits [B, n, V] that temperature and filters are applied to: processed, in float32; unchanged if there
+        are no processors.
 
         Args:
             logits: [B, n, V].
             text: [B, W] int64 in [0, V), each row from index 0 on, drafts included.
-            lengths: [B, n] int64 in 1..W, how many tokens of its row's text position i comes after.
+            lengths: [B, n] int64 in 1..W, how many tokens of the row's text come before position i.
         """
         return logits if self.processors is None else self.processors(logits, text, lengths)
 
@@ -284,7 +284,7 @@ def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
         if not isinstance(value, Tensor) and tensor.is_floating_point():
-            # As float32, the default, a number could overflow or vanish before it is judged.
+            # As float32, the default, a number could overflow or vanish before it is checked.
             tensor = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}") from error

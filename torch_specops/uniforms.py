@@ -34,12 +34,12 @@ Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
 def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
-    """Uniform numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
+    """Uniform random numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
 
     Args:
         seeds: [B] int64, one per request; all 64 bits count.
-        positions: [B] int64, for example the length of the sequence. If a position is used twice for one seed and
-            stream, its numbers repeat.
+        positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
+            repeats its numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests) or "sample" (the next token). Two
             streams never share a number; using one for two purposes loses exactness.
@@ -80,7 +80,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
 
 def row_seeds(seed: int, batch: int) -> Tensor:
-    """A seed for each row of a batch, by a hash of 64 bits: seed + row would give row 1 of seed 0 to row 0 of seed 1.
+    """A seed for each row of a batch, by a 64-bit hash: with seed + row, row 1 of seed 0 would be row 0 of seed 1.
 
     The hash is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), with arithmetic
     modulo 2**64: row b gets mix(mix(seed) + (b + 1) * 0x9E3779B97F4A7C15). Rows of one seed never share a row seed.
@@ -95,7 +95,7 @@ def row_seeds(seed: int, batch: int) -> Tensor:
     """
     first = _mixed(seed & MASK_64)
     mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
-    # The same 64 bits, as a number with a sign.
+    # The same 64 bits as a signed number.
     return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64)
 
 
@@ -122,8 +122,8 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
     """[B, n] the numbers of given index [n] in given streams [n].
 
-    Every number computes its whole block and keeps one of its four words: a compiler then sees one chain of rounds,
-    where putting the words side by side would give it four.
+    Every number computes its whole block and keeps one of its four words: a compiler then sees one chain of rounds, and
+    not four, as it would if the words were put side by side.
     """
     seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
     counter = (index // 4, streams, position & MASK, (position >> 32) & MASK)
@@ -158,8 +158,8 @@ def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
     """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls.
 
-    A block has 64 bits of one Python integer for each of its words, so that one operation serves all blocks: no
-    product of two words is longer. Tensors of this size would cost a hundred calls of torch.
+    Each word of a block has 64 bits of one large Python integer, enough for the product of two words, so that one
+    operation serves all blocks. On tensors this small, the same work would take a hundred calls of torch.
     """
     batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
     if size == 0:

@@ -1,9 +1,9 @@
-"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the gain of speculative decoding, over tensors.
+"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the gain of speculative decoding, on tensors.
 
-alpha is the probability that a draft is accepted if the drafts before it were, K (gamma in the paper) the drafts per
-step, c the cost ratio. Everything that takes an alpha assumes that drafts are accepted independently with the same
-probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments are numbers or
-tensors and broadcast against each other.
+alpha is the probability that a draft is accepted, given that the drafts before it were; K (gamma in the paper) is the
+number of drafts per step, and c the cost ratio. Every function of alpha assumes that drafts are accepted independently
+with the same probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments
+are numbers or tensors, and broadcast against each other.
 
 Example:
     >>> import torch

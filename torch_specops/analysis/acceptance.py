@@ -74,8 +74,8 @@ def token_acceptance_probability(
         temperature, lenience, argmax_lenience: as for `acceptance_probability`.
 
     Returns:
-        [..] float64 in [0, 1]; 0 where q(x) is 0, because no draft is drawn there. At temperature 0 the result is 1 or
-        0, whatever q.
+        [..] float64 in [0, 1]; 0 where q(x) is 0, because such a draft is never drawn. At temperature 0 the result is 1
+        or 0, whatever q is.
 
     Raises:
         TypeError, ValueError: as `acceptance_probability`; tokens of another dtype than int64 or int32.
@@ -106,10 +106,10 @@ def token_acceptance_probability(
 def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
     """alpha estimated from the steps of a decoding loop: accepted / (accepted + rejections).
 
-    A step ends at its first rejection, so a step whose drafts were not all accepted had exactly one, and the drafts
-    behind it were not tried. This is the maximum-likelihood alpha of the capped geometric variable of equation 1.
-    `GenerationStats.acceptance_rate` is a different number: it divides by all drafts, tried or not, and falls as K
-    grows.
+    A step ends at its first rejection, so a step whose drafts were not all accepted had exactly one rejection, and the
+    drafts after it were not tried. This is the maximum-likelihood estimate of alpha for the capped geometric variable
+    of equation 1. `GenerationStats.acceptance_rate` is a different number: it divides by all drafts, tried or not, and
+    falls as K grows.
 
     Args:
         num_accepted, num_proposed: integers of one shape, 0 <= num_accepted <= num_proposed.
@@ -143,8 +143,8 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
 def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (Leviathan et al. 2023, definition 3.2).
 
-    It is the total variation distance, symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
-    but it does not cancel where p and q are close.
+    It is the total variation distance: symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
+    but without cancellation where p and q are close.
 
     Args:
         target_logits, draft_logits, temperature: as for `acceptance_probability`.

@@ -22,7 +22,7 @@ def expected_tokens_per_step(alpha: float | Tensor, num_draft_tokens: int | Tens
         float64, in the broadcast shape of the arguments.
 
     Raises:
-        TypeError: an alpha that is no number, a K that is no integer.
+        TypeError: an alpha that is not a number, a K that is not an integer.
         ValueError: a number out of range, shapes that do not broadcast.
 
     Example:
@@ -95,11 +95,11 @@ def memory_access_factor(
 def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, maximum: int = 1000) -> Tensor:
     """The K that maximises `walltime_factor` (Leviathan et al. 2023, section 3.5 and figure 3); the smallest of equals.
 
-    It is above 0 iff alpha > c, and the gain is then at least (1 + alpha) / (1 + c) (corollary 3.9). At c = 0 and
-    alpha > 0 more drafts are always better, and the result is `maximum`.
+    It is above 0 iff alpha > c, and the gain is then at least (1 + alpha) / (1 + c) (corollary 3.9). For c = 0 and
+    alpha > 0, more drafts are always better, and the result is `maximum`.
 
-    One draft more pays iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). Left side minus right side
-    falls with K, by (1 - alpha) alpha ** K (K c + 1), so the first K that does not pay is the best one.
+    One more draft pays iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). The left side minus the right
+    side falls with K, by (1 - alpha) alpha ** K (K c + 1), so the first K at which it does not pay is the best one.
 
     Args:
         alpha, cost_ratio: as for `walltime_factor`, also what is raised.
@@ -120,7 +120,7 @@ def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, 
     paying = torch.ones_like(best, dtype=torch.bool)
     power, tokens = a.clone(), torch.ones_like(a)
     for count in range(maximum):
-        # At c = 0 every draft pays, even when its power has underflowed to 0.
+        # For c = 0 every draft pays, even if its power has underflowed to 0.
         paying = paying & ((power * (count * c + 1) > c * tokens) | ((c == 0) & (a > 0)))
         if not bool(paying.any()):
             break
@@ -131,13 +131,13 @@ def optimal_num_draft_tokens(alpha: float | Tensor, cost_ratio: float | Tensor, 
 
 
 def oracle_walltime_factor(alpha: float | Tensor, cost_ratio: float | Tensor) -> Tensor:
-    """1 / (1 - alpha + c alpha), the walltime factor if K were in every step the number of drafts that will be
-    accepted: an upper bound for any way to choose K (Leviathan et al. 2023, section 3.5). For c > 1 it is 1 (K = 0).
+    """1 / (1 - alpha + c alpha), the walltime factor if K were, in every step, the number of drafts that will be
+    accepted: an upper bound for any choice of K (Leviathan et al. 2023, section 3.5). For c > 1 it is 1 (K = 0).
 
     Such a step emits 1 / (1 - alpha) tokens on average, all but one of them drafts of cost c. The paper gives this
     number of tokens, and "up to ~60%" for the oracle's gain over the best constant K.
 
-    Arguments, result and errors are those of `walltime_factor`. At alpha = 1 and c = 0 the factor is infinite.
+    Arguments, result and errors are those of `walltime_factor`. For alpha = 1 and c = 0 the factor is infinite.
 
     Example:
         >>> from torch_specops.analysis import oracle_walltime_factor
@@ -149,7 +149,7 @@ def oracle_walltime_factor(alpha: float | Tensor, cost_ratio: float | Tensor) ->
 
 
 def as_numbers(name: str, value: float | Tensor) -> Tensor:
-    """A number, or a tensor of numbers but no booleans, as float64."""
+    """A number, or a tensor of numbers (not booleans), as float64."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.tensor(value, dtype=torch.float64)
     if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():

@@ -1,7 +1,7 @@
-"""The beams of every row, and how they grow by one token.
+"""Scores the beams of every row, and extends them by one token.
 
 The arithmetic is that of transformers' beam search: float32 scores, summed in the same order, and candidates from the
-same `topk` over the same shapes, so that even ties are broken alike. Here every row has its own length and end.
+same `topk` over the same shapes, so that even ties break alike. Here every row has its own length and end.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BeamScorer:
         """Give the beams of active rows their next token.
 
         Args:
-            logits: [B, w, V], those that follow each running beam.
-            active: [B] bool; the others stay as they are.
+            logits: [B, w, V], the logits of the token after each running beam.
+            active: [B] bool; other rows do not change.
 
         Returns:
             parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token.
@@ -101,8 +101,8 @@ class BeamScorer:
         return parents.gather(1, best), tokens.gather(1, best)
 
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; of the running ones in
-        rows that failed."""
+        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; in rows that failed, of
+        the running beams."""
         running_scores = self.scores / self._penalties[self.counts].unsqueeze(1)
         running_lengths = self.counts.unsqueeze(1).expand_as(self.finished_lengths)
         failed = self.failed.unsqueeze(1)
@@ -146,7 +146,7 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:
-    """[longest + 1] float32, what the score of a beam is divided by, for each length."""
+    """[longest + 1] float32, the divisor of a beam's score for each length."""
     try:
         values = torch.tensor([1.0, *(length**length_penalty for length in range(1, longest + 1))], dtype=torch.float32)
     except OverflowError:

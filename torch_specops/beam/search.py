@@ -68,24 +68,24 @@ def beam_search(
 ) -> BeamOutput:
     """Beam search that returns the beams of transformers' `generate(num_beams=w, do_sample=False)`.
 
-    In a round, the draft searches K levels deep with u beams, beginning at the target's w beams. One forward of the
+    In a round, the draft searches K levels deep with u beams, starting from the target's w beams. One forward of the
     target reads all these nodes, as a tree in one row of its cache. Then the target's beams advance level by level, as
-    long as all of them are among the nodes that were read. So a round decides 1 to K + 1 levels. The draft has no
-    influence on the result, up to the rounding of the target's forwards. Nothing is compiled.
+    long as all of them are among the nodes that were read. So a round decides 1 to K + 1 levels. The draft does not
+    change the result, up to the rounding of the target's forwards. Nothing is compiled.
 
     Args:
         target: a transformers model, or a `TreeModel`.
         input_ids: [B, P] int64, padded on either side.
         num_beams: w >= 1; 1 is greedy decoding, as in transformers.
         draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round.
-        draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, and the
-            forwards are wider.
+        draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, but forwards are
+            wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
         max_new_tokens: the most tokens to emit, one number or one per row, >= 1.
         num_draft_tokens: K >= 0, levels drafted per round.
         length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
         early_stopping: when a prompt with w finished beams is done. True: at once. False: when the best running beam,
-            at its present length, scores no better than the worst finished one. "never": when it could not at any
+            at its current length, scores no better than the worst finished one. "never": when it could not at any
             length.
         num_return_sequences: R, 1 to num_beams.
         eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's generation
@@ -94,11 +94,11 @@ def beam_search(
         inputs: what the target's encoder reads, by name, as in `SpeculativeDecoder.generate`.
 
     Returns:
-        `BeamOutput`. A prompt without any continuation of finite score ends with its running beams as they are, an
-        entry in `errors`, and a warning.
+        `BeamOutput`. A prompt without any continuation of finite score returns its running beams as they are, with an
+        entry in `errors` and a warning.
 
     Raises:
-        TypeError, ValueError: a wrong argument, by name; a draft that is no model; a model that cannot read a tree.
+        TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.
 
     Example:
         >>> import torch, transformers
@@ -174,7 +174,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # Every level that is kept takes at most w slots, and the nodes of a round come on top.
+        # Every level that is kept takes at most w slots; the nodes of a round are added to these.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -185,7 +185,7 @@ class _Search:
             model.start(batch, num_slots, inputs)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
-        # The draft proposes no eos, because a beam that ends has no next level. -1 becomes a last column, which is cut.
+        # The draft proposes no eos, because a beam that ends has no next level. -1 becomes a column that is cut off.
         eos = torch.where(self.scorer.eos < self.target.vocab_size, self.scorer.eos, -1) % (self.target.vocab_size + 1)
         is_eos = torch.zeros(batch, self.target.vocab_size + 1, dtype=torch.bool, device=prompts.device)
         self._is_eos = is_eos.scatter(1, eos, True)[:, None, : self.target.vocab_size]

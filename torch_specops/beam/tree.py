@@ -1,7 +1,7 @@
 """The tree of texts that beam search keeps in one row of a cache.
 
-Each token that was read is a node with its own slot in the row's cache, and each beam knows which slots hold its text.
-When beams are reordered, only these sets of slots are; keys and values never move. A slot that no beam sees is free.
+Each token that was read is a node with its own slot in the row's cache, and each beam has the set of slots that hold
+its text. Reordering beams reorders only these sets; keys and values never move. A slot that no beam sees is free.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BeamTree:
     Attributes:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.
         positions: [B] int64, its position.
-        width: no beam sees a slot from here on.
+        width: the slots from this one on are seen by no beam.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, num_beams: int, num_slots: int) -> None:
@@ -96,7 +96,7 @@ class BeamTree:
         """Start a round with the level of the newest tokens.
 
         Args:
-            num_nodes: the most nodes of the round, these included.
+            num_nodes: the most nodes of the round, including these.
             num_live: the most slots in use in any row.
         """
         wanted = -(-(num_live + num_nodes) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
@@ -116,7 +116,7 @@ class BeamTree:
         """Logits [B, n, V] of the nodes of some levels, one after another.
 
         Args:
-            with_parents: let the model also read the tokens before the newest ones, which it has not read.
+            with_parents: also read the tokens before the newest ones, which this model has not read.
         """
         tokens = torch.cat([level.tokens for level in levels], 1)
         slots = torch.cat([level.slots for level in levels], 1)

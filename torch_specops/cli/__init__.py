@@ -1,4 +1,4 @@
-"""The command `torch-specops`: a demo of speculative decoding, a comparison with transformers, and a bug report."""
+"""The command `torch-specops`: a demo, a comparison with transformers, and the environment for bug reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Examples:
   torch-specops demo --target ./model --draft ./small-model""",
 )(demo.demo)
 app.command(
-    short_help="Time this package beside transformers.",
+    short_help="Compare the speed of this package with transformers.",
     epilog="""\b
 Examples:
   torch-specops bench

@@ -1,4 +1,4 @@
-"""`torch-specops bench`: this package and transformers, timed in turns."""
+"""`torch-specops bench`: times this package and transformers, in turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, loa
 from .prompts import Question, read_questions
 from .results import as_results, print_differences, print_tables, timed, totals
 
-# The first ones can largely be answered by copying, the last ones hardly.
+# Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
     PROMPT,
     "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, becuase it was the "
@@ -115,18 +115,18 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Time this package beside transformers, with the same models and prompts.
+    """Compare the speed of this package with transformers, on the same models and prompts.
 
     Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
-    and K, and with a draft model also with "own K", as transformers sets it up by default), and this package,
-    "specops", without and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of
-    "prompt-lookup:2". Prompts go through the model's chat template, if there is one.
+    and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
+    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of "prompt-lookup:2".
+    Prompts go through the model's chat template, if there is one.
 
-    After a warm-up they take turns. The lines below the tables say what the columns are. Compiling is not part of
-    tok/s, and on CUDA "MB" is the peak of memory without the models. At temperature 0 the outputs are compared.
+    After a warm-up they take turns. The lines below the tables explain the columns. Compiling is not part of tok/s, and
+    on CUDA "MB" is the peak memory without the models. At temperature 0 the outputs are compared.
 
-    Ctrl-C or an error on the way shows, and writes, what is done so far. Exit codes: 1 an output differs beyond
-    rounding, 2 an error, 130 Ctrl-C.
+    After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
+    2 an error, 130 Ctrl-C.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
     console = Console(highlight=False, markup=False)
@@ -226,7 +226,7 @@ def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None, has_categories: bool) -> None:
-    """Before anything is measured."""
+    """Refuse files that cannot be written, before anything is measured."""
     for name, file in (("json", json_file), ("plot", plot_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{name}: there is no folder {str(file.parent)!r}")
@@ -249,7 +249,7 @@ def _check_length(question: Question, length: int, max_new_tokens: int, max_leng
 
 
 def _run(console: Console, comparison: Comparison) -> KeyboardInterrupt | Exception | None:
-    """Measure behind a progress bar; return what ended it early."""
+    """Measure with a progress bar; returns the exception that ended it early."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=comparison.num_runs)

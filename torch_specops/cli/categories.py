@@ -1,4 +1,4 @@
-"""Results of prompts in several categories: as tables, and as a plot."""
+"""Results by category of prompts, as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .comparison import ASSISTED, PLAIN, SPECULATIVE
 from .results import UNDRAFTED, print_compile_seconds, title_of
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# The places of a draft whose acceptance is shown. With four of them a table is 78 wide.
+# The positions of drafts whose acceptance is shown. With four of them a table is 78 wide.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
 HEADER = f"{'category':{NAME_WIDTH}}  undrafted     asst   len  specops /best   len"
@@ -82,8 +82,8 @@ def _percent(way: dict[str, Any], place: int) -> str:
 
 
 def plot_categories(results: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]], file: Path) -> None:
-    """Bars for the speed over the fastest way without a draft: a panel for each temperature, in it a group for each
-    category, and in that a bar for each batch size. A black line is the fastest assisted generation."""
+    """Plot the speed over the fastest way without a draft: a panel for each temperature, with a group of bars for each
+    category and a bar for each batch size. A black line marks the fastest assisted generation."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

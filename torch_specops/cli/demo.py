@@ -1,4 +1,4 @@
-"""`torch-specops demo`: one prompt, its accepted drafts in colour, and a comparison with plain decoding."""
+"""`torch-specops demo`: decodes one prompt, with accepted drafts in colour, and compares with plain decoding."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _describe(temperature: float, top_k: int, top_p: float, min_p: float) -> str
 
 
 def _print_steps(console: Console, steps: Iterator[Step], decode_text: Callable[[list[int]], str]) -> bool:
-    """Print the text as it comes; return whether Ctrl-C ended it."""
+    """Print the text as it comes; returns whether Ctrl-C ended it."""
     stream = TextStream(decode_text)
     interrupted = False
     try:

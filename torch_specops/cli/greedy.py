@@ -1,4 +1,4 @@
-"""A check of greedy output: is it what the target alone would have written?"""
+"""Checks greedy output: is it what the target alone would have decoded?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GreedyDifference:
 
 @dataclass(frozen=True)
 class GreedyCheck:
-    """Plain greedy decoding, which took so many seconds, beside an output."""
+    """A comparison of an output with plain greedy decoding, and the seconds that the latter took."""
 
     num_tokens: int
     differences: list[GreedyDifference]
@@ -56,9 +56,9 @@ class GreedyCheck:
         return self.num_tokens / max(self.seconds, 1e-9)
 
 
-# A forward over K+1 tokens adds up in another order than a forward over one token, so their float32 logits differ: by
-# at most 3e-6 of the largest logit where we measured it (135M parameters, 30 layers, K up to 10). Two tokens may swap
-# within twice that; the bound leaves a factor of five for other models. A defect moves logits by far more.
+# A forward over K+1 tokens sums in another order than a forward over one token, so their float32 logits differ: by at
+# most 3e-6 of the largest logit where this was measured (135M parameters, 30 layers, K up to 10). Two tokens may swap
+# within twice that; the bound leaves a factor of five for other models. A defect changes logits by far more.
 ROUNDING = 3e-5
 
 
@@ -66,8 +66,8 @@ ROUNDING = 3e-5
 def check_greedy(target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0) -> GreedyCheck:
     """Decode greedily, one token per forward and without the ops, and compare with `output_tokens` token by token.
 
-    After a difference the check goes on with the token of `output_tokens`, so that every token is checked after the
-    text that it was emitted after.
+    After a difference the check goes on with the token of `output_tokens`, so that every token is checked against the
+    text before it.
 
     Args:
         input_ids: [1, P] int64, the prompt.

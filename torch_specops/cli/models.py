@@ -56,10 +56,10 @@ Add the methods `peek` and `size`. Show the whole class, without an explanation.
 
 
 def default_num_draft_tokens(draft: str) -> int:
-    """K where the user gives none.
+    """K if the user gives none.
 
-    On a CPU a forward over 4 or more tokens costs about two forwards over one token, and little more from there on.
-    Looked-up drafts cost nothing, so long ones pay. A model's drafts cost forwards of their own.
+    On a CPU a forward over 4 tokens costs about as much as two forwards over one token, and more tokens cost little
+    more. Looked-up drafts are free, so many of them pay. A model's drafts cost forwards of their own.
     """
     return 10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2
 
@@ -67,7 +67,7 @@ def default_num_draft_tokens(draft: str) -> int:
 def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
-    """The target, the draft and the target's tokenizer; the console says what takes time."""
+    """The target, the draft and the target's tokenizer; the console shows what takes time."""
     check_name("target", target)
     if not draft.startswith((THEIR_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
@@ -84,7 +84,7 @@ def load_models(
         model.model.to(dtype)
 
     if draft in (PROMPT_LOOKUP, SUFFIX_LOOKUP):
-        # A memory would hold the text itself from the second round on. Assisted generation has only prompt lookup.
+        # A memory would contain the text itself from the second round on. Assisted generation has only prompt lookup.
         source = PromptLookup if draft == PROMPT_LOOKUP else lambda: SuffixLookup(memory=0)
         return Models(model, source, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
     if draft.startswith(THEIR_LOOKUP):
@@ -140,7 +140,7 @@ def _smaller_model(
 
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
-    """A spinner while a folder is read. A download shows its own bars, which a spinner would hide."""
+    """A spinner while a folder is read. A download has its own progress bars, which a spinner would hide."""
     return console.status(f"loading {name}") if name == INT8 or is_folder(name) else nullcontext()
 
 

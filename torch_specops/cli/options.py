@@ -1,4 +1,4 @@
-"""Options that the commands share, and how they report a wrong one."""
+"""The options that the commands share, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def set_threads(threads: int | None) -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """What the user can mend is printed in one line, and the command ends with exit code 2."""
+    """Prints errors that the user can fix in one line, and ends the command with exit code 2."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:

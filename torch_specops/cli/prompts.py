@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines of Spec-Bench's shape."""
+"""Reads files of prompts: JSON lines in the format of Spec-Bench."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Where a line names no category.
+# The category of a line without one.
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Question:
-    """The first turn of a line; later ones would need the answers between them."""
+    """The first turn of a line; later turns would need the answers to earlier ones."""
 
     line: int  # from 1
     question_id: Any  # None = the line has none
@@ -26,7 +26,7 @@ def read_questions(path: Path) -> list[Question]:
     """The questions of a file, in its order. Empty lines are skipped.
 
     Raises:
-        ValueError: a file that cannot be read, or a line that is no question; the message names the line.
+        ValueError: a file that cannot be read, or a line that is not a question; the message names the line.
     """
     try:
         # Not `splitlines`, because JSON may hold other line breaks than newlines.

@@ -1,4 +1,4 @@
-"""Measurements as records for JSON, as tables, and as sentences about what differs."""
+"""Turns measurements into records for JSON, tables, and lines about differing outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.console import Console
 
 from .comparison import ASSISTED, GENERATE, PLAIN, Measurement
 
-# (header, key of a result, format, factor). A column without any value is left out. All of them, the widest name and
-# the mark take 78 characters.
+# (header, key of a result, format, factor). A column without values is left out. All columns, the widest name and the
+# mark take 78 characters.
 COLUMNS = (
     ("tok/s", "tokens_per_second", "9.1f", 1),
     ("/gen", "speedup", "6.2f", 1),
@@ -23,7 +23,7 @@ COLUMNS = (
     ("ms/st", "outside_seconds_per_step", "7.2f", 1e3),
     ("MB", "peak_memory_bytes", "7.0f", 1e-6),
 )
-# What stands behind a row, by how its output compares.
+# The mark after a row and its meaning, by how the output compares.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
     "near ties": ("~", "identical but where two logits are closer than float32 rounding"),
@@ -40,7 +40,7 @@ TOTAL = "total"
 
 
 def timed(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The finished part: the batches of each case on which all providers were timed."""
+    """The finished part of each case: the batches on which all providers were timed."""
     found = []
     for _, group in groupby(measurements, _case):
         rows = list(group)
@@ -120,7 +120,7 @@ def title_of(result: dict[str, Any]) -> str:
 
 
 def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """A table for each temperature and batch size with a row per provider, and what the columns mean."""
+    """A table for each temperature and batch size with a row per provider, and the meaning of the columns."""
     for title, group in groupby(results, title_of):
         rows = list(group)
         columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
@@ -154,14 +154,14 @@ def print_compile_seconds(console: Console, results: Sequence[dict[str, Any]]) -
 
 
 def _width(form: str) -> int:
-    """Of a column: "9.1f" is 9 wide."""
+    """The width of a column: 9 for "9.1f"."""
     return int(form[0])
 
 
 def print_differences(
     console: Console, measurements: Sequence[Measurement], decode_text: Callable[[list[int]], str]
 ) -> bool:
-    """A line for each provider that differs from plain greedy decoding; return whether rounding does not explain it."""
+    """A line for each provider that differs from plain greedy decoding; returns whether any differs beyond rounding."""
     for measured in measurements:
         differences = [each for run in measured.runs for each in run.differences]
         if not differences:

@@ -1,4 +1,4 @@
-"""Tokens as text on a terminal: whole characters, and nothing that steers the terminal."""
+"""Tokens as text for a terminal: whole characters, and no control sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TextStream:
         self._held: list[tuple[int, bool]] = []
 
     def push(self, token: int, accepted: bool) -> tuple[str, bool]:
-        """The text that this token completes, and whether all tokens behind that text were accepted drafts."""
+        """The text that this token completes, and whether all tokens of that text were accepted drafts."""
         self._held.append((token, accepted))
         held = [token for token, _ in self._held]
         text = self._decode_text(self._context + held)

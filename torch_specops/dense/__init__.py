@@ -1,9 +1,9 @@
-"""The ops as a compiler traces them on a CPU: without loops over data or data-dependent shapes, so Inductor fuses them.
+"""The ops as a compiler traces them on a CPU: no loops over data and no data-dependent shapes, so Inductor fuses them.
 
 Symbols as in docs/math.md: p is the target's distribution, q the draft's, x the draft tokens, z logits divided by the
 temperature. The accept rule is `walk.accepts`. Logits are scaled and exponentiated in float32; sums, distribution
 functions and the few probabilities that decide an acceptance are float64. The law is that of `reference.py`.
-Eager calls on a CPU take `eager/`.
+Eager calls on a CPU use `eager/`.
 """
 
 from .block import verify_block

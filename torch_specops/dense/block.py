@@ -48,7 +48,7 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     def q_at(*index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor] | None:
         return None if q is None else (q[0][index], q[1][index], q[2][index])
 
-    # The block ends at padding, or where the target has no law.
+    # The block ends at padding, or at a target row without a finite logit.
     end = num_leading(in_vocab & (p_sum[:, :-1] > 0))  # [B]
     n = end
     if num_drafts > 0:
@@ -59,8 +59,8 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
         mass = pad(weights.sum(-1, dtype=torch.float64), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, with 0 around it
         u = pad(given.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
-        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), and P_i at its end. P_i = 1 accepts, also
-        # where the residual is empty.
+        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even
+        # if the residual is empty.
         accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
         accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
         n = torch.where(accepted, position, 0).amax(1)

@@ -1,11 +1,12 @@
 """top_k, top_p and min_p in plain torch.
 
-Each filter keeps the top of a row in one order: descending by logit, of equal logits the higher index first. So what is
-kept is a pair of bounds: the lowest logit kept (`cut`) and, of the tokens that have it, the lowest index (`first`).
+Each filter keeps the top of a row in one order: descending by logit, and of equal logits the higher index first. So
+what is kept is described by two bounds: the lowest logit kept (`cut`) and, among the tokens with that logit, the lowest
+index kept (`first`).
 
-For a compiler they are found by an op of their own, which Inductor calls and does not trace. It takes long rows one by
-one, so that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows, which
-is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
+In compiled code the bounds come from an op of their own, which Inductor calls and does not trace. It takes long rows
+one by one, so that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows,
+which is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from .rows import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
 SHORT_ROW = 2048
-# The largest logits of a row that top_p looks at first. Where they do not hold its mass, the row is divided into
-# intervals of its logits; the last one takes all that is less likely than exp(-32) times the most likely token.
+# top_p first considers the HEAD largest logits of a row. If they do not hold its mass, the row is divided into
+# intervals of its logits; the last one takes all tokens less likely than exp(-32) times the most likely one.
 HEAD = 256
 INTERVALS_PER_UNIT = 128
 NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
-# The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
+# The share of top_p at which a mass counts as having reached it, so that rounding top_p to float32 adds no token.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 class Bounds(NamedTuple):
     """What is kept of each row [...]: x > cut, and x == cut from index `first` on (None = 0). (-inf, 0) keeps every
-    entry that is not masked, cut = NaN none."""
+    entry that is not masked, and cut = NaN keeps none."""
 
     cut: Tensor
     first: Tensor | None
@@ -67,7 +68,7 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
 
 
 def is_kept(logits: Tensor, bounds: Bounds) -> Tensor:
-    """[B, ..., V] bool: what is neither removed nor NaN."""
+    """[B, ..., V] bool: entries that are neither removed nor NaN."""
     return _is_kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
 
 
@@ -107,7 +108,7 @@ def filter_bounds(
     if vocab_size <= SHORT_ROW:
         cut, first = _bounds_of_short_rows(_comparable(rows), t, k, p, m)
     else:
-        # As numbers: an operator on an entry of a tensor costs microseconds.
+        # As Python numbers: an operation on an entry of a tensor costs microseconds.
         settings = zip(rows, t.unsqueeze(1), (t > 0).tolist(), k.tolist(), p.tolist(), m.tolist(), strict=True)
         bounds = [
             _bounds(_comparable(row), row_t, row_k, row_p, row_m) if is_sampled else (-math.inf, 0)
@@ -166,7 +167,7 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
         largest = x.topk(k, sorted=False)
         cut = float(largest.values.min())
         if p < 1 or m > 0:
-            # What follows looks at the kept tokens alone.
+            # From here on only the kept tokens matter.
             index = _at_least(x, cut, largest.indices)
             x = x[index]
     if not (p < 1 or m > 0):
@@ -187,13 +188,13 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
 
 
 def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
-    """Indices of all x >= cut, ascending: of the k largest, and of those that tie with the last of them."""
+    """Indices of all x >= cut, ascending: the k largest, and those that tie with the k-th."""
     kept = x >= cut
     return largest.sort().values if int(kept.sum()) == len(largest) else kept.nonzero().squeeze(1)
 
 
 def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
-    """Of the smallest set of most likely tokens that holds the mass p, the last token: its logit and its index."""
+    """The last token of the smallest set of most likely tokens that holds the mass p: its logit and its index."""
     weight = gap.exp()
     mass = p * TOP_P_REACHED * float(weight.sum(dtype=torch.float64))
     among, before = torch.arange(len(x)), 0.0
@@ -211,8 +212,8 @@ def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
 
 
 def _crossing(gap: Tensor, weight: Tensor, mass: float) -> tuple[Tensor, float]:
-    """Logits are sorted into intervals of equal width, most likely first: the indices of the tokens in the interval
-    where the mass is reached, and the mass before it."""
+    """Divides the logits into intervals of equal width, most likely first. Returns the indices of the tokens in the
+    interval where the mass is reached, and the mass before it."""
     interval = (gap * -INTERVALS_PER_UNIT).clamp(max=NUM_INTERVALS - 1).long()
     cdf = torch.zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
     reached = min(int((cdf < mass).sum()), int(interval.max()))

@@ -33,7 +33,7 @@ def draft_indices(draft_tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor
 
 
 def logits_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[B, K, V], [B, K] -> [B, K] of each row the logit of one token."""
+    """[B, K, V], [B, K] -> [B, K] the logit of one token of each row."""
     return logits.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
 
 
@@ -44,7 +44,7 @@ def probability(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
 
 
 def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] the maximum and sum for which `probability` is exp(z - lse), and 0 where lse is not finite."""
+    """[B, K] the maximum and sum with which `probability` is exp(z - lse), or 0 where lse is not finite."""
     finite = lse.isfinite()
     return torch.where(finite, lse, 0.0), finite.double()
 
@@ -56,8 +56,8 @@ def apply_greedy(
     temperature: Tensor | None,  # [B]
     near_argmax: Tensor | None = None,  # [B, K]
 ) -> Tensor:
-    """[B, K] what is accepted: in greedy rows the argmax, or what is near it where that is given; in rows whose
-    temperature is no law nothing."""
+    """[B, K] what is accepted: in greedy rows the argmax, or `near_argmax` if it is given; nothing in rows of a
+    negative or NaN temperature."""
     if temperature is None or greedy_tokens is None:
         return accepted
     if near_argmax is None:
@@ -81,14 +81,14 @@ def residual(
     if q is None:
         is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
         return torch.where(is_draft, 0.0, weights)
-    # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
+    # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
     differs = (z_p != q[0]).any(-1, keepdim=True)
     return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), 0.0)
 
 
 def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Tensor:
     """[B, V], [B, V], [B] -> [B, V] the weights of the next token: the residual after a rejection; p after K
-    acceptances, after padding, and where the residual is empty."""
+    acceptances, after padding, and if the residual is empty."""
     use_residual = use_residual & (residual.amax(-1) > 0)
     return torch.where(use_residual.unsqueeze(-1), residual, p)
 

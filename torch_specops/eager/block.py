@@ -26,7 +26,7 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     n: list[int] = []
     residuals: dict[int, Tensor] = {}
     for b in range(batch):
-        # The block ends at padding, or where the target has no law.
+        # The block ends at padding, or at a target row without a finite logit.
         end = num_leading(drafts.in_vocab[b][i] and p.total[b][i] > 0 for i in range(num_drafts))
         reach = [1.0]
         for i in range(end):
@@ -42,14 +42,14 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
 
 
 def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int) -> tuple[int, Tensor | None]:
-    """How many drafts of sequence b stand, from the probabilities P_0 .. P_e to reach each, and the residual [1, V]
-    behind them; none at the end of the block."""
+    """How many drafts of sequence b are accepted, from the probabilities P_0 .. P_e to reach each; and the residual
+    [1, V] after them, or None at the end of the block."""
     end = len(reach) - 1
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
-        # also where the residual is empty.
+        # even if the residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The draft's side of `verify_exact` and `verify_block`."""
+"""The draft tokens of `verify_exact` and `verify_block`: q(x), and the residuals."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Drafts:
         self.given, self.inverse = given, inverse
         self.tokens = given.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
-        # [B, K] as indices. What is not in the vocabulary is never accepted, whatever its probability.
+        # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
         self.x = given.draft_tokens.clamp(0, vocab_size - 1).long()
         self.lse: list[list[float]] = [] if given.draft_lse is None else given.draft_lse.tolist()
         self.rows: Rows | None = None
         self.first = 0
 
     def read(self, first: int, stop: int) -> Callable[[int, int], float]:
-        """Read the positions first .. stop - 1. Returns q(x) of sequence b at position first + i, as a function."""
+        """Read the positions first .. stop - 1. Returns the function (b, i) -> q(x) of sequence b at first + i."""
         x, given = self.x[:, first:stop], self.given
         if given.draft_logits is None:
             return lambda b, i: 1.0
@@ -46,16 +46,16 @@ class Drafts:
         return probability
 
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
-        """[N, V] max(reach p - q, 0) of N rows of the target and the drafts (b, i) of those rows, which were read."""
+        """[N, V] max(reach p - q, 0) for N rows of the target and their drafts (b, i), which have been read."""
         if self.given.draft_logits is None:
             weights = p.weights * p.factors(reach)
             for row, (b, i) in zip(weights[:, 0], where, strict=True):
                 row[self.tokens[b][i]] = 0.0
             return weights.squeeze(1)
         q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
-        # In the memory of q, which is not needed again: new memory costs more than the sums.
+        # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
         weights = q.weights.mul_(-q.factors()).addcmul_(p.weights, p.factors(reach)).clamp_(min=0)
-        # Equal logits mean p = q, which rounding would hide, also that of a given draft_lse.
+        # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
         for row in range(len(where)):
             if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row]):
                 weights[row] = 0.0
@@ -76,5 +76,5 @@ class Drafts:
 
 
 def _exp(x: float) -> float:
-    """exp(x) where it is a float64. A logsumexp that is not that of the row may be far away."""
+    """exp(x), kept within float64: a given logsumexp need not be that of the row."""
     return math.exp(min(x, 700.0))

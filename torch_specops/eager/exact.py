@@ -21,7 +21,8 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     inverse = inverse_of(given.temperature)
     drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
 
-    # The walk. All rows of several sequences are read at once; of one sequence, as many as stay in the cache.
+    # The walk. Several sequences are read at once, with all their rows; one sequence, as many rows at a time as stay in
+    # the cache.
     step = num_drafts + 1 if batch > 1 else rows_at_a_time(given.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)

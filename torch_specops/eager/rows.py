@@ -15,16 +15,16 @@ from ..arguments import Filters
 from ..dense.filters import is_kept, row_bounds, scale_kept
 from ..dense.rows import FLOAT32_MAX, argmax, inverse_temperature
 
-# A batch with more than MANY sampled sequences of rows shorter than SHORT takes the dense form, which does not handle
-# them one by one.
+# A batch with more than MANY sampled sequences, and rows shorter than SHORT, uses the dense form, which does not handle
+# sequences one by one.
 MANY, SHORT = 16, 1024
-# Logits that a thread handles at a time: few enough to stay in its cache.
+# The number of logits that a thread handles at a time, few enough to stay in its cache.
 READ = 2**16
-# Below it, weights lose digits.
+# Weights below this lose digits.
 SMALL = 2.0**-100
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
-# And per tile of `argmax_by_tiles`.
+# Vocabulary entries per tile of `argmax_by_tiles`.
 ARGMAX_TILE = 128
 
 
@@ -33,13 +33,13 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def is_dense(temperatures: Sequence[float], vocab_size: int) -> bool:
-    """Whether computing what might be needed costs less than looking what is."""
+    """Whether computing whatever might be needed costs less than finding out what is needed."""
     return vocab_size < SHORT and sum(t > 0 for t in temperatures) > MANY
 
 
 def runs(temperatures: Sequence[float]) -> Iterator[tuple[bool, int, int]]:
-    """Neighbouring sequences of one kind, as (whether they are sampled, first, last + 1). Those that are not sampled
-    are greedy, or have a temperature that is no law."""
+    """Runs of neighbouring sequences of one kind, as (whether they are sampled, first, last + 1). Those that are not
+    sampled are greedy, or have a negative or NaN temperature."""
     start = 0
     for is_sampled, run in groupby(temperatures, lambda t: t > 0):
         stop = start + len(list(run))
@@ -52,7 +52,7 @@ def temperatures_of(temperature: Tensor | None, batch: int) -> list[float]:
 
 
 def inverse_of(temperature: Tensor | None) -> Tensor | None:
-    """1 / T; None where every T is 1, which scales nothing."""
+    """1 / T; None if every T is 1."""
     if temperature is None or all(t == 1 for t in temperature.tolist()):
         return None
     return inverse_temperature(temperature)
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
     total: list[list[float]]  # [B][C] 0 for a row with no finite entry
 
     def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
-        """[B, <= C] -> the probability of the token of row (b, i), in float64, as a function of b and i."""
+        """[B, <= C] -> a function of b and i: the probability of the token of row (b, i), in float64."""
         weights = self.weights.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
         index = tokens.tolist()
 
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
         return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
 
     def factors(self, factor: float = 1.0) -> Tensor:
-        """[B, C, 1] what the weights are multiplied by for factor p."""
+        """[B, C, 1] the multipliers that turn the weights into factor * p."""
         factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
         return torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
 
@@ -94,7 +94,7 @@ class Rows(NamedTuple):
 def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
     """[B, C, V], and 1 / T and filters [B] -> the rows, of sequences whose temperature is above 0."""
     z, maximum = scaled_rows(logits, inverse, filters)
-    # Softmax adds a row up entry by entry. The error of that is taken out by the total, which torch adds pairwise.
+    # Softmax sums a row entry by entry. Dividing by the total, which torch sums pairwise, removes that error.
     weights = torch.softmax(z, -1)
     if any(-math.inf in row for row in maximum):
         weights.nan_to_num_(0.0)
@@ -107,12 +107,12 @@ def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tup
     z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
     if bounds is not None:
         if bounds.first is not None and not bounds.first.any():
-            # Where no tie is cut, one comparison decides.
+            # If no tie is cut, one comparison decides.
             bounds = bounds._replace(first=None)
         z = torch.where(is_kept(logits, bounds), z, -math.inf)
     maximum = z.amax(-1).tolist()
-    # NaN, infinite and overflown logits show in the maximum, which is NaN or infinite then. What has fallen below the
-    # least float32 weighs nothing beside a larger maximum.
+    # NaN, infinite and overflown logits make the maximum NaN or infinite. Logits that overflow to -inf weigh nothing
+    # beside a larger maximum.
     if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
         z = scale_kept(logits, inverse, bounds)
         maximum = z.amax(-1).tolist()
@@ -131,7 +131,7 @@ def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
 def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
     """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight.
 
-    A uniform number that is no number in [0, 1) draws the first or the last token that has a weight.
+    A uniform number outside [0, 1) draws the first or the last token that has a weight.
     """
     num_rows, vocab_size = weights.shape
     if num_rows == 1 or vocab_size > TILE:
@@ -149,7 +149,7 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
 
 
 def _draw_from(weights: Tensor, u: float) -> int:
-    """[V] -> the token. In a long row the tile that holds it comes first."""
+    """[V] -> the token. In a long row, the tile that holds it is found first."""
     u = max(u, 0.0)
     if len(weights) <= TILE:
         cdf = weights.cumsum(0, dtype=torch.float64)
@@ -160,7 +160,7 @@ def _draw_from(weights: Tensor, u: float) -> int:
     sums = list(accumulate(mass, initial=0.0))
     if sums[-1] == 0:
         return -1
-    # What the rounding of u * sum leaves above all sums belongs to the last tile with a weight.
+    # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
     inside = weights[tile * TILE : (tile + 1) * TILE]
     return tile * TILE + _first_above(inside.cumsum(0, dtype=torch.float64), u * sums[-1] - sums[tile], inside)
@@ -173,8 +173,8 @@ def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax` in a third of the time: torch vectorises a maximum but not argmax, which is therefore given a tile per
-    row."""
+    """`argmax` in a third of the time: torch vectorises the maximum but not argmax, which therefore gets only one tile
+    per row."""
     vocab_size = logits.shape[-1]
     size = min(ARGMAX_TILE, vocab_size)
     whole = vocab_size // size * size
@@ -182,10 +182,10 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
     if whole < vocab_size:
         tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
     row_max = tile_max.amax(-1)
-    # With NaN or infinite logits the plain form decides: both are replaced there, which may make ties.
+    # NaN and infinite logits are left to the plain form, which replaces them, and may make ties.
     if not bool((row_max.float() < FLOAT32_MAX).all()):
         return argmax(logits)
-    # Indices beyond the vocabulary read its last entry again, which is never the lowest index of a maximum.
+    # Indices beyond the vocabulary read the last entry again, which then is never the lowest index of a maximum.
     index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
     inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
     return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)

@@ -1,4 +1,4 @@
-"""What the verify ops share: sequences by kind, greedy ones, the next token, the output."""
+"""What the verify ops share: runs of sampled and greedy sequences, greedy verification, the next token, the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dense.walk import draft_indices, is_near_argmax, logits_of
 from .rows import Rows, argmax_by_tiles, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
 
 Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
-# Of one sequence: how many drafts are accepted, and the next token.
+# For one sequence: how many drafts are accepted, and the next token.
 Outcome = tuple[int, int]
 
 
@@ -25,8 +25,8 @@ def verify(
     verify_sampled: Callable[[Given], list[Outcome]],
     verify_dense: Callable[[Given], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. `verify_sampled` is given sequences of temperature above 0: as many
-    as stay in the cache, or one."""
+    """output_tokens [B, K+1] and num_accepted [B]. `verify_sampled` gets sequences with a temperature above 0: as many
+    as stay in the cache, but at least one."""
     batch, num_drafts = given.draft_tokens.shape
     vocab_size = given.target_logits.shape[2]
     size = max(1, rows_at_a_time(vocab_size) // (num_drafts + 1))
@@ -58,8 +58,8 @@ def _sequences(given: Given, start: int, stop: int) -> Given:
 
 
 def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
-    """Sequences of temperature 0: drafts are accepted while they are the argmax, or near it with `argmax_lenience`. Of
-    a temperature that is no law: nothing."""
+    """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
+    `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
     assert given.temperature is not None
     target_logits, draft_tokens = given.target_logits, given.draft_tokens
     best = argmax_by_tiles(target_logits)
@@ -82,12 +82,12 @@ def num_leading(accepted: Iterable[bool]) -> int:
 
 def next_tokens(
     p: Rows,
-    ends: Sequence[tuple[int, int]],  # the row (b, i) of p behind the accepted drafts of each sequence
-    rejected: Sequence[int],  # the sequences that have a residual
+    ends: Sequence[tuple[int, int]],  # the row (b, i) of p after the accepted drafts of each sequence
+    rejected: Sequence[int],  # the sequences with a residual
     residual: Tensor | None,  # [len(rejected), V]
     uniforms: Sequence[float],
 ) -> list[int]:
-    """Of each sequence a token: from its residual; from p where it has none, or an empty one."""
+    """A token for each sequence: from its residual, or from p if it has none or an empty one."""
     tokens = dict.fromkeys(range(len(ends)), -1)
     if residual is not None:
         tokens.update(zip(rejected, draw(residual, [uniforms[b] for b in rejected]), strict=True))

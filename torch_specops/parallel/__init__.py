@@ -1,9 +1,9 @@
-"""Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads leave them.
+"""Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
 
 Every rank of a process group holds some columns of the logits, which never leave it. A call makes a fixed number of
-all-gathers of a few numbers per row, three in `verify_exact` and two in `sample`: docs/design.md says of what, and
-`wire_bytes` counts the bytes. What the ranks share besides logits (draft tokens, uniforms, temperature, draft_lse) must
-be equal on all of them; `check_ranks=True` looks. The functions trace with `torch.compile(fullgraph=True)`.
+all-gathers of a few numbers per row, three in `verify_exact` and two in `sample`; docs/design.md says what they
+contain, and `wire_bytes` counts the bytes. All other arguments (draft tokens, uniforms, temperature, draft_lse) must be
+equal on all ranks; `check_ranks=True` checks this. The functions trace with `torch.compile(fullgraph=True)`.
 """
 
 from .exact import verify_exact

@@ -44,36 +44,36 @@ def verify_exact(
 ) -> tuple[Tensor, Tensor]:
     """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
 
-    Off the rounding margin the tokens are those of the op on the whole logits, in greedy rows always; on every rank
-    they are the same, bit for bit. Every rank of the group must call it, with logits of its own and with the same other
-    arguments.
+    Except where float32 rounding decides, the tokens are those of the op on the whole logits; in greedy rows they
+    always are. On every rank they are the same. Every rank of the group must call it, with its own logits and otherwise
+    equal arguments.
 
     Args:
-        target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the rank before; or a DTensor
+        target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the previous rank; or a DTensor
             [B, K+1, V] with placement Shard(-1) or Replicate(). Dtypes and special values as in the op.
-        draft_tokens: [B, K], tokens of the whole vocabulary; as in the op, and equal on all ranks.
+        draft_tokens: [B, K], tokens of the whole vocabulary, as in the op; equal on all ranks.
         draft_logits: [B, K, V_r], sharded as the target's, or [B, K, V], whole and equal on every rank, or a DTensor.
             None = deterministic drafts.
-        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks:
-            from one seed, or sent by one rank.
+        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks
+            (computed from one seed, or sent by one rank).
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.parallel.sample` returned it.
-        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not offered here.
+        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
             DTensors, else the default group.
-        shard_sizes: columns of every rank, which may differ or be 0 (then V_r = 0). None = as a DTensor is split, else
-            the same on all ranks.
-        check_ranks: compare on all ranks what must be equal, by a fourth exchange, and raise if it is not. It reads
-            data: for tests and first runs, not for a compiled step.
+        shard_sizes: the number of columns of every rank; they may differ or be 0 (then V_r = 0). None = as a DTensor is
+            split, else equal on all ranks.
+        check_ranks: compare the arguments that must be equal on all ranks, by a fourth exchange, and raise if they are
+            not. It reads data: for tests and first runs, not for a compiled step.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as the op returns them, on every rank.
 
     Raises:
-        TypeError: an argument that is no tensor, number or group, or of another dtype.
+        TypeError: an argument that is not a tensor, number or group, or has another dtype.
         ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
-            process group; with `check_ranks`, an argument that differs between ranks. Without it, a mistake that only
-            some ranks can see leaves the others waiting.
+            process group; with `check_ranks`, an argument that differs between ranks. Without it, an error that only
+            some ranks raise leaves the others waiting.
 
     Example:
         >>> import os, tempfile, torch, torch_specops.parallel
@@ -98,7 +98,7 @@ def verify_exact(
         argmax_lenience=argmax_lenience,
     )
     checks.check_kinds(given, plain=False)
-    # From here on plain tensors: this rank's columns of the logits, everything else whole.
+    # From here on there are only plain tensors: this rank's columns of the logits, everything else whole.
     names = ["target_logits"] if draft_logits is None else ["target_logits", "draft_logits"]
     shards, logits = place(group, shard_sizes, [columns(name, getattr(given, name), 3) for name in names])
     local = given._asdict() | dict(zip(names, logits, strict=True))
@@ -125,7 +125,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
         return torch.where(in_shard, scale(logits_of(logits, x), inverse_t), -torch.inf)
 
-    # 1. The softmax statistics of every row, and the logits of the drafts, each from the rank that holds it.
+    # 1. The softmax statistics of every row, and the logit of each draft, from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
     z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
     own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
@@ -169,7 +169,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
             of_shard = (weights - q).clamp(min=0)
-            # Equal logits mean p = q, which the rounding of a given draft_lse would hide.
+            # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
             differs = (z_p != z_q).any(-1).double()
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     mass, *of_residual = all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
@@ -181,7 +181,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
     shard, within = shard_of(mass, given.sample_uniforms)
 
-    # 3. The token, from the rank that holds it. All ranks have counted the same n; taking rank 0's makes that certain.
+    # 3. The token, from the rank that holds it. All ranks should have the same n; taking rank 0's makes it certain.
     drawn = torch.where(shard == shards.rank, draw(weights, within) + shards.offset, -1)
     last = all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]

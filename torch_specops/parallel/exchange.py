@@ -1,5 +1,4 @@
-"""What the ranks tell each other, and what follows from it. The same numbers go through the same arithmetic on every
-rank."""
+"""The exchanges between ranks, and what follows from them: every rank does the same arithmetic on the same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def all_gather(x: Tensor, shards: Shards) -> Tensor:
 
 
 def exchange(own: dict[str, Tensor], shards: Shards) -> dict[str, Tensor]:
-    """What every rank sends under each name: [B, k] -> [R, B, k] in float64, by one all-gather."""
+    """All-gathers the values of each name, [B, k] -> [R, B, k] in float64, in one exchange."""
     widths = [numbers.shape[1] for numbers in own.values()]
     every = all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
     return dict(zip(own, every.split(widths, 2), strict=True))
@@ -46,8 +45,8 @@ def merge_argmax(z_max: Tensor, index: Tensor) -> Tensor:
 
 
 def shard_of(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, N] masses of the shards, [N] uniforms -> [N] the shard that the inverse CDF ends in (-1 without any mass),
-    and the uniform number for the draw inside it."""
+    """[R, N] masses of the shards, [N] uniforms -> [N] the shard that the inverse CDF selects (-1 without any mass),
+    and the uniform number for the draw within it."""
     shard = draw(mass.transpose(0, 1), uniforms)
     cdf = mass.cumsum(0)
     index = shard.clamp(min=0).unsqueeze(0)
@@ -58,14 +57,14 @@ def shard_of(mass: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_agreement(shards: Shards, arguments: Mapping[str, Any]) -> None:
-    """Compare arguments that must be the same on every rank (of logits the shape but for the columns), and raise on all
-    ranks alike."""
+    """Compare arguments that must be the same on every rank (for logits, the shape except for the columns), and raise
+    the same error on all ranks."""
     if torch.compiler.is_compiling():
-        raise ValueError("check_ranks: expected False in a compiled call, for it reads data; got True")
+        raise ValueError("check_ranks: expected False in a compiled call, because it reads data; got True")
     own = {"shard_sizes": str(shards.sizes)} | {name: _description(name, value) for name, value in arguments.items()}
     gathered: list[dict[str, str]] = [{}] * len(shards.sizes)
     dist.all_gather_object(gathered, own, group=shards.group)
-    # Every rank walks over rank 0's names, so that all raise for the same argument.
+    # Every rank goes through rank 0's names, so that all raise for the same argument.
     for name, expected in gathered[0].items():
         differing = [rank for rank, other in enumerate(gathered) if other.get(name) != expected]
         if differing:
@@ -89,7 +88,7 @@ def wire_bytes(
 ) -> int:
     """Bytes that each rank receives in one call of `torch_specops.parallel.verify_exact`.
 
-    Every rank sends each other one 8 B c bytes, c numbers of 8 bytes per sequence, and so receives 8 B c (R - 1):
+    Every rank sends 8 B c bytes to each other rank, c numbers of 8 bytes per sequence, and receives 8 B c (R - 1):
 
     | exchange | numbers per sequence |
     | --- | --- |
@@ -104,7 +103,7 @@ def wire_bytes(
         batch: B.
         num_draft_tokens: K.
         num_ranks: R.
-        draft: "logits" (also where every rank has them whole), "lse" if `draft_lse` is given too, "one_hot" for None.
+        draft: "logits" (also if every rank has them whole), "lse" if `draft_lse` is given too, "one_hot" for None.
         temperature: whether a temperature is given.
 
     Raises:

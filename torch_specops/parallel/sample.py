@@ -27,12 +27,12 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """`torch_specops.sample` where every rank holds some columns of the logits: the same law, the same tokens.
 
-    Two all-gathers of a few numbers per row. What `torch_specops.parallel.verify_exact` says of ranks holds here.
+    It makes two all-gathers of a few numbers per row. Ranks must call it as `torch_specops.parallel.verify_exact`.
 
     Args:
         logits: [N, V_r], the columns of this rank; or a DTensor [N, V] with placement Shard(-1) or Replicate().
-        uniforms: [N], as in the op, equal on all ranks.
-        temperature: [N] or a number, likewise.
+        uniforms: [N], as in the op; equal on all ranks.
+        temperature: [N] or a number, as in the op; equal on all ranks.
         group, shard_sizes, check_ranks: as in `torch_specops.parallel.verify_exact`.
 
     Returns:
@@ -73,7 +73,7 @@ def _sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, shards
     top, total, parts = merge_stats(every[0], every[1])
     shard, within = shard_of(parts, uniforms)
 
-    # Relative to the shard's own maximum no weight that counts vanishes.
+    # Relative to the shard's own maximum, no weight that matters vanishes.
     weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
     drawn = torch.where(shard == shards.rank, draw(weights, within) + shards.offset, -1)
     last = all_gather(torch.stack([drawn.double(), top + total.log()]), shards)

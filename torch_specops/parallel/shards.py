@@ -1,4 +1,4 @@
-"""Which rank holds which columns of the logits."""
+"""How the columns of the logits are split over the ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shards(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The logits that a rank was given: how they are called, the columns, and what a DTensor says of the others."""
+    """The logits that a rank was given: its name, the local columns, and what a DTensor says of the others."""
 
     name: str
     local: Tensor
@@ -81,8 +81,8 @@ def columns(name: str, logits: Tensor, rank: int) -> Columns:
 def place(
     group: ProcessGroup | DeviceMesh | None, sizes: Sequence[int] | None, logits: Sequence[Columns]
 ) -> tuple[Shards, list[Tensor]]:
-    """The split, and of each of the logits this rank's columns: cut from the whole where a rank has it, at least one
-    column wide (-inf). The first of the logits, where plain, are a shard."""
+    """The split, and this rank's columns of all logits: cut out if a rank has them whole, and padded to at least one
+    column (-inf). The first of the logits, if a plain tensor, are a shard."""
     found = _group(group, logits)
     num_ranks, rank = found.size(), found.rank()
     local_size = logits[0].local.shape[-1]

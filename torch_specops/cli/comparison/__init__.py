@@ -1,8 +1,8 @@
-"""The same prompts decoded in several ways, timed in turns: by this package with and without a draft, and by
+"""Decodes the same prompts in several ways and times them in turns: this package with and without a draft, and
 transformers.
 
-Everybody decodes the same number of tokens and does not stop at an eos. Before anything is timed, greedy outputs are
-compared token for token; where they differ, plain greedy decoding says how far apart the logits are.
+All of them decode the same number of tokens and do not stop at an eos. Before anything is timed, greedy outputs are
+compared token for token; where they differ, plain greedy decoding shows how far apart the logits are.
 """
 
 from .providers import ASSISTED, GENERATE, PLAIN, SPECULATIVE

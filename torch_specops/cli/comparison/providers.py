@@ -24,7 +24,7 @@ SPECULATIVE = "specops"
 
 @dataclass(frozen=True)
 class Answer:
-    """The new tokens of each row; this package also counts steps and accepted drafts."""
+    """The new tokens of each row, and the statistics of this package."""
 
     tokens: list[list[int]]
     stats: GenerationStats | None = None
@@ -42,7 +42,7 @@ class Provider:
     compiled: bool = False
     # Whether it takes one prompt at a time.
     single: bool = False
-    # Whether forwards of the target draft, too, so that counting them does not count steps.
+    # Whether forwards of the target also draft, so that their number is not that of the steps.
     drafts_with_target: bool = False
 
 
@@ -58,7 +58,7 @@ def make_providers(models: Models, work: Workload, compile: bool | str) -> list[
 def _own(
     name: str, models: Models, draft: DraftSource | nn.Module | None, work: Workload, compile: bool | str
 ) -> Provider:
-    # Made from the model, not from its adapter, so that each decoder has a cache of its own.
+    # Made from the model, not from its adapter, so that each decoder has its own cache.
     decoder = SpeculativeDecoder(
         models.target.model,
         draft,
@@ -117,7 +117,7 @@ def _transformers(models: Models, work: Workload) -> list[Provider]:
 def _generate(
     target: Any, work: Workload, fields: dict[str, Any], assistant: Any, assistant_fields: dict[str, Any]
 ) -> Callable[[Tensor, Tensor, SamplingParams, int], Answer]:
-    """`target.generate` with these fields and nothing from the model's own generation config, which may hold an eos, a
+    """`target.generate` with these fields and nothing from the model's own generation config, which may have an eos, a
     top-k or penalties."""
 
     def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
@@ -139,8 +139,8 @@ def _generate(
 
 @contextmanager
 def _generation_config(model: Any, fields: dict[str, Any]) -> Iterator[None]:
-    """While active, the model has a fresh generation config with these fields. `generate` reads there what its
-    arguments do not say."""
+    """Gives the model a new generation config with these fields, from which `generate` takes what its arguments leave
+    out; restores the old one afterwards."""
     kept = model.generation_config
     pad = 0 if kept.pad_token_id is None else kept.pad_token_id
     model.generation_config = type(kept)(pad_token_id=pad, **fields)

@@ -1,4 +1,4 @@
-"""Providers warmed up, compared and timed in turns."""
+"""Warms up, compares and times the providers, in turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .work import Case, Measurement, Models, Run, Workload
 
 
 class Comparison:
-    """Providers that take turns on each batch: timed runs, after a run that is observed. `measurements` is what was
-    measured so far, also after an interrupt."""
+    """Providers that take turns on each batch: an observed run of each, then timed runs. `measurements` has the results
+    so far, also after an interrupt."""
 
     def __init__(self, models: Models, work: Workload, rounds: int, compile: bool | str = "auto") -> None:
         for name, number in {"rounds": rounds, "max_new_tokens": work.max_new_tokens}.items():
@@ -28,7 +28,7 @@ class Comparison:
         prompts = [prompt for case in work.cases for batch in case.batches for prompt in batch]
         longest = max(map(len, prompts)) + work.max_new_tokens
         if models.target.max_length is not None and longest > models.target.max_length:
-            # transformers would go on, at positions that the model does not know.
+            # transformers would go on beyond the model's positions.
             raise ValueError(
                 f"max_new_tokens: expected prompt and new tokens within the {models.target.max_length} that the target "
                 f"reads, got {longest}"
@@ -50,7 +50,7 @@ class Comparison:
 
     @torch.inference_mode()
     def run(self) -> Iterator[str]:
-        """Measure; yields what comes next, before each run."""
+        """Measure; yields a label before each run."""
         warm: set[tuple[float, int]] = set()
         num_rounds = 0
         for case in self.work.cases:
@@ -63,7 +63,7 @@ class Comparison:
                 answers, turns = [], []
                 for provider, measured in active:
                     yield f"{place}, warming up: {provider.name}"
-                    # With the seed of the first round, so that lengths and times are of the same texts.
+                    # With the seed of the first round, so that lengths and times belong to the same texts.
                     settings = case.sampling, self.work.seed + num_rounds
                     answer, run = self._observe(provider, batch, *settings, is_first=kind[1:] not in warm)
                     answers.append(answer)
@@ -74,7 +74,7 @@ class Comparison:
                     yield f"{place}, comparing greedy outputs"
                     self._compare(prompts, [run for _, run in turns], answers)
                 for index in range(self.rounds):
-                    # A provider that always came first would always find the same caches.
+                    # The order changes, because the first provider finds other caches than the later ones.
                     first = num_rounds % len(turns)
                     for provider, run in turns[first:] + turns[:first]:
                         yield f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
@@ -98,7 +98,7 @@ class Comparison:
     def _observe(
         self, provider: Provider, batch: tuple[Tensor, Tensor], sampling: SamplingParams, seed: int, is_first: bool
     ) -> tuple[Answer, Run]:
-        """Run once to count steps and see where the time goes; the first time, once before to compile and allocate."""
+        """Run once to count steps and the time in forwards; the first time, after a run that compiles and allocates."""
         rows = batch[0].shape[0]
         run = Run(rows * self.work.max_new_tokens)
         if is_first:
@@ -165,7 +165,7 @@ def _verdict(differences: Sequence[GreedyDifference], single: bool) -> str:
 def _forwards_watched(
     models: Sequence[nn.Module], device: torch.device
 ) -> Iterator[tuple[Counter[nn.Module], list[float]]]:
-    """Yields how many forwards each model ran inside, and the seconds of each forward."""
+    """Counts the forwards of each model, and times each of them, while active."""
     calls: Counter[nn.Module] = Counter()
     seconds: list[float] = []
     started = 0.0

@@ -21,11 +21,11 @@ class Models:
     """A target, a draft, and how transformers gets the same draft."""
 
     target: TransformersModel
-    # Each caller gets a cache of its own.
+    # Each call makes a draft with its own cache.
     make_draft: Callable[[], DraftSource | nn.Module]
     # The transformers model that drafts; None = the draft is not a model, or is the target itself.
     assistant: nn.Module | None = None
-    # From K to the fields of transformers' generation config that ask for this draft; None = it has no such draft.
+    # From K to the fields of transformers' generation config for this draft; None = transformers has no such draft.
     assistance: Callable[[int], dict[str, Any]] | None = None
 
 
@@ -47,7 +47,7 @@ class Case:
 
 
 def batches_of(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
-    """All prompts in their order. To be full, the last batch goes on with the first prompts again."""
+    """All prompts in their order. The last batch is filled up with the first prompts."""
     if batch_size < 1:
         raise ValueError(f"batch_sizes: expected a number >= 1, got {batch_size}")
     return [
@@ -58,7 +58,7 @@ def batches_of(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What everybody decodes; `verify` and `schedule` are for this package, and the seed counts up by runs."""
+    """What all providers decode; `verify` and `schedule` are for this package, the seed is for the first round."""
 
     cases: Sequence[Case]
     max_new_tokens: int  # of every row
@@ -73,23 +73,23 @@ class Run:
     """One provider on one batch."""
 
     new_tokens: int  # of all rows together
-    # Of each round, reading the prompts included, compiling not.
+    # Of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
     # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
     num_steps: int | None = None
     # The same, summed over the rows that took part.
     num_row_steps: int | None = None
-    # Drafts at the first place of a step, the second, ...; empty = no drafts, or transformers, which does not tell.
+    # Drafts at the first position of a step, the second, ...; empty = no drafts, or transformers, which does not say.
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    # Outside the forwards of the models; None for a compiled step, which cannot be taken apart.
+    # Outside the models' forwards; None for compiled steps, in which they cannot be timed.
     outside_seconds: float | None = None
     compile_seconds: float = 0.0
-    # On CUDA, of the tensors in the first run without those that were there before (the models).
+    # On CUDA, of the tensors of the first run, without those that existed before (the models).
     peak_memory_bytes: int | None = None
     # "identical", "near ties", "rounding" or "different", as the help of `bench` explains; None = sampled.
     greedy: str | None = None
-    # From plain greedy decoding, in order.
+    # Differences from plain greedy decoding, in order.
     differences: list[GreedyDifference] = field(default_factory=list)
 
 
