@@ -70,27 +70,6 @@ def test_wrong_block_is_caught(mistake: str, report: Report) -> None:
     expect_caught(report, f"block, {mistake}", chain_p_values(tokens, target))
 
 
-SHARED = {
-    "sample uniforms of the draft": lambda propose, args: {"sample_uniforms": propose[:, 0]},
-    "sample uniforms of a test": lambda propose, args: {"sample_uniforms": args["accept_uniforms"][:, -1]},
-    "accept uniforms of the draft": lambda propose, args: {"accept_uniforms": propose},
-    "one accept uniform": lambda propose, args: {
-        "accept_uniforms": args["accept_uniforms"][:, :1].expand_as(args["accept_uniforms"])
-    },
-}
-
-
-@pytest.mark.parametrize("shared", SHARED)
-def test_shared_uniforms_are_caught(shared: str, report: Report) -> None:
-    target, draft = tables(41, "close")
-
-    def wrong(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-        return torch_specops.verify_block(**args | SHARED[shared](propose, args))
-
-    tokens = emit(target, draft, 3, Uniforms(seed=42), verify=wrong)
-    expect_caught(report, f"block, {shared}", chain_p_values(tokens, target))
-
-
 def test_residual_at_padding_is_caught(report: Report) -> None:
     """The residual makes up for drafts that were accepted; at padding none could be, and p is right."""
     target, draft = tables(43, "close")

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tiny_loops import GREEDY, LENGTH, Pauses, decode, expected_rows, limited, new_tokens, steps_of, streamed
+from tiny_loops import (
+    GREEDY,
+    LENGTH,
+    Pauses,
+    TokenStreamer,
+    decode,
+    expected_rows,
+    limited,
+    new_tokens,
+    steps_of,
+    streamed,
+)
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny
 from torch import Tensor
 
@@ -19,7 +30,6 @@ from torch_specops.decode import GenerationStats, Step
 from torch_specops.decode import loop as loop_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
-from torch_specops.drafts.base import LanguageModelWrapper
 from torch_specops.hf import language_model
 from torch_specops.schedules import Constant, Optimal, Schedule
 
@@ -100,29 +110,20 @@ def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int
     assert new_tokens(output) == expected_rows(40)
 
 
-class Counted(LanguageModelWrapper):
-    """A model that counts its forwards."""
-
-    num_forwards = 0
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        self.num_forwards += 1
-        return super().forward(tokens, positions, num_logits)
-
-
 def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of a loop that drafts K anyway. A compiled step takes the smallest K that is ready."""
     input_ids, mask = padded(PROMPTS, "left")
     texts, forwards = [], []
     for limits in ([3, 3, 3], [2, 3, 1]):
         for fits in (True, False):
-            draft = Counted(language_model(shared_tiny("llama", seed=3)))
+            draft = language_model(shared_tiny("llama", seed=3))
+            draft.forward = mock.Mock(wraps=draft.forward)
             sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
             decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
             if not fits:
                 monkeypatch.setattr(decoder._runner, "fewest", lambda num_draft_tokens, needed: num_draft_tokens)
             texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
-            forwards.append(draft.num_forwards)
+            forwards.append(draft.forward.call_count)
     assert texts[::2] == texts[1::2]
     # One for the prompts, and two drafts in the first step, one in the second.
     assert max(forwards[::2]) <= 4 and min(forwards[1::2]) >= 101
@@ -179,25 +180,11 @@ def test_statistics_count_what_was_emitted_and_verified() -> None:
     assert stats.seconds == 1.0 and stats.tokens_per_second == 7.0
 
 
-class TokenStreamer:
-    """Like transformers' streamers: gets the prompt, then int64 tokens, then the end."""
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        assert value.dtype == torch.int64
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
-
-
 def test_a_streamer_of_transformers() -> None:
     streamer = TokenStreamer()
     decode("perturbed", 3, prompts=PROMPTS[:1], streamer=streamer)
     prompt, *tokens, end = streamer.heard
-    assert prompt == [list(PROMPTS[0])] and end == "end"
+    assert prompt == list(PROMPTS[0]) and end == "end"
     assert [token for step in tokens for token in step] == expected_rows()[0]
     with pytest.raises(ValueError, match="streamer: one with put and end takes a batch of one, got 3 rows"):
         decode(None, 1, streamer=TokenStreamer())
@@ -209,7 +196,7 @@ def test_a_streamer_of_transformers() -> None:
         torch_specops.generate(
             PairModel(torch.full((9, 8, 8), torch.nan)), torch.tensor([[1, 2]]), max_new_tokens=3, streamer=streamer
         )
-    assert streamer.heard == [[[1, 2]], [], "end"]
+    assert streamer.heard == [[1, 2], [], "end"]
 
 
 def test_a_stream_ends_where_the_next_one_begins() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_loops import TokenStreamer
 from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
 
@@ -60,20 +61,6 @@ def test_prompt_lookup_is_the_plain_loop(
     assert torch.equal(tokens, before)
 
 
-class Steps:
-    """A streamer for transformers: the tokens of each step."""
-
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.tokens.append(tokens.flatten().tolist())
-
-    def end(self) -> None:
-        # The prompt came first.
-        del self.tokens[0]
-
-
 def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
     """With the same settings, whose default theirs are. The model's greedy text ends in a cycle of a few tokens."""
     model = tiny("llama")
@@ -82,7 +69,7 @@ def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
         layer.self_attn.o_proj.weight.data.zero_()
     prompt = torch.tensor([[1, 17, 5, 33, 17, 5, 48]])
     for ngram, repeat in ((2, False), (1, False), (3, False), (2, True)):
-        theirs = Steps()
+        theirs = TokenStreamer()
         model.generation_config.max_matching_ngram_size = None if ngram == 2 else ngram
         options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "prompt_lookup_num_tokens": 6}
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=theirs, **options)
@@ -91,7 +78,7 @@ def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
             model, PromptLookup(ngram, 1, repeat), num_draft_tokens=6, sampling=greedy, compile=False
         )
         ours = [step.tokens[0] for step in decoder.stream(prompt, max_new_tokens=40, eos_token_id=())]
-        assert (ours == theirs.tokens) == (not repeat), (ngram, repeat)
+        assert (ours == theirs.heard[1:-1]) == (not repeat), (ngram, repeat)
         assert len(ours) < 20
 
 

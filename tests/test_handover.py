@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_loops import TokenStreamer
 from tiny_models import encoder_inputs, perturbed, shared_tiny
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
-from transformers.generation.streamers import BaseStreamer
 
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate, handover
@@ -21,22 +21,11 @@ PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 CALL: dict[str, Any] = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9, "do_sample": False}
 
 
-class Heard(BaseStreamer):
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.texts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.texts.append([-1])
-
-
 def test_the_assistant_drafts_and_the_streamer_hears() -> None:
-    target, own, ours = shared_tiny("llama"), Heard(), Heard()
+    target, own, ours = shared_tiny("llama"), TokenStreamer(), TokenStreamer()
     expected = target.generate(PROMPT, **CALL, streamer=own)
     for given in (custom_generate, functools.partial(custom_generate, num_draft_tokens=3)):
-        ours.texts.clear()
+        ours.heard.clear()
         output = target.generate(
             PROMPT,
             **CALL,
@@ -47,9 +36,9 @@ def test_the_assistant_drafts_and_the_streamer_hears() -> None:
         )
         assert isinstance(output, GenerateDecoderOnlyOutput) and torch.equal(output.sequences, expected)
         # The prompt once, then the tokens as they came, then the end.
-        assert ours.texts[0] == own.texts[0] == PROMPT[0].tolist()
-        assert list(chain.from_iterable(ours.texts)) == list(chain.from_iterable(own.texts))
-        assert output.stats.num_accepted > 0 and len(ours.texts) == output.stats.num_steps + 2 < len(own.texts)
+        assert ours.heard[0] == own.heard[0] == PROMPT[0].tolist()
+        assert list(chain.from_iterable(ours.heard)) == list(chain.from_iterable(own.heard))
+        assert output.stats.num_accepted > 0 and len(ours.heard) == output.stats.num_steps + 2 < len(own.heard)
 
 
 def test_a_draft_source_is_an_assistant_too() -> None:
@@ -74,7 +63,11 @@ def test_what_cannot_be_handed_on_is_an_error() -> None:
     draft = PromptLookup()
     for options, error, message in (
         ({"assistant_model": draft, "draft_model": draft}, ValueError, "assistant_model: expected None beside draft"),
-        ({"streamer": Heard(), "token_streamer": print}, ValueError, "streamer: expected None beside token_streamer"),
+        (
+            {"streamer": TokenStreamer(), "token_streamer": print},
+            ValueError,
+            "streamer: expected None beside token_streamer",
+        ),
         ({"assistant_model": target, "assistant_tokenizer": 1}, NotImplementedError, "assistant_tokenizer: .*TokenMap"),
     ):
         with pytest.raises(error, match=message):
@@ -89,7 +82,9 @@ def test_other_functions_see_no_difference() -> None:
         return input_ids
 
     target = shared_tiny("llama")
-    target.generate(PROMPT, **CALL, custom_generate=other, assistant_model=target, streamer=Heard(), tokenizer=1)
+    target.generate(
+        PROMPT, **CALL, custom_generate=other, assistant_model=target, streamer=TokenStreamer(), tokenizer=1
+    )
     assert "logits_processor" in found
     assert not found.keys() & {"assistant_model", "draft_model", "streamer", "token_streamer", "tokenizer"}
 

@@ -59,8 +59,6 @@ from torch_specops.sampling import SamplingTensors
         ("over n-gram", 4, 1.3, "exact", {}),
         ("other vocabulary", 2, 1.0, "exact", {}),
         ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
-        ("close", 2, 1.2, "exact", {"top_k": 3}),
-        ("opposite", 2, 1.2, "exact", {"top_p": 0.7}),
         ("close", 3, 1.2, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
         ("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
         ("prompt lookup", 3, 1.2, "exact", {"top_k": 4, "top_p": 0.85}),

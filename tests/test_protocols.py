@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft
-from torch_specops.drafts.base import LanguageModelWrapper
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, TokenMap
 from torch_specops.drafts.checked import CheckedDraft
 from torch_specops.hf import language_model
 
@@ -132,7 +131,7 @@ def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
     target, draft = PairModule(TABLE), PairModule(TABLE)
     before = target.modes()
     assert before == [True, False, True]
-    decoder = SpeculativeDecoder(target, LanguageModelWrapper(draft), num_draft_tokens=3, sampling=GREEDY)
+    decoder = SpeculativeDecoder(target, TokenMap(draft, torch.arange(8)), num_draft_tokens=3, sampling=GREEDY)
     during: list[list[bool]] = []
     output = decoder.generate(PROMPTS, max_new_tokens=10, streamer=lambda step: during.append(target.modes()))
     assert torch.equal(output.sequences, EXPECTED) and output.stats.acceptance_rate == 1.0

@@ -132,6 +132,20 @@ class Holes(DraftSource):
         return Draft(torch.where(holes, torch.tensor([[-1], [VOCAB], [VOCAB + 1000]]), drafts))
 
 
+class TokenStreamer:
+    """Like transformers' streamers: gets the prompt, then int64 tokens, then the end."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        assert value.dtype == torch.int64
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
 class Late(RecordReader):
     """Gives records one step late, as on CUDA, where the next step is queued already."""
 

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..drafts import DraftSource, LanguageModel
-from ..drafts.base import LanguageModelWrapper
+from ..drafts import DraftSource, LanguageModel, TokenMap
 from ..drafts.checked import CheckedDraft
 
 __all__ = ["Guard", "evaluating"]
@@ -94,5 +93,4 @@ def _modules_of(part: object) -> Iterator[nn.Module]:
         if isinstance(part, CheckedDraft):
             part = part.source
         else:
-            wraps = isinstance(part, (DraftSource, LanguageModelWrapper))
-            part = getattr(part, "model", None) if wraps else None
+            part = getattr(part, "model", None) if isinstance(part, (DraftSource, TokenMap)) else None

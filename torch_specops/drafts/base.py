@@ -21,7 +21,6 @@ __all__ = [
     "DraftSource",
     "FeatureModel",
     "LanguageModel",
-    "LanguageModelWrapper",
     "MinimalDraftSource",
     "clear_rows",
     "feature_model",
@@ -283,41 +282,6 @@ def clear_rows(model: LanguageModel, rows: Tensor) -> None:
     clear = getattr(model, "clear_rows", None)
     if clear is not None:
         clear(rows)
-
-
-class LanguageModelWrapper:
-    """A `LanguageModel` that forwards to another one. A subclass overrides `forward`, and whatever else differs."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        self.not_compiled: str | None = getattr(model, "not_compiled", None)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
-
-    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.model.start(batch, capacity, inputs)
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        return self.model.forward(tokens, positions, num_logits)
-
-    def clear_rows(self, rows: Tensor) -> None:
-        clear_rows(self.model, rows)
-
-    def first_layers(self, num_layers: int) -> LanguageModel:
-        return first_layers(self.model, num_layers)
-
-    def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.model)
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, LanguageModelWrapper, first_layers
+from .base import LanguageModel, clear_rows, first_layers, static_tensors_of
 from .rows import can_read_rows
 
 __all__ = ["TokenMap", "twin_tokens"]
 
 
-class TokenMap(LanguageModelWrapper):
+class TokenMap:
     """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
 
     Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
@@ -48,7 +48,6 @@ class TokenMap(LanguageModelWrapper):
     """
 
     def __init__(self, model: LanguageModel, draft_of_target: Tensor, unknown: int = 0) -> None:
-        super().__init__(model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
             found = getattr(draft_of_target, "dtype", type(draft_of_target))
             raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")
@@ -63,6 +62,8 @@ class TokenMap(LanguageModelWrapper):
             )
         if not 0 <= unknown < model.vocab_size:
             raise ValueError(f"unknown: expected a token in [0, {model.vocab_size}), got {unknown}")
+        self.model = model
+        self.not_compiled: str | None = getattr(model, "not_compiled", None)
         self.unknown = unknown
         self._draft_of_target = draft_of_target.to(model.device)
         self._has_twin = self._draft_of_target >= 0
@@ -74,8 +75,19 @@ class TokenMap(LanguageModelWrapper):
         return self._draft_of_target.shape[0]
 
     @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self.model.max_length
+
+    @property
     def reads_rows(self) -> bool:
         return can_read_rows(self.model)
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.model.start(batch, capacity, inputs)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
@@ -83,6 +95,12 @@ class TokenMap(LanguageModelWrapper):
         own: tuple[Any, ...] = () if rows is None else (rows,)
         logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
+
+    def clear_rows(self, rows: Tensor) -> None:
+        clear_rows(self.model, rows)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.model)
 
     def first_layers(self, num_layers: int) -> TokenMap:
         return TokenMap(first_layers(self.model, num_layers), self._draft_of_target, self.unknown)
