@@ -121,7 +121,7 @@ def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPat
             sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
             decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
             if not fits:
-                monkeypatch.setattr(decoder._runner, "fewest", lambda num_draft_tokens, needed: num_draft_tokens)
+                monkeypatch.setattr(decoder._runner, "smallest_sufficient", lambda wanted, needed: wanted)
             texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
             forwards.append(draft.forward.call_count)
     assert texts[::2] == texts[1::2]
@@ -130,7 +130,13 @@ def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPat
     runner = decoder._runner
     runner.compiled, runner._ready = True, {2, 5}
     monkeypatch.undo()
-    assert [runner.fewest(*numbers) for numbers in [(5, 0), (5, 2), (5, 3), (8, 6), (1, 0)]] == [2, 2, 5, 8, 1]
+    assert [runner.smallest_sufficient(*numbers) for numbers in [(5, 0), (5, 2), (5, 3), (8, 6), (1, 0)]] == [
+        2,
+        2,
+        5,
+        8,
+        1,
+    ]
 
 
 def test_a_draft_reads_what_steps_without_drafts_gave() -> None:

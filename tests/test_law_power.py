@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.laws import LawTest, MarkovModel, judgement, markov_pair
-from torch_specops.laws.judgement import pearson
+from torch_specops.laws import LawTest, MarkovModel, markov_pair, pearson
+from torch_specops.laws.pearson import pearson_statistic
 from torch_specops.laws.power import (
     chi_square_tail,
     critical_value,
@@ -30,7 +30,7 @@ SIGNIFICANCE = 1e-4
 @pytest.fixture(autouse=True)
 def cached_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """The visible bias is the same in each of many repetitions."""
-    monkeypatch.setattr(judgement, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(pearson, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
 
 
 def conditional_laws(bias: float = 0.0, positions: tuple[int, ...] = (0, 1, 2)) -> list[Tensor]:
@@ -67,7 +67,7 @@ def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[li
         numbers = torch.rand(trials, generator=generator, dtype=torch.float64) * cumulative[-1]
         counts = torch.bincount(torch.searchsorted(cumulative, numbers, right=True), minlength=V**3)
         by_position = [counts.view(V**t, V, -1).sum(-1) for t in range(3)]
-        results.append(judgement.judge(by_position, counts, exact, SIGNIFICANCE))
+        results.append(pearson.law_tests(by_position, counts, exact, SIGNIFICANCE))
     return results
 
 
@@ -164,7 +164,7 @@ def test_rare_outcomes_are_pooled() -> None:
 
     def pooled_test(sizes: list[int]) -> tuple[float, int, float]:
         expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return pearson(expected, expected, 10.0)
+        return pearson_statistic(expected, expected, 10.0)
 
     assert pooled_test([1000]) == (0.0, 3, 0.0)
     # 5 expected in the last cell: it joins the next one.

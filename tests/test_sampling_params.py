@@ -23,7 +23,7 @@ NUMBERS = ("temperature", *FILTERS, *PENALTIES, "no_repeat_ngram_size", "min_new
 def test_defaults() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
-    assert torch.equal(params.temperatures(batch=3), torch.ones(3))
+    assert torch.equal(params.tensors(batch=3).temperature, torch.ones(3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0  # type: ignore[misc]
 

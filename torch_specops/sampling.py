@@ -91,7 +91,7 @@ class SamplingParams:
 
     Example:
         >>> import torch_specops
-        >>> torch_specops.SamplingParams(temperature=[0.0, 0.7]).temperatures(batch=2)
+        >>> torch_specops.SamplingParams(temperature=[0.0, 0.7]).tensors(batch=2).temperature
         tensor([0.0000, 0.7000])
         >>> banned = torch_specops.SamplingParams(bad_words=[[17, 4], [9]])  # for all rows
         >>> banned = torch_specops.SamplingParams(bad_words=[[[17, 4], [9]], []])  # for the first of two rows
@@ -153,10 +153,6 @@ class SamplingParams:
         """
         return cls(**values_of(config))
 
-    def temperatures(self, batch: int, device: torch.device | str = "cpu") -> Tensor:
-        """[batch] float32, one temperature per sequence."""
-        return self._per_sequence("temperature", batch, device)
-
     def tensors(
         self,
         batch: int,
@@ -179,7 +175,8 @@ class SamplingParams:
         """
         filters = {name: self._if_any(name, batch, device) for name in ("top_k", "top_p", "min_p")}
         processors = self._processors(batch, device, prompt_lengths, eos, vocab_size)
-        return SamplingTensors(self.temperatures(batch, device), **filters, processors=processors)
+        temperature = self._per_sequence("temperature", batch, device)
+        return SamplingTensors(temperature, **filters, processors=processors)
 
     def _processors(
         self,

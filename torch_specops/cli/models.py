@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Names of drafts.
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # Followed by the longest match: prompt lookup as transformers has it.
-THEIR_LOOKUP = "prompt-lookup:"
+TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, INT8 = "ngram:", "early-exit:", "eagle3:", "int8"
 
 # Most of the answer can be copied from the question.
@@ -69,7 +69,7 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console shows what takes time."""
     check_name("target", target)
-    if not draft.startswith((THEIR_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
+    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
         check_name("draft", draft, others)
     with console.status("loading transformers"):
@@ -87,8 +87,8 @@ def load_models(
         # A memory would contain the text itself from the second round on. Assisted generation has only prompt lookup.
         source = PromptLookup if draft == PROMPT_LOOKUP else lambda: SuffixLookup(memory=0)
         return Models(model, source, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
-    if draft.startswith(THEIR_LOOKUP):
-        longest = _number_after(THEIR_LOOKUP, "the longest match", draft)
+    if draft.startswith(TRANSFORMERS_LOOKUP):
+        longest = _number_after(TRANSFORMERS_LOOKUP, "the longest match", draft)
         lookup = PromptLookup(longest, 1, repeat=False)
         fields = {"max_matching_ngram_size": longest}
         return Models(

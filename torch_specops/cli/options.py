@@ -12,7 +12,7 @@ import torch
 import typer
 
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, THEIR_LOOKUP
+from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
 
 # What a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -30,8 +30,8 @@ Draft = Annotated[
     str,
     typer.Option(
         metavar="DRAFT",
-        help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{THEIR_LOOKUP}2' as "
-        f"transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
+        help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
+        f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
         f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "

@@ -105,7 +105,7 @@ class Loop:
         wanted = self.schedule.first()
         while True:
             # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
-            num_draft_tokens = self.runner.fewest(wanted, max(progress.room - 1, 0))
+            num_draft_tokens = self.runner.smallest_sufficient(wanted, max(progress.room - 1, 0))
             progress.stats.compile_seconds += self.runner.prepare(num_draft_tokens)
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()

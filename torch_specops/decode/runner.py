@@ -183,11 +183,11 @@ class StepRunner:
             self.state.lengths[row].fill_(length)
             self.state.finished[row].fill_(True)
 
-    def fewest(self, num_draft_tokens: int, needed: int) -> int:
-        """The smallest K, at most the one given, that is at least `needed` and needs no compiling. An eager step can
-        have any K."""
+    def smallest_sufficient(self, wanted: int, needed: int) -> int:
+        """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
+        any K."""
         ready = self._ready if self.compiled else {needed}
-        return min([num_draft_tokens, *(count for count in ready if count >= needed)])
+        return min([wanted, *(count for count in ready if count >= needed)])
 
     def prepare(self, num_draft_tokens: int) -> float:
         """Compile and capture the step for this K if it is not ready; returns the seconds that took."""

@@ -19,7 +19,7 @@ from .step import DecodeState
 __all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
 
 # What fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
-_NOTHING = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
+_FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
 
 
 def first_state(
@@ -50,7 +50,7 @@ def constants_of(state: DecodeState) -> Hashable:
 
 
 # The objects that hold a state's tensors.
-_HOLDERS = (DecodeState, SamplingTensors, Processors)
+_STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
 
 
 def tensors_of(values: object) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def tensors_of(values: object) -> dict[str, Tensor]:
     for name, value in vars(values).items():
         if isinstance(value, Tensor):
             tensors[name] = value
-        elif isinstance(value, _HOLDERS):
+        elif isinstance(value, _STATE_CLASSES):
             tensors |= tensors_of(value)
     return tensors
 
@@ -70,7 +70,7 @@ def moved(values: Any, device: torch.device) -> Any:
     for name, value in vars(values).items():
         if isinstance(value, Tensor):
             changes[name] = value.to(device, copy=True)
-        elif isinstance(value, _HOLDERS):
+        elif isinstance(value, _STATE_CLASSES):
             changes[name] = moved(value, device)
     return replace(values, **changes)
 
@@ -104,7 +104,7 @@ def _longest_ngram(state: DecodeState) -> int:
 
 
 def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
-    """An object of one of the `_HOLDERS`, from the tensors that it has fields for."""
+    """An object of one of the `_STATE_CLASSES`, from the tensors that it has fields for."""
     return kind(**{field.name: tensors[field.name] for field in fields(kind) if field.name in tensors}, **others)
 
 
@@ -116,7 +116,7 @@ def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, token
         new: the row's tensor [1, ...], or None.
         tokens: the batch's tokens, for their number of rows and device.
     """
-    nothing = _NOTHING.get(name, 0)
+    nothing = _FILL.get(name, 0)
     if old is None or (new is not None and any(n > m for n, m in zip(new.shape[1:], old.shape[1:], strict=True))):
         assert new is not None
         sizes = new.shape[1:] if old is None else [max(pair) for pair in zip(old.shape[1:], new.shape[1:], strict=True)]

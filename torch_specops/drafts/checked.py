@@ -49,28 +49,23 @@ class CheckedDraft(DraftSource):
 
     def bind(self, target: LanguageModel) -> None:
         self._vocab_size = target.vocab_size
-        if hasattr(self.source, "bind"):
-            self.source.bind(target)
+        getattr(self.source, "bind", super().bind)(target)
 
     def expect(self, num_draft_tokens: int) -> None:
         if hasattr(self.source, "expect"):
             self.source.expect(num_draft_tokens)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        if hasattr(self.source, "start"):
-            self.source.start(tokens, lengths, capacity, inputs)
+        getattr(self.source, "start", super().start)(tokens, lengths, capacity, inputs)
 
     def compile(self, shape: Hashable | None) -> None:
-        if hasattr(self.source, "compile"):
-            self.source.compile(shape)
+        getattr(self.source, "compile", super().compile)(shape)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        if hasattr(self.source, "catch_up"):
-            self.source.catch_up(tokens, lengths, num_steps)
+        getattr(self.source, "catch_up", super().catch_up)(tokens, lengths, num_steps)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        if hasattr(self.source, "restart"):
-            self.source.restart(tokens, lengths, rows)
+        getattr(self.source, "restart", super().restart)(tokens, lengths, rows)
 
     @property
     def can_restart(self) -> bool:
@@ -79,8 +74,7 @@ class CheckedDraft(DraftSource):
         return hasattr(self.source, "restart") or not hasattr(self.source, "start")
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        if hasattr(self.source, "end"):
-            self.source.end(tokens, lengths)
+        getattr(self.source, "end", super().end)(tokens, lengths)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.source)

@@ -6,8 +6,8 @@ docs/testing.md says how to use them and what their numbers mean.
 
 from .check import check_law
 from .engine import check_engine
-from .judgement import chi_square
 from .markov import MarkovModel, markov_pair
+from .pearson import chi_square
 from .report import EngineReport, LawReport, LawTest
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .judgement import judge
+from .pearson import law_tests
 from .report import LawReport
 from .texts import Generated, NextToken, check_numbers, conditional_laws, count_texts, read_prompt, read_tokens, repeats
 
@@ -102,7 +102,7 @@ def law_report(
     trials, num_tokens = tokens.shape
     uniforms = torch.rand(trials, num_tokens, generator=generator, dtype=torch.float64)
     counts, joint_counts = count_texts(tokens, p, uniforms)
-    tests = judge(counts, joint_counts, p, significance)
+    tests = law_tests(counts, joint_counts, p, significance)
     overlaps = [None] * num_tokens if q is None else _overlaps(p, q)
     positions = [
         replace(test, emitted=int(count.sum()) / trials, overlap=overlap)

@@ -14,7 +14,7 @@ from .report import CONFIDENCE, LawTest
 MIN_EXPECTED = 10.0
 
 
-def judge(counts: list[Tensor], joint_counts: Tensor, laws: list[Tensor], significance: float) -> list[LawTest]:
+def law_tests(counts: list[Tensor], joint_counts: Tensor, laws: list[Tensor], significance: float) -> list[LawTest]:
     """One test for each position t, of the tokens counted in [V ** t, V] by the text before them against the law of the
     same shape, then the joint test of texts counted in [V ** T]."""
     threshold = significance / (len(laws) + 1)
@@ -34,7 +34,7 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
     trials = max(int(sizes.sum()), 1)
     expected = sizes * law
     impossible = int(counts[law == 0].sum())
-    statistic, dof, pooled = pearson(counts, expected, MIN_EXPECTED)
+    statistic, dof, pooled = pearson_statistic(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
     # If the law is certain, any other token is detected, and one occurs with probability 1 - (1 - TV)**trials.
@@ -76,11 +76,11 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     assert abs(float(probabilities.sum()) - 1) < 1e-6, "probabilities do not sum to one"
     if (counts[probabilities == 0] > 0).any():
         return 0.0
-    statistic, dof, _ = pearson(counts.unsqueeze(0), (probabilities * counts.sum()).unsqueeze(0), 5.0)
+    statistic, dof, _ = pearson_statistic(counts.unsqueeze(0), (probabilities * counts.sum()).unsqueeze(0), 5.0)
     return chi_square_tail(statistic, dof)
 
 
-def pearson(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
+def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
     """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
 
     In each row the cells below `min_expected` are pooled into one, with the next larger one if that is still too small.
