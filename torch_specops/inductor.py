@@ -1,10 +1,10 @@
-"""An opt-in pass for `torch.compile`: what a graph does to logits just before one of our ops is left to the op, which
-reads logits of any dtype and strides and takes a temperature. For
+"""An opt-in pass for `torch.compile` that removes steps which a graph applies to logits just before one of our ops: the
+op reads logits of any dtype and strides, and takes a temperature. For
 
     verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
 
-compiled inside `with absorb():`, or after `install()`, the op is given the logits as they came and a temperature of 2.
-The pass absorbs
+compiled inside `with absorb():`, or after `install()`, the op gets the original logits and a temperature of 2. The pass
+absorbs
 
 - a cast of bfloat16 or float16 to float32, and a copy (`.clone()`, `.contiguous()`) of contiguous rows,
 - a division in float32 by a constant power of two, if target and draft are divided alike and the op has no temperature.
@@ -18,9 +18,9 @@ request: `any_temperature=True` also takes any other positive constant, and floa
 rows or one per sequence, which must be positive. Scaled logits then differ in their last bits. Such a division stays if
 the op has a `draft_lse`, which was computed from the quotient.
 
-Left alone are steps whose result something else reads too, divisors per token, casts to a narrower dtype, logits or
+Not absorbed are steps whose result is also used elsewhere, divisors per token, casts to a narrower dtype, logits or
 temperatures that are written to before the op reads them, and everything before `filter_logits`, which returns logits
-in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code: there is
+in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code, so there is
 little to gain except before an op with filters.
 """
 
@@ -49,14 +49,15 @@ _aten, _specops = torch.ops.aten, torch.ops.specops
 # A graph names an op or its one overload.
 _OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.sample}
 _OPS |= {op.default for op in _OPS}
-# Methods by their names. What a call really does is judged by the dtypes and shapes of its input and result.
+# Methods by their names. The dtypes and shapes of input and result tell what a call really does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
 _COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
 _DIVISIONS = {"div", "true_divide", operator.truediv, torch.div, torch.true_divide, _aten.div.Tensor}
 
 
 def install(*, any_temperature: bool = False) -> None:
-    """Run the pass, after others at its hook, on all that this thread compiles from now on; argument as in `absorb`.
+    """Run the pass, after others at its hook, on everything that this thread compiles from now on; arguments as in
+    `absorb`.
 
     Example:
         >>> import torch_specops.inductor
@@ -67,14 +68,14 @@ def install(*, any_temperature: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take our pass away; other passes at its hook stay."""
+    """Remove our pass; other passes at its hook stay."""
     others = _other_passes()
     config.pre_grad_custom_pass = list(others) if len(others) > 1 else next(iter(others), None)
 
 
 @contextlib.contextmanager
 def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
-    """Run the pass on what is compiled inside. A function is compiled when it is first called.
+    """Run the pass on everything that is compiled inside. A function is compiled when it is first called.
 
     Args:
         any_temperature: absorb divisions by temperatures that are no powers of two; rounding may change a token.
@@ -103,7 +104,7 @@ def _other_passes() -> tuple[Any, ...]:
 
 
 class AbsorbPass(CustomGraphPass):
-    """The other passes at the hook, then ours. It runs before the graph is traced, which takes the ops apart."""
+    """The other passes at the hook, then ours. It runs before the graph is traced, which decomposes the ops."""
 
     def __init__(self, others: tuple[Any, ...], any_temperature: bool, absorbed: Counter[str]) -> None:
         self.others = others
@@ -124,7 +125,7 @@ class AbsorbPass(CustomGraphPass):
 
 
 def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
-    """Give the op the logits from before the steps that it can do itself. Returns the kinds of these steps."""
+    """Give the op the logits from before the steps that it can do itself; returns the kinds of these steps."""
     target: Any = op.target
     parameters = getattr(target, "default", target)._schema.arguments
     given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
@@ -148,12 +149,12 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
 
 
 def _steps_before(op: Node, node: Node) -> list[tuple[str, Node]]:
-    """From the op backwards, the steps whose result only our ops read: their kinds and nodes, at most one division."""
+    """The steps before the op, backwards, whose results only our ops read: kinds and nodes, at most one division."""
     steps: list[tuple[str, Node]] = []
     while all(user.target in _OPS or (steps and user is steps[-1][1]) for user in node.users):
         kind = _kind(node)
         is_second_division = kind == "division" and kind in dict(steps)
-        # The op reads later what the step reads.
+        # The op will read the input of the step, later than the step did.
         if kind is None or is_second_division or not all(_unchanged(each, node, op) for each in node.all_input_nodes):
             break
         steps.append((kind, node))
@@ -171,13 +172,13 @@ def _kind(node: Node) -> str | None:
     is_float32 = before.dtype == after.dtype == torch.float32
     if node.target in _DIVISIONS and (is_wider or is_float32) and len(node.args) == 2 and not node.kwargs:
         return "division" if _is_shared(node.args[1], before) else None
-    # The ops read some rows twice, which takes longer than a copy if their entries lie apart.
+    # The ops read some rows twice, which takes longer than a copy if their entries are not contiguous.
     is_copy = before.dtype == after.dtype and statically_known_true(before.stride(-1) == 1)
     return None if node.target not in _COPIES else "cast" if is_wider else "copy" if is_copy else None
 
 
 def _is_shared(divisor: Any, logits: Tensor) -> bool:
-    """Whether one number divides the rows of a sequence. If it is known, its inverse must be a normal number."""
+    """Whether all rows of a sequence are divided by one number. A constant must have a normal inverse."""
     if not isinstance(divisor, Node):
         return isinstance(divisor, (int, float)) and not isinstance(divisor, bool) and 2**-126 <= divisor <= 2**126
     value = _value(divisor)
@@ -196,7 +197,7 @@ def _same_divisor(one: Any, other: Any) -> bool:
 
 
 def _temperature(op: Node, divisor: Any, uniforms: Any) -> Node:
-    """[B] or [N] float32, as there are uniform numbers; computed in front of the op."""
+    """[B] or [N] float32, as many as there are uniform numbers; computed just before the op."""
     with op.graph.inserting_before(op):
         if isinstance(divisor, Node):
             return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), uniforms))
@@ -214,7 +215,7 @@ def _unchanged(source: Node, start: Node, end: Node) -> bool:
 
 
 def _may_write(node: Node) -> bool:
-    """To its arguments, judged by the form of the call. A form that is not known may."""
+    """Whether a call may write to its arguments, by its form; unknown forms may."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
