@@ -49,7 +49,8 @@ class AttentionCase:
         return float((output.cpu().double() - expected).abs().max()) / TOLERANCE[self.dtype]
 
 
-# Groups of 1 to 7 heads, widths that are no power of two, more queries than a program holds.
+# Groups of 1 to 7 heads, widths that are no power of two, more queries than a program holds; prompts that begin in the
+# first slot and later.
 CASES = (
     AttentionCase(2, 4, 2, 3, 70, 16),
     AttentionCase(3, 2, 2, 1, 90, 96, window=40),
@@ -57,4 +58,6 @@ CASES = (
     AttentionCase(2, 6, 2, 5, 100, 80, torch.bfloat16, window=9),
     AttentionCase(2, 5, 1, 32, 50, 128, torch.bfloat16),
     AttentionCase(2, 2, 1, 2, 33, 256, torch.bfloat16),
+    AttentionCase(2, 4, 2, 40, 40, 16),
+    AttentionCase(2, 2, 1, 36, 60, 16, window=9),
 )

@@ -18,7 +18,7 @@ from tiny_models import tiny
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
-from torch_specops.attention import attend
+from torch_specops.attention import SPANS_PAY, attend
 from torch_specops.compilation import compile_piece
 from torch_specops.hf import language_model, models
 
@@ -152,12 +152,12 @@ def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, mo
     prompts = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
     model = tiny("llama").float()
     expected = SpeculativeDecoder(model, sampling=GREEDY, compile=False).generate(prompts, max_new_tokens=6)
-    for capacity, takes_spans in ((models.SPANS_PAY, True), (models.SPANS_PAY, False), (64, True)):
+    for capacity, takes_spans in ((SPANS_PAY, True), (SPANS_PAY, False), (64, True)):
         target = language_model(model)
         target.max_length, target.takes_spans = None, takes_spans
         loop = SpeculativeDecoder(target, sampling=GREEDY, compile=True, max_length=capacity)
         called.clear()
         output = loop.generate(prompts, max_new_tokens=6)
         attends = any("specops.attend" in name for name in called)
-        assert attends == (takes_spans and capacity >= models.SPANS_PAY)
+        assert attends == (takes_spans and capacity >= SPANS_PAY)
         assert torch.equal(output.sequences, expected.sequences)

@@ -43,13 +43,15 @@ PROCESSED = SamplingParams(
 )
 
 
-def decoder(device: str, kind: str, layers: int = 2, **options: object) -> SpeculativeDecoder:
-    model = tiny("llama", num_hidden_layers=layers)
+def decoder(
+    device: str, kind: str, layers: int = 2, dtype: torch.dtype = torch.float64, **options: object
+) -> SpeculativeDecoder:
+    model = tiny("llama", num_hidden_layers=layers).to(dtype)
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
     if kind == "model":
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
     if kind == "head":
-        draft = Eagle3(copy.deepcopy(trained_head()).to(device))
+        draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
     settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": SamplingParams(temperature=[0.0, 0.8, 0.0])} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
@@ -94,14 +96,16 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("uncompiled")
-def test_attention_to_spans_gives_the_tokens_of_a_mask() -> None:
-    """Captured steps and eager ones; the models of the other tests are float64, which always has a mask."""
-    expected = texts(run(decoder("cpu", "none", compile=False, sampling=GREEDY)))
+@pytest.mark.parametrize("kind", ["lookup", "head"])
+def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
+    """The models of the other tests are float64, which always has a mask."""
+    expected = run(decoder("cpu", kind, compile=False, sampling=GREEDY))
     for takes_spans in (True, False):
-        loop = decoder("cuda", "lookup", sampling=GREEDY)
-        loop.target.model.float()
+        loop = decoder("cuda", kind, dtype=torch.float32, sampling=GREEDY)
         loop.target.takes_spans = takes_spans
-        assert texts(run(loop)) == texts(run(loop)) == expected
+        found = run(loop)
+        assert texts(found) == texts(expected)
+        assert found.stats.num_accepted == expected.stats.num_accepted
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -1,4 +1,4 @@
-"""`specops::attend`: attention of a few new tokens over a static cache, which reads the slots that somebody sees.
+"""`specops::attend`: attention of new tokens over a static cache, which reads the slots that somebody sees.
 
 Attention under a mask reads the whole cache, and the mask. Here each token comes with the span of slots that it sees:
 on CUDA a kernel reads the slots of each row's spans (`kernels/attention.py`), and a call on a CPU looks for the last
@@ -15,12 +15,34 @@ from .kv_cache import fold_groups
 from .registration import register_op
 from .tracing import can_read_data, on_device_of
 
-__all__ = ["DTYPES", "MAX_QUERIES", "attend"]
+__all__ = ["SPANS_PAY", "attend", "attend_masked", "spans_of", "spans_serve"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# More new tokens than a step has are a prompt, which compute rather than memory limits.
-MAX_QUERIES = 32
+# Slots from which compiled steps on a CPU attend to spans. In 2,048 slots that is faster up to 1,400 tokens of text:
+# the call and its mask take 0.1 ms a layer more, a slot that is not read saves 0.4 us (docs/design.md).
+SPANS_PAY = 2048
+# More new tokens than a step has: a prompt.
+MANY = 32
+
+
+def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
+    """Whether tokens at positions [B, n] of a cache are better given spans than a mask over all slots."""
+    if dtype not in DTYPES:
+        return False
+    if positions.device.type == "cuda":
+        return True
+    if can_read_data(positions):
+        # An eager step leaves out what nobody sees anyway. A prompt needs no mask.
+        return positions.shape[1] > MANY
+    return torch.compiler.is_dynamo_compiling() and capacity >= SPANS_PAY
+
+
+def spans_of(positions: Tensor, window: int | None) -> Tensor:
+    """[B, n, 2], what `attend` takes for tokens at positions [B, n] that see `window` slots up to their own; None =
+    all."""
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
+    return torch.stack([first, positions], -1)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
@@ -54,11 +76,29 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
     if can_read_data(queries, keys, values, spans):
         width = int(spans[..., 1].amax()) + 1
         keys, values = keys[:, :, :width], values[:, :, :width]
+        count = spans.shape[1]
+        if width == count > MANY and torch.equal(spans, spans_of(torch.arange(count), None).expand_as(spans)):
+            # A prompt from its first token on: what a mask would hide is then not computed either.
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+            )
+            return output.transpose(1, 2).contiguous()
     slots = torch.arange(keys.shape[2], device=keys.device)
     seen = (slots >= spans[..., :1]) & (slots <= spans[..., 1:])
-    folded, mask = fold_groups(queries, keys.shape[1], seen.unsqueeze(1))
-    output = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
-    return output.reshape(queries.shape).transpose(1, 2).contiguous()
+    return attend_masked(queries, keys, values, seen.unsqueeze(1), scale)
+
+
+def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """As `attend`, where queries see the slots of a mask [B or 1, 1, n, W] bool."""
+    batch, num_heads, count, head_dim = queries.shape
+    group = num_heads // keys.shape[1]
+    if count > head_dim:
+        # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
+        keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (keys, values))
+    else:
+        queries, mask = fold_groups(queries, keys.shape[1], mask)
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return output.reshape(batch, num_heads, count, -1).transpose(1, 2).contiguous()
 
 
 def _check(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..kv_cache import RaggedKeyValues, fold_groups, visible_slots
+from ..attention import attend, attend_masked, spans_of, spans_serve
+from ..kv_cache import RaggedKeyValues, visible_slots
 from ..tracing import can_read_data
 from .adapter import as_language_model
 from .base import FeatureModel, LanguageModel, feature_model
@@ -197,19 +197,19 @@ class Eagle3(SequentialDraft):
         """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
         assert self._target is not None and self._cache is not None
         cache = self._cache
+        capacity, window = cache.keys.shape[2], self.head.config.window
         # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
-        width = int(positions.amax()) + 1 if self._can_read_data(positions) else cache.keys.shape[2]
-        slots = torch.arange(width, device=positions.device).unsqueeze(0)
-        visible = visible_slots(positions, slots, self.head.config.window)
+        width = int(positions.amax()) + 1 if self._can_read_data(positions) else capacity
+        by_spans = spans_serve(positions, capacity, cache.keys.dtype)
+        if by_spans:
+            seen = spans_of(positions, window)
+        else:
+            seen = visible_slots(positions, torch.arange(width, device=positions.device).unsqueeze(0), window)
 
         def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.write(keys, values, positions, rows)
-            keys, values = cache.read(width, rows)
-            # Folding copies the mask for each head of a group, and for a long prompt the mask is the larger.
-            if queries.shape[2] > queries.shape[3]:
-                return F.scaled_dot_product_attention(queries, keys, values, visible, enable_gqa=True)
-            folded, mask = fold_groups(queries, keys.shape[1], visible)
-            return F.scaled_dot_product_attention(folded, keys, values, mask).view_as(queries)
+            read = attend if by_spans else attend_masked
+            return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)
 
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
         return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)

@@ -15,8 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import attend
-from ..kv_cache import fold_groups
+from ..attention import attend, attend_masked
 
 __all__ = ["grouped_attention", "use_grouped_attention"]
 
@@ -29,27 +28,19 @@ def grouped_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a
     mask it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64."""
-    batch, num_heads, count, head_dim = query.shape
-    if attention_mask is not None and attention_mask.dtype == torch.int64:
-        return attend(query, key, value, attention_mask.squeeze(1), scaling or head_dim**-0.5), None
-    group = num_heads // key.shape[1]
-    # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
-    is_long = count > head_dim
-    if group == 1 or is_long or attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
-        kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
+    if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
+        kwargs |= {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    folded, mask = fold_groups(query, key.shape[1], attention_mask)
-    output = nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
-    return output.reshape(batch, num_heads, count, -1).transpose(1, 2).contiguous(), None
+    scale = scaling or query.shape[3] ** -0.5
+    if attention_mask.dtype == torch.int64:
+        return attend(query, key, value, attention_mask.squeeze(1), scale), None
+    return attend_masked(query, key, value, attention_mask, scale), None
 
 
 # By this name a config asks for it, and for the masks of "sdpa".

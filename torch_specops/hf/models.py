@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
-from ..attention import DTYPES, MAX_QUERIES
+from ..attention import spans_of, spans_serve
 from ..kv_cache import RaggedKeyValues, visible_slots
 from ..tracing import can_read_data
 from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
@@ -27,10 +27,6 @@ TESTED_FAMILIES = {
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
     *("t5", "whisper"),
 }
-
-# Slots from which compiled steps on a CPU attend to spans. In 2,048 slots that is faster up to 1,400 tokens of text:
-# the call and its mask take 0.1 ms a layer more, a slot that is not read saves 0.4 us (docs/design.md).
-SPANS_PAY = 2048
 
 
 def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
@@ -247,10 +243,11 @@ class TransformersModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
+        # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
+        width = int(positions.amax()) + 1 if can_read_data(positions) else self._require_cache().capacity
         if self._takes_spans(positions):
-            width, mask = self._require_cache().capacity, self._spans(positions)
+            mask = self._spans(positions)
         else:
-            width = self._slots_to_read(positions)
             mask = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
         with self._require_cache().writing_at(positions, width, rows):
             return self._read(tokens, positions, mask, num_logits)
@@ -305,25 +302,13 @@ class TransformersModel:
 
     def _takes_spans(self, positions: Tensor) -> bool:
         """Whether attention is given the span of slots that each token sees, in place of a mask over all slots."""
-        is_known = self._can_take_spans and self.model.dtype in DTYPES
-        if not is_known or not self.takes_spans or positions.shape[1] > MAX_QUERIES:
-            return False
-        if positions.device.type == "cuda":
-            return True
-        # An eager forward on a CPU leaves out what nobody sees anyway.
-        return torch.compiler.is_dynamo_compiling() and self._require_cache().capacity >= SPANS_PAY
+        is_allowed = self._can_take_spans and self.takes_spans
+        return is_allowed and spans_serve(positions, self._require_cache().capacity, self.model.dtype)
 
     def _spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """[B, 1, n, 2] int64, the first and last slot that each token sees; or one such for each kind of layer."""
-        spans = {}
-        for kind, window in self._windows.items():
-            first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
-            spans[kind] = torch.stack([first, positions], -1).unsqueeze(1)
+        spans = {kind: spans_of(positions, window).unsqueeze(1) for kind, window in self._windows.items()}
         return next(iter(spans.values())) if len(spans) == 1 else spans
-
-    def _slots_to_read(self, positions: Tensor) -> int:
-        """Eagerly on a CPU, those that may hold text; otherwise all, because shapes have to stay the same."""
-        return int(positions.amax()) + 1 if can_read_data(positions) else self._require_cache().capacity
 
     def _mask(
         self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
