@@ -111,25 +111,6 @@ def other_order(*names: str) -> Verify:
     return verify
 
 
-def without_renormalisation(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """p and q are the unfiltered probabilities with what the filters remove set to zero."""
-    filters = {name: args.pop(name) for name in ALL}
-    p, q = (
-        torch.where(filtered_rows(args[key], args, filters) > -torch.inf, args[key].softmax(-1), 0.0)
-        for key in ("target_logits", "draft_logits")
-    )
-    q, x = q[:, 0], args["draft_tokens"]
-    p_x, q_x = p[:, 0].gather(1, x), q.gather(1, x)
-    accepted = (args["accept_uniforms"] * q_x < p_x)[:, 0]
-    weights = torch.where(accepted.unsqueeze(-1), p[:, 1], (p[:, 0] - q).clamp(min=0))
-    drawn, _ = torch_specops.sample(weights.log(), args["sample_uniforms"])
-    # Where nothing is left of the residual, from p.
-    from_p, _ = torch_specops.sample(p[:, 0].log(), args["sample_uniforms"])
-    drawn = torch.where(drawn >= 0, drawn, from_p)
-    rejected = torch.stack([drawn, torch.full_like(drawn, -1)], 1)
-    return torch.where(accepted.unsqueeze(-1), torch.stack([x[:, 0], drawn], 1), rejected), accepted.long()
-
-
 def no_filter(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
     """No filter on either side, though the drafts were sampled with all."""
     return torch_specops.verify_exact(**{name: value for name, value in args.items() if name not in ALL})
@@ -142,7 +123,6 @@ def no_filter(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
         ("q before the filters", q_before_the_filters),
         ("top_p before top_k", other_order("top_p", "top_k", "min_p")),
         ("min_p before top_p", other_order("top_k", "min_p", "top_p")),
-        ("no renormalisation", without_renormalisation),
         ("no filter", no_filter),
     ],
 )
