@@ -121,7 +121,7 @@ def test_a_right_loop_passes(top_k: int | None) -> None:
     assert low < report.beta < high
 
 
-def uniforms_step(verify: str, num_draft_tokens: int, steps: int = 1):
+def uniforms_step(verify: str, num_draft_tokens: int):
     """Steps of the package's op, a variable number of tokens; every row has its own numbers."""
 
     def step(prompts: Tensor, seeds: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import nn
 
-from .base import LanguageModel, missing_members
+from .base import LanguageModel
 
 __all__ = ["as_language_model", "refuse_class"]
 
@@ -14,7 +14,8 @@ __all__ = ["as_language_model", "refuse_class"]
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
     """The model itself, or an adapter around a transformers model."""
     refuse_class(name, model)
-    missing = missing_members(model)
+    members = ("vocab_size", "device", "max_length", "start", "forward")
+    missing = [name for name in members if not hasattr(model, name)]
     if not missing:
         return cast(LanguageModel, model)
     if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):

@@ -25,7 +25,6 @@ __all__ = [
     "clear_rows",
     "feature_model",
     "first_layers",
-    "missing_members",
     "static_tensors_of",
 ]
 
@@ -240,11 +239,6 @@ class MinimalDraftSource(Protocol):
 
 # What a loop accepts as a draft.
 AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
-
-
-def missing_members(model: object) -> list[str]:
-    """The attributes and methods of a `LanguageModel` that an object lacks."""
-    return [name for name in ("vocab_size", "device", "max_length", "start", "forward") if not hasattr(model, name)]
 
 
 def feature_model(target: LanguageModel) -> FeatureModel:

@@ -40,13 +40,11 @@ class EarlyExit(ModelDraft):
     def __init__(self, num_layers: int) -> None:
         checks.check_int("num_layers", num_layers, 1)
         self.num_layers = num_layers
-        self._is_bound = False
 
     def bind(self, target: LanguageModel) -> None:
         super().__init__(first_layers(target, self.num_layers))
-        self._is_bound = True
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        if not self._is_bound:
+        if not hasattr(self, "model"):
             raise RuntimeError("start: an EarlyExit has no layers before bind was called with the target")
         super().start(tokens, lengths, capacity, inputs)
