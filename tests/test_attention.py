@@ -130,7 +130,7 @@ def test_spans_and_masks_give_the_same_logits(family: str, monkeypatch: pytest.M
     tokens = torch.randint(0, adapter.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     found = {}
     for takes_spans in (False, True):
-        monkeypatch.setattr(models.TransformersModel, "_takes_spans", lambda *_, takes=takes_spans: takes)
+        monkeypatch.setattr(models, "spans_serve", lambda *_, serve=takes_spans: serve)
         adapter.start(3, 32)
         parts = []
         for starts in ([0, 0, 0], [9, 5, 10], [14, 3, 8]):

@@ -7,7 +7,21 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
+__all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
+
+
+def check_can_decode(model: PreTrainedModel) -> None:
+    """Raise ValueError for a recurrent model, one without a language head, and one on several devices."""
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
+            "load it without a device_map that spreads it"
+        )
 
 
 def max_length(config: PreTrainedConfig) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 from ..attention import spans_of, spans_serve
 from ..kv_cache import RaggedKeyValues, visible_slots
 from ..tracing import can_read_data
-from .architecture import layers_of, max_length, relative_bias, why_not_compiled, windows
+from .architecture import check_can_decode, layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .features import FeatureBuffer
@@ -27,6 +27,9 @@ TESTED_FAMILIES = {
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
     *("t5", "whisper"),
 }
+
+# What attention takes: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
+Seen = Tensor | dict[str, Tensor]
 
 
 def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
@@ -111,16 +114,7 @@ class TransformersModel:
     takes_spans = True
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
-        if getattr(model, "_is_stateful", False):
-            raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
-        if model.get_output_embeddings() is None:
-            raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) > 1:
-            raise ValueError(
-                f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
-                "load it without a device_map that spreads it"
-            )
+        check_can_decode(model)
         self._config = model.config.get_text_config(decoder=True)
         attention = self._config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -133,8 +127,8 @@ class TransformersModel:
         self.model = model
         self._first_layers = num_layers
         self._additive_mask = attention == "eager"
-        is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
-        self._can_take_spans = attention == "sdpa" and is_tested_decoder
+        self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
+        self._can_take_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
@@ -150,7 +144,7 @@ class TransformersModel:
             use_grouped_attention(config, self._can_take_spans)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
-        if self._config.model_type in TESTED_FAMILIES and not self.model.config.is_encoder_decoder:
+        if self._is_tested_decoder:
             compile_once(layers_of(self.prepared))
         if self._features is not None:
             self._features.attach(layers_of(self.prepared))
@@ -212,13 +206,10 @@ class TransformersModel:
         return embedded
 
     def keep_features(self, layers: Sequence[int]) -> None:
-        if tuple(layers) != self.feature_layers:
-            self._features = FeatureBuffer(tuple(layers), self.hidden_size) if layers else None
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The layers whose inputs are kept."""
-        return () if self._features is None else self._features.layers
+        if not layers:
+            self._features = None
+        elif self._features is None or self._features.layers != tuple(layers):
+            self._features = FeatureBuffer(tuple(layers), self.hidden_size)
 
     @property
     def features(self) -> Tensor:
@@ -243,13 +234,15 @@ class TransformersModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
+        cache = self._require_cache()
         # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
-        width = int(positions.amax()) + 1 if can_read_data(positions) else self._require_cache().capacity
-        if self._takes_spans(positions):
-            mask = self._spans(positions)
+        width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
+        takes_spans = self._can_take_spans and self.takes_spans
+        if takes_spans and spans_serve(positions, cache.capacity, self.model.dtype):
+            mask = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
         else:
             mask = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
-        with self._require_cache().writing_at(positions, width, rows):
+        with cache.writing_at(positions, width, rows):
             return self._read(tokens, positions, mask, num_logits)
 
     def forward_tree(
@@ -268,9 +261,7 @@ class TransformersModel:
         with self._require_cache().writing_at(slots, visible.shape[2]):
             return self._read(tokens, positions, self._mask(positions, slot_positions, visible), None)
 
-    def _read(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
-    ) -> Tensor:
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         output = self.prepared(
             input_ids=tokens,
             attention_mask=mask,
@@ -300,32 +291,23 @@ class TransformersModel:
         # Drafts may stand beyond the last position that the model knows. They are never emitted.
         return positions.clamp(max=self.max_length - 1)
 
-    def _takes_spans(self, positions: Tensor) -> bool:
-        """Whether attention is given the span of slots that each token sees, in place of a mask over all slots."""
-        is_allowed = self._can_take_spans and self.takes_spans
-        return is_allowed and spans_serve(positions, self._require_cache().capacity, self.model.dtype)
+    def _for_layers(self, seen: Callable[[int | None], Tensor]) -> Seen:
+        """What a function of their window gives for the layers, or for each kind of them."""
+        found = {kind: seen(window) for kind, window in self._windows.items()}
+        return next(iter(found.values())) if len(found) == 1 else found
 
-    def _spans(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """[B, 1, n, 2] int64, the first and last slot that each token sees; or one such for each kind of layer."""
-        spans = {kind: spans_of(positions, window).unsqueeze(1) for kind, window in self._windows.items()}
-        return next(iter(spans.values())) if len(spans) == 1 else spans
+    def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
+        """The arguments are those of `visible_slots`."""
 
-    def _mask(
-        self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
-        """What attention takes: a mask, or one for each kind of layer. The arguments are those of `visible_slots`."""
-        masks = {
-            kind: self._as_mask(visible_slots(positions, slot_positions, window, own_text))
-            for kind, window in self._windows.items()
-        }
-        return next(iter(masks.values())) if len(masks) == 1 else masks
+        def mask(window: int | None) -> Tensor:
+            visible = visible_slots(positions, slot_positions, window, own_text)
+            if not self._additive_mask:
+                return visible
+            # Eager attention adds the mask to its scores.
+            dtype = self.model.dtype
+            return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
-    def _as_mask(self, visible: Tensor) -> Tensor:
-        if not self._additive_mask:
-            return visible
-        # Eager attention adds the mask to its scores.
-        dtype = self.model.dtype
-        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        return self._for_layers(mask)
 
 
 class EncoderDecoderModel(TransformersModel):
@@ -384,9 +366,7 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
         return self.prepared.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
 
-    def _read(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], num_logits: int | None
-    ) -> Tensor:
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         if self._is_t5:
             arguments = {"attention_mask": self._encoder_mask}
         else:
@@ -402,9 +382,7 @@ class EncoderDecoderModel(TransformersModel):
         logits = _as_float(output.logits)
         return logits if num_logits is None else logits[:, -num_logits:]
 
-    def _mask(
-        self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
+    def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
         if self._relative_bias is None:
             return super()._mask(positions, slot_positions, own_text)
         bias = self._relative_bias(positions, slot_positions)
