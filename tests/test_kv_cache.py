@@ -14,6 +14,7 @@ from tiny_models import tiny
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from torch_specops.drafts.rows import read_beginnings
 from torch_specops.hf import TransformersModel, language_model
 from torch_specops.kv_cache import RaggedKeyValues
 
@@ -47,6 +48,29 @@ def test_some_rows_are_written_and_read_apart_from_the_others(states: tuple[Tens
     # CUDA graphs know the addresses.
     apart.clear()
     assert all(bool((buffer == 0).all()) for buffer in own) and apart.keys is own[0] and apart.values is own[1]
+
+
+def test_what_rows_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model(tiny("llama"))
+    read, forward = [], model.forward
+
+    def watching(tokens: Tensor, *rest: Any) -> Tensor:
+        read.append(tokens.tolist())
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(model, "forward", watching)
+    tokens = torch.tensor([[5, 6, 7, 1], [8, 6, 7, 2], [5, 6, 7, 3], [5, 6, 7, 4]])
+    model.keep_features((0, 1))
+    found = []
+    with torch.inference_mode():
+        for reads_rows in (True, False):
+            model.reads_rows = reads_rows
+            model.start(4, 10)
+            read_beginnings(model, tokens, 3)
+            cache = [each.clone() for layer in model.key_values for each in (layer.keys, layer.values)]
+            found.append([*cache, model.features.clone()])
+    assert read == [[[5, 6, 7], [8, 6, 7]], tokens[:, :3].tolist()]
+    torch.testing.assert_close(*found)
 
 
 def test_a_compiled_write_copies_no_buffer(states: tuple[Tensor, Tensor], fresh_dynamo: None) -> None:

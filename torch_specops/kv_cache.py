@@ -34,6 +34,11 @@ class RaggedKeyValues:
             else:
                 buffer.index_fill_(0, rows, 0)
 
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        """Let sequence i have the first `width` slots of sequence sources[i]."""
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :width] = buffer[sources, :, :width]
+
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A]; None = all."""
         if rows is None:

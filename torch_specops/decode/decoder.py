@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import checks, schedules
 from ..drafts import AnyDraft, LanguageModel
 from ..drafts.adapter import as_language_model
+from ..drafts.rows import read_beginnings
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .guard import Guard
@@ -373,14 +374,13 @@ class SpeculativeDecoder:
         keeps_features = keep_features(self.target, self.draft)
         self.target.start(batch, capacity, prompts.inputs)
         is_even = bool((prompts.lengths == longest).all())
-        if not self.compiled and self._loop.cost_is_measured and is_even and not keeps_features:
+        reads_first = keeps_features or request.num_return_sequences > 1
+        if not self.compiled and self._loop.cost_is_measured and is_even and not reads_first:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             self._runner.unread_length = longest
         else:
             # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
-            width = max(longest - 1, 1)
-            positions = torch.arange(width, device=state.tokens.device).expand(batch, -1)
-            self.target.forward(state.tokens[:, :width], positions, 1)
+            read_beginnings(self.target, state.tokens, max(longest - 1, 1))
         self._loop.start_draft(capacity, prompts.inputs)
         self._runner.synchronize()
         stats.prefill_seconds = time.perf_counter() - started

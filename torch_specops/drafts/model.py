@@ -16,7 +16,7 @@ from ..sampling import SamplingTensors
 from ..tracing import can_read_data
 from ..uniforms import uniforms
 from .base import Draft, DraftSource, LanguageModel, static_tensors_of
-from .rows import read_texts
+from .rows import read_beginnings, read_texts
 
 __all__ = ["ModelDraft", "SequentialDraft"]
 
@@ -124,8 +124,7 @@ class ModelDraft(SequentialDraft):
         self.model.start(tokens.shape[0], capacity, inputs)
         # All but the two newest tokens of the longest prompt, but at least one, to allocate the cache.
         width = max(int(lengths.max()) - 2, 1)
-        positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
-        self.model.forward(tokens[:, :width].clamp(min=0), positions, 1)
+        read_beginnings(self.model, tokens.clamp(min=0), width)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .base import LanguageModel, clear_rows
 
-__all__ = ["FORWARD_COST", "RowReader", "can_read_rows", "groups_by_length", "read_texts"]
+__all__ = ["FORWARD_COST", "RowReader", "can_read_rows", "groups_by_length", "read_beginnings", "read_texts"]
 
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
@@ -18,7 +18,10 @@ FORWARD_COST = 32
 
 
 class RowReader(LanguageModel, Protocol):
-    """A language model that can read some rows of its batch and leave the others unchanged."""
+    """A language model that can read some rows of its batch and leave the others unchanged.
+
+    It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens.
+    """
 
     @property
     def reads_rows(self) -> bool:
@@ -67,6 +70,24 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         positions = (lengths - 1).unsqueeze(1).repeat(1, width)
         positions[rows] = index
         model.forward(tokens.gather(1, positions), positions, 1)
+
+
+def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
+    """Let a model read the first `width` tokens of all rows; those that rows have in common once, if it has
+    `copy_rows`. May wait for the device.
+
+    Args:
+        tokens: [B, W] int64.
+    """
+    positions = torch.arange(width, device=tokens.device)
+    first: dict[tuple[int, ...], int] = {}
+    sources = [first.setdefault(tuple(text), row) for row, text in enumerate(tokens[:, :width].tolist())]
+    if len(first) < len(sources) and can_read_rows(model) and hasattr(model, "copy_rows"):
+        rows = torch.tensor(list(first.values()), device=tokens.device)
+        model.forward(tokens[rows, :width], positions.expand(len(rows), -1), 1, rows)
+        model.copy_rows(torch.tensor(sources, device=tokens.device), width)
+    else:
+        model.forward(tokens[:, :width], positions.expand(len(sources), -1), 1)
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:

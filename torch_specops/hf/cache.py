@@ -18,8 +18,9 @@ __all__ = ["RaggedCache"]
 class RaggedCache(Cache):
     """Keys and values of every layer, written at the slots that `writing_at` names."""
 
-    def __init__(self, capacity: int, num_layers: int) -> None:
+    def __init__(self, batch: int, capacity: int, num_layers: int) -> None:
         super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
+        self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
         self.width: int | None = None
@@ -49,7 +50,9 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        RaggedKeyValues.__init__(self, key_states, value_states, self._cache.capacity)
+        # A first forward may write some rows only.
+        keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
+        RaggedKeyValues.__init__(self, keys, values, self._cache.capacity)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,11 @@ class FeatureBuffer:
             with_arguments = layer._forward_pre_hooks_with_kwargs
             layer._forward_pre_hooks_with_kwargs = OrderedDict(with_arguments, **{HOOK: True})
 
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        """As `RaggedKeyValues.copy_rows`."""
+        assert self.values is not None
+        self.values[:, :width] = self.values[sources, :width]
+
     def write(self, part: int, hidden: Tensor) -> None:
         """Write [A, n, H] at the slots and rows that the cache is writing at."""
         assert self.values is not None and self._cache is not None and self._cache.slots is not None

@@ -63,8 +63,8 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
 def _check_reading(adapter: TransformersModel) -> None:
     """Compare logits read through the cache, after a rollback, with those of a forward without one."""
     name = type(adapter.model).__name__
-    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
     positions = torch.arange(8, device=adapter.device).unsqueeze(0)
+    tokens = positions % adapter.vocab_size
     try:
         adapter.start(1, 16)
         expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
@@ -101,7 +101,7 @@ class TransformersModel:
         prepared: its copy in evaluation mode, up to date since the last `start`.
         max_length: the most tokens that its positions allow; None = any.
         not_compiled: why its forward cannot be compiled; None if it can.
-        reads_rows: whether `forward` can read some rows alone, once it has read all of them.
+        reads_rows: whether `forward` can read some rows alone.
         reads_inputs: whether it reads something besides the tokens: the input of an encoder.
         takes_spans: False = attention gets a mask over the whole cache everywhere, as in families that were not tested.
 
@@ -181,13 +181,19 @@ class TransformersModel:
             for layer in self._cache.key_values:
                 layer.clear()
         else:
-            self._cache, self._cache_key = RaggedCache(capacity, self.num_layers), key
+            self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
         if self._features is not None:
             self._features.start(batch, self._cache, self.model.dtype, self.device)
 
     def clear_rows(self, rows: Tensor) -> None:
         for layer in self.key_values:
             layer.clear(rows)
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        """Let row i have read what row sources[i] has, the first `width` tokens."""
+        for each in [*self.key_values, self._features]:
+            if each is not None:
+                each.copy_rows(sources, width)
 
     @property
     def num_layers(self) -> int:
@@ -206,10 +212,9 @@ class TransformersModel:
         return embedded
 
     def keep_features(self, layers: Sequence[int]) -> None:
-        if not layers:
-            self._features = None
-        elif self._features is None or self._features.layers != tuple(layers):
-            self._features = FeatureBuffer(tuple(layers), self.hidden_size)
+        kept = () if self._features is None else self._features.layers
+        if kept != tuple(layers):
+            self._features = FeatureBuffer(tuple(layers), self.hidden_size) if layers else None
 
     @property
     def features(self) -> Tensor:
@@ -237,8 +242,7 @@ class TransformersModel:
         cache = self._require_cache()
         # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
         width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
-        takes_spans = self._can_take_spans and self.takes_spans
-        if takes_spans and spans_serve(positions, cache.capacity, self.model.dtype):
+        if self._can_take_spans and self.takes_spans and spans_serve(positions, cache.capacity, self.dtype):
             mask = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
         else:
             mask = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
@@ -297,8 +301,6 @@ class TransformersModel:
         return next(iter(found.values())) if len(found) == 1 else found
 
     def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
-        """The arguments are those of `visible_slots`."""
-
         def mask(window: int | None) -> Tensor:
             visible = visible_slots(positions, slot_positions, window, own_text)
             if not self._additive_mask:
@@ -326,8 +328,7 @@ class EncoderDecoderModel(TransformersModel):
         self._cross_cache: Cache | None = None
         self._relative_bias = relative_bias(self.prepared)
         self._is_t5 = self._relative_bias is not None
-        if self._is_t5:
-            self.max_length = None
+        self.max_length = None if self._is_t5 else self.max_length
 
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
