@@ -35,7 +35,7 @@ ALLOWED = {
     },
     "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "ops", "processors", "sampling", "schedules", "uniforms"},
-    "drafts": {"checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
+    "drafts": {"attention", "checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
     "attention": {"kernels", "kv_cache", "registration", "tracing"},
     "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
     "parallel": {"arguments", "checks", "dense"},

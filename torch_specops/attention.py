@@ -15,7 +15,7 @@ from .kv_cache import fold_groups
 from .registration import register_op
 from .tracing import can_read_data, on_device_of
 
-__all__ = ["SPANS_PAY", "attend", "attend_masked", "spans_of", "spans_serve"]
+__all__ = ["DTYPES", "SPANS_PAY", "attend", "attend_masked", "spans_of", "spans_serve"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -50,8 +50,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 def use_grouped_attention(config: PreTrainedConfig, takes_spans: bool = False) -> None:
     """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
-    given spans."""
+    given spans, and otherwise set "sdpa" again."""
     num_heads = getattr(config, "num_attention_heads", None)
     num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    if config._attn_implementation == SDPA and (takes_spans or num_key_value_heads != num_heads):
-        config._attn_implementation = GROUPED
+    if config._attn_implementation in (SDPA, GROUPED):
+        config._attn_implementation = GROUPED if takes_spans or num_key_value_heads != num_heads else SDPA

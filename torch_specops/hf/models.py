@@ -16,6 +16,7 @@ from .architecture import check_can_decode, layers_of, max_length, relative_bias
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .features import FeatureBuffer
+from .first_use import check_reading
 from .model_copy import ModelCopy
 from .regions import compile_once
 
@@ -55,33 +56,8 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
         return EncoderDecoderModel(model)
     adapter = TransformersModel(model)
     if not is_tested:
-        _check_reading(adapter)
+        check_reading(adapter)
     return adapter
-
-
-@torch.inference_mode()
-def _check_reading(adapter: TransformersModel) -> None:
-    """Compare logits read through the cache, after a rollback, with those of a forward without one."""
-    name = type(adapter.model).__name__
-    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
-    tokens = positions % adapter.vocab_size
-    try:
-        adapter.start(1, 16)
-        expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
-        adapter.forward(tokens[:, :3], positions[:, :3])
-        adapter.forward(tokens.flip(1)[:, :5], positions[:, 3:])
-        found = adapter.forward(tokens[:, 3:], positions[:, 3:]).float()
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
-    # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
-    # experts' weights in float32, whatever their dtype.
-    bound = max(torch.finfo(d).eps for d in (adapter.model.dtype, torch.float32)) ** 0.5 * float(expected.abs().amax())
-    difference = float((found - expected).abs().amax())
-    if not difference <= bound:
-        raise ValueError(
-            f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
-            "forward without a cache"
-        )
 
 
 class TransformersModel:
@@ -100,10 +76,11 @@ class TransformersModel:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
         max_length: the most tokens that its positions allow; None = any.
+        can_take_spans: whether attention may get spans of slots: the model leaves it to transformers' "sdpa".
         not_compiled: why its forward cannot be compiled; None if it can.
         reads_rows: whether `forward` can read some rows alone.
         reads_inputs: whether it reads something besides the tokens: the input of an encoder.
-        takes_spans: False = attention gets a mask over the whole cache everywhere, as in families that were not tested.
+        takes_spans: False = attention gets a mask everywhere, over the whole cache.
 
     Raises:
         ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
@@ -128,7 +105,7 @@ class TransformersModel:
         self._first_layers = num_layers
         self._additive_mask = attention == "eager"
         self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
-        self._can_take_spans = attention == "sdpa" and self._is_tested_decoder
+        self.can_take_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
@@ -141,7 +118,7 @@ class TransformersModel:
     def _prepare(self) -> None:
         self.prepared = self._copy.of(self.model)
         for config in self._copy.configs:
-            use_grouped_attention(config, self._can_take_spans)
+            use_grouped_attention(config, self.can_take_spans)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
         if self._is_tested_decoder:
@@ -239,15 +216,28 @@ class TransformersModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
+        serve = spans_serve(positions, self._require_cache().capacity, self.dtype)
+        takes_spans = self.can_take_spans and self.takes_spans and serve
+        return self.read(tokens, positions, takes_spans, num_logits, rows)
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        takes_spans: bool,
+        num_logits: int | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`forward`, with spans or a mask for attention."""
         cache = self._require_cache()
         # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
         width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
-        if self._can_take_spans and self.takes_spans and spans_serve(positions, cache.capacity, self.dtype):
-            mask = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
+        if takes_spans:
+            seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
         else:
-            mask = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
+            seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
         with cache.writing_at(positions, width, rows):
-            return self._read(tokens, positions, mask, num_logits)
+            return self._read(tokens, positions, seen, num_logits)
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
@@ -282,7 +272,9 @@ class TransformersModel:
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
-        return type(self)(self.model, num_layers)
+        first = type(self)(self.model, num_layers)
+        first.can_take_spans = self.can_take_spans
+        return first
 
     def _require_cache(self) -> RaggedCache:
         if self._cache is None:

@@ -1,0 +1,61 @@
+"""What is found out about a model of an untested family when it is first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..attention import DTYPES
+
+if TYPE_CHECKING:
+    from .models import TransformersModel
+
+__all__ = ["check_reading"]
+
+
+@torch.inference_mode()
+def check_reading(adapter: TransformersModel) -> None:
+    """Compare logits read through the cache, after a rollback, with those of a forward without one. Attention may get
+    spans in place of masks if the logits are then the same.
+
+    Raises:
+        ValueError: the logits differ, or the model takes no cache and masks.
+    """
+    name = type(adapter.model).__name__
+    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
+    attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
+    takes_spans = attention == "sdpa" and adapter.dtype in DTYPES
+    if takes_spans:
+        adapter.can_take_spans = True
+        try:
+            difference, bound = _difference(adapter, tokens, takes_spans=True)
+            takes_spans = difference <= bound
+        # An attention of the model's own takes the spans for a mask.
+        except Exception:
+            takes_spans = False
+    adapter.can_take_spans = takes_spans
+    try:
+        difference, bound = _difference(adapter, tokens, takes_spans=False)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
+    if not difference <= bound:
+        raise ValueError(
+            f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
+            "forward without a cache"
+        )
+
+
+def _difference(adapter: TransformersModel, tokens: Tensor, takes_spans: bool) -> tuple[float, float]:
+    """The largest difference between the logits, and how much rounding may explain."""
+    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
+    adapter.start(1, 16)
+    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
+    adapter.read(tokens[:, :3], positions[:, :3], takes_spans)
+    adapter.read(tokens.flip(1)[:, :5], positions[:, 3:], takes_spans)
+    found = adapter.read(tokens[:, 3:], positions[:, 3:], takes_spans).float()
+    # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
+    # experts' weights in float32, whatever their dtype.
+    eps = max(torch.finfo(dtype).eps for dtype in (adapter.dtype, torch.float32))
+    return float((found - expected).abs().amax()), eps**0.5 * float(expected.abs().amax())
