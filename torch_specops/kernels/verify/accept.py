@@ -125,17 +125,8 @@ def token_weights(z, z_max, z_sum):
 
 
 @triton.jit
-def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K: tl.constexpr):
-    """[K+1] of sequence b: the n accepted drafts, and -1 behind the next token, which `store_next` stores."""
-    # Counted from n. An address that `count_valid` has too would keep two registers from there to here.
+def store_output(output_ptr, tokens_ptr, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
+    """[K+1] the accepted drafts, the next token, then -1."""
     k = tl.arange(0, BLOCK_K)
-    draft_tokens_ptr += b * num_drafts + n
-    output_tokens_ptr += b * (num_drafts + 1) + n
-    kept = tl.load(draft_tokens_ptr - 1 - k, mask=k < n, other=-1).to(tl.int64)
-    tl.store(output_tokens_ptr - 1 - k, kept, mask=k < n)
-    tl.store(output_tokens_ptr + 1 + k, -1, mask=k < num_drafts - n)
-
-
-@triton.jit
-def store_next(output_tokens_ptr, b, n, num_drafts, next_token):
-    tl.store(output_tokens_ptr + (b * (num_drafts + 1) + n), tl.cast(next_token, tl.int64))
+    kept = tl.load(tokens_ptr + k, mask=k < n, other=-1).to(tl.int64)
+    tl.store(output_ptr + k, tl.where(k == n, next_token, kept), mask=k <= num_drafts)
