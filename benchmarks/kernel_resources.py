@@ -81,7 +81,8 @@ TYPES = {
     "ratio_ptr": "*fp64",
     "reach_ptr": "*fp64",
     "count_ptr": "*i32",
-    "list_ptr": "*i32",
+    "group_ptr": "*i32",
+    "token_ptr": "*i32",
     "top_k_ptr": "*i64",
     "lenience": "fp32",
     "argmax_gap": "fp32",
@@ -173,6 +174,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
         "logits_ptr": f"*{target_dtype}",
         "output_ptr": f"*{target_dtype}",
         "top_ptr": f"*{target_dtype}",
+        "value_ptr": f"*{target_dtype}",
         "draft_ptr": f"*{draft_dtype}",
         "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
         "sizes": option.get("sizes", ""),
@@ -183,8 +185,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
     constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
     constants |= {key: value for key, value in option.items() if key in constants}
-    constants["GROUP"], constants["GROUP_BITS"] = bounds.GROUP, bounds.GROUP.bit_length() - 1
-    constants["HELD"] = bounds.HELD
+    constants["GROUP"], constants["GROUP_SHIFT"] = bounds.GROUP, 3 + (target_dtype == "fp32")
     constants["BLOCK_G"] = constants["BLOCK_T"] * constants["TILE"] // bounds.GROUP
     constants["WALK"] = accept.walk_width(constants["BLOCK_T"])
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
@@ -249,14 +250,15 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
     )
     # A kernel without tiles holds partials.
-    num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
+    if kernel is search.cut_kernel:
+        num_warps = bounds.cut_warps(constants["BLOCK_G"])
+    else:
+        num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
 
 
 def warps(kernel: Any, tile: int) -> int:
     """Of a program, as the launchers have it."""
-    if kernel is search.cut_kernel:
-        return bounds.CUT_WARPS
     sums_only = kernel in (exact.stats_kernel, exact.rest_kernel, sample.stats_kernel, search.group_kernel)
     return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import oracle
 import torch
+import triton.language as tl
 from cuda_stand_in import interpreter
 from torch import Tensor
 
@@ -58,8 +59,10 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     interpreter.prepare()
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
-    # So that few rows fit into the registers of a program.
-    filter.bounds.HELD = 64
+    # So that lists are long and there is not room for all.
+    filter.bounds.ROOM = 1
+    for name, count in (("CHUNK", 32), ("SEARCHED", 4), ("SAMPLE", 8)):
+        setattr(filter.search, name, tl.constexpr(count))
     totals = {"cases": 0, "rows": 0, "rounding": 0}
     wrong = []
     names = None if kind in ("plain", "filtered") else kind.split(",")

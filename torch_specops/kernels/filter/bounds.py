@@ -6,21 +6,22 @@ Two numbers say what a row keeps: the lowest logit (`cut`), and the lowest id th
 written, sorted or converted. Two launches, whatever the filters and the dtype:
 1. `group_kernel`, one program per (row, tile): the maximum of every 64 neighbouring entries, and, where the row has
    top_p without top_k, the sum of their exponentials.
-2. `cut_kernel`, one program per row: from these a key at or below the cut, and the groups that reach up to it. It loads
-   them into registers and finds the cut by bisection. Of groups that do not fit it first writes down the entries that
-   may be the cut, which takes one pass over the groups, and more where very many entries are near to the cut.
+2. `cut_kernel`, one program per row: from these a key at or below the cut, and the groups that reach up to it. It
+   writes down their entries from that key on and finds the cut among them by bisection. If there is not room for all,
+   it first guesses from a sample which keys are near to the cut; a wrong guess costs a pass over the groups.
 
 Bytes: each row once, V * s, and again the groups that matter, about k of them for top_k. In reads of a row of 128,256
 logits:
-    top_k = 50, with or without the others  1.05
-    top_k = 1000                            2 to 3
-    top_p alone, 0.9 in some 100 tokens     1.01 to 1.1
-    top_p alone, 0.9 in thousands           3 to 4
+    top_k = 50, with or without the others  1.03
+    top_k = 1000                            1.55
+    top_p alone, 0.9 in some 100 tokens     1.01 to 1.2
+    top_p alone, 0.9 in thousands           2.1
     min_p alone                             1
-Greedy rows, rows without a lawful temperature and rows whose filters are off are not read.
-Scratch: per group of 64 entries s + 4 bytes, + 4 with top_p, and 4 KB per row: 10 % of bfloat16 rows of 128k. What is
-written of groups is 1.6 % of such a row, 4.7 % for top_p, and read once. Sums are taken in a fixed order, without
-atomics: bitwise repeatable.
+With top_p behind a top_k of V / 16 or more it is 4 to 8. Greedy rows, rows without a lawful temperature and rows whose
+filters are off are not read.
+Scratch: per group of 64 entries s + 4 bytes, + 4 with top_p, and 4 s + 16 for the list: 26 % of bfloat16 rows. What is
+written of groups is 1.6 % of such a row, 4.7 % for top_p, and read once; of the list, as much as there are candidates.
+Sums are taken in a fixed order, without atomics: bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ from .search import cut_kernel, group_kernel
 
 # Neighbouring entries of a row that are summed up together: 128 bytes of a 16-bit type.
 GROUP = 64
-# Entries that a program of the search holds in registers.
-HELD = 1024
-CUT_WARPS = 8
+# Entries that there is room for in the list of a row, for each of its groups.
+ROOM = 4
+# Groups up to which a program has 4 warps. With 8 for more of them, ptxas keeps registers on the stack.
+FEW_GROUPS = 2048
+
+
+def cut_warps(lanes: int) -> int:
+    return 4 if lanes <= FEW_GROUPS else 16
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
@@ -66,10 +72,12 @@ def _search(
     num_tiles = launch.num_tiles(logits, tile)
     group = min(GROUP, tile // 4)
     num_groups = num_tiles * (tile // group)
+    room = ROOM * num_groups
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
+    lanes = launch.lanes(num_groups)
     values = {
         "logits_ptr": logits,
         "draft_ptr": draft_logits,
@@ -79,7 +87,9 @@ def _search(
         "min_p_ptr": filters.min_p,
         "top_ptr": scratch(num_groups, dtype=logits.dtype),
         "sum_ptr": None if filters.top_p is None else scratch(num_groups, dtype=torch.float32),
-        "list_ptr": scratch(num_groups + HELD, dtype=torch.int32),
+        "group_ptr": scratch(num_groups, dtype=torch.int32),
+        "token_ptr": scratch(room, dtype=torch.int32),
+        "value_ptr": scratch(room, dtype=logits.dtype),
         "bounds_ptr": bounds,
         **launch.logits_strides(("stride_b", "stride_r", "stride_v"), logits),
         **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft_logits),
@@ -90,11 +100,11 @@ def _search(
         "vocab_size": vocab_size,
         "num_tiles": num_tiles,
         "num_groups": num_groups,
+        "room": room,
         "TILE": tile,
         "GROUP": group,
-        "GROUP_BITS": group.bit_length() - 1,
-        "HELD": HELD,
-        "BLOCK_G": launch.lanes(num_groups),
+        "GROUP_SHIFT": (group * logits.element_size() // 16).bit_length() - 1,
+        "BLOCK_G": lanes,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, CUT_WARPS)
+    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes))

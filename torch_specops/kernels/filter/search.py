@@ -21,6 +21,7 @@ from ..rows import (
     row_lead,
     scale,
     store_pair,
+    widen,
 )
 
 # The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
@@ -29,10 +30,11 @@ TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
 # Beyond this a scaled logit may have been clamped.
 LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
-# After so many passes that missed the cut, or one that found it among too many entries, a pass looks at half of them.
-HALVING = tl.constexpr(3)
-# Below every key: that of an excluded entry, and the highest of a group that has no other.
-NO_KEY = tl.constexpr(-(2**31))
+# Entries that a program looks at at once, and those of its list.
+CHUNK = tl.constexpr(1024)
+SEARCHED = tl.constexpr(512)
+# Entries from which it guesses where the cut is.
+SAMPLE = tl.constexpr(4096)
 
 
 @triton.jit
@@ -84,18 +86,12 @@ def order_key(x):
 
 
 @triton.jit
-def entry_key(x):
-    """The same, NO_KEY for what is excluded."""
-    return tl.where(x.to(tl.float32) > float("-inf"), order_key(x), NO_KEY)
-
-
-@triton.jit
 def key_value(key, DTYPE: tl.constexpr):
     """int32 keys -> raw logits in float32."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     bits = key ^ ((key >> 31) & (2 ** (BITS - 1) - 1))
     x = bits.to(tl.int16).to(DTYPE, bitcast=True) if BITS == 16 else bits.to(DTYPE, bitcast=True)
-    return x.to(tl.float32)
+    return widen(x)
 
 
 @triton.jit
@@ -159,213 +155,246 @@ def group_kernel(
 
 
 @triton.jit
-def leaves_out(key, amount, rest, bound, z_max, inverse_t, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+def average(low, high):
+    """Rounded down; of keys that may be further apart than an int32 can say."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def weigh(x, scaling):
+    """The weights of raw logits."""
+    z_max, inverse_t = scaling
+    return exponential(scale(x, inverse_t) - z_max)
+
+
+@triton.jit
+def total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
     """At most how much lies below the key `bound`: all of a group whose maximum does, and of any other the rest, but no
     more than GROUP - 1 entries of that key."""
-    most = exponential(scale(key_value(bound, DTYPE), inverse_t) - z_max) * (GROUP - 1)
-    return tl.sum(tl.where(key < bound, amount, tl.minimum(rest, most)), 0)
+    top, amount, rest = groups
+    x = key_value(bound, DTYPE)
+    return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
 
 
 @triton.jit
-def lowest_candidate(key, amount, rest, allowed, top, z_max, inverse_t, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut that leaves out no more than is allowed. It lies below the highest such key by less
-    than an eighth of that one's distance from the maximum, or by a few keys."""
-    lowest = lowest_key(DTYPE).to(tl.int64)
-    highest = top.to(tl.int64)
-    distance = tl.full((), 2 ** (DTYPE.fp_mantissa_width - 4), tl.int64)
-    bound = highest
-    fits = leaves_out(key, amount, rest, top, z_max, inverse_t, DTYPE, GROUP) <= allowed
-    while (fits == 0) & (bound > lowest):
-        distance *= 2
-        bound = tl.maximum(highest - distance, lowest)
-        fits = leaves_out(key, amount, rest, bound.to(tl.int32), z_max, inverse_t, DTYPE, GROUP) <= allowed
-    distance = distance >> 1
-    for _ in range(3):
-        distance = distance >> 1
-        middle = tl.minimum(bound + distance, highest)
-        fits = leaves_out(key, amount, rest, middle.to(tl.int32), z_max, inverse_t, DTYPE, GROUP) <= allowed
-        bound = tl.where(fits, middle, bound)
-    return bound.to(tl.int32)
+def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """A key at or below the cut. Between the least maximum of a group and the highest, the last key that leaves out no
+    more than is allowed, to the 8 bits that bfloat16 has; the lowest key of all if that leaves out too much."""
+    STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
+    low = lowest_key(DTYPE)
+    if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:
+        low, high = least, highest + 1
+        middle = average(low, high)
+        while middle - low >= STEP:
+            fits = leaves_out(middle, groups, scaling, DTYPE, GROUP) <= allowed
+            low = tl.where(fits, middle, low)
+            high = tl.where(fits, high, middle)
+            middle = average(low, high)
+    return low
 
 
 @triton.jit
-def find_candidates(i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, every):
-    """Pointers to candidates i, which of them there are, and their tokens. The list is of entries (bits = 0) or of
-    groups of 2**bits, counted from the row's boundary, of which one in `every` is taken."""
-    place = (i >> bits) * every
-    item = tl.load(list_ptr + place, mask=place < (count >> bits), other=0)
-    v = (item << bits) + (i & ((1 << bits) - 1)) - lead
-    offset = v.to(tl.int64) if stride_v is None else v.to(tl.int64) * stride_v
-    return row_ptr + offset, (place < (count >> bits)) & (v >= 0) & (v < vocab_size), v
+def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
+    """Append those of the numbers first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
+    there is room; what would come before its beginning is left out too. Returns the new count."""
+    chosen = chosen.to(tl.int32)
+    own = tl.sum(chosen, 1)
+    slot = count + tl.cumsum(own, 0) - own
+    # The scan over N is what costs, and over columns there is none.
+    bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
+    for column in range(WIDTH):
+        bit = (bits >> column) & 1
+        tl.store(list_ptr + slot, first + column, mask=(bit > 0) & (slot >= 0) & (slot < room))
+        slot += bit
+    return count + tl.sum(own, 0)
 
 
 @triton.jit
-def candidate_amount(x, is_mass, z_max, inverse_t):
-    """What an entry counts: its weight for top-p, else 1."""
+def amounts(x, is_mass, scaling):
+    """What entries count: their weights for top-p, else 1."""
     amount = tl.full(x.shape, 1.0, tl.float32)
     if is_mass:
-        amount = exponential(scale(x, inverse_t) - z_max)
+        amount = weigh(x, scaling)
     return amount
 
 
 @triton.jit
-def append(list_ptr, item, chosen, count, capacity):
-    """Write what is chosen behind the `count` items of a list, if there is room; returns how many there are now."""
-    slot = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(list_ptr + slot, item, mask=chosen & (slot < capacity))
-    return count + tl.sum(chosen.to(tl.int32), 0)
-
-
-@triton.jit
-def reach(key, amount, lo, hi, wanted):
-    """The highest key of lo .. hi - 1 such that what is wanted lies at it and above it; lo if there is none."""
-    step = tl.full((), 1, tl.int64)
-    while step < hi.to(tl.int64) - lo:
-        step *= 2
-    while step > 1:
-        step = step >> 1
-        middle = tl.minimum(lo.to(tl.int64) + step, hi).to(tl.int32)
-        reached = (tl.sum(tl.where(key >= middle, amount, 0.0), 0) >= wanted) & (middle < hi)
-        lo = tl.where(reached, middle, lo)
-    return lo
-
-
-@triton.jit
-def find_cut(
-    list_ptr,
-    row_ptr,
-    stride_v,
-    lead,
-    vocab_size,
-    num_groups,
-    offset,
-    bits,
-    count,
-    lowest,
-    hi,
-    wanted,
-    share,
-    row_mass,
-    is_mass,
-    z_max,
-    inverse_t,
-    HELD: tl.constexpr,
-):
-    """The cut among the candidates: the highest key such that what is wanted, k entries or a mass, lies at it and above
-    it. It is one of `lowest` .. hi - 1. A negative mass means `share` of the candidates' own; any other is of
-    `row_mass`, theirs and what lies below them in their groups.
-
-    Returns the cut, what lies above it, what was wanted, how many entries tie at it, and a list that has them all: its
-    offset, kind and length, and the end of the keys that it has."""
-    i = tl.arange(0, HELD)
-    floor = lowest
+def collect(low, high, every, skipped, summed, groups, row, held, is_mass, scaling):
+    """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
+    there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
+    them. Of the pieces only one in `every` is looked at."""
+    group_ptr, shift, num_pieces = groups
+    row_ptr, stride_v, lead, vocab_size = row
+    token_ptr, value_ptr, room = held
+    end_of_row = lead + vocab_size
+    lowest = key_value(low, row_ptr.dtype.element_ty)
+    end = key_value(high - 1, row_ptr.dtype.element_ty)
+    count = -skipped
+    inside = tl.full((), 0.0, tl.float64)
     above = tl.full((), 0.0, tl.float64)
-    num_ties = 0
-    passes = 0
+    # 16 bytes.
+    PIECE: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
+    PIECES: tl.constexpr = CHUNK // PIECE
+    for start in range(0, tl.cdiv(num_pieces, every), PIECES):
+        i = (start + tl.arange(0, PIECES)) * every
+        listed = i < num_pieces
+        group = tl.load(group_ptr + (i >> shift), mask=listed, other=0)
+        # Counted from the row's boundary.
+        place = ((group << shift) + (i & ((1 << shift) - 1))) * PIECE
+        position = place[:, None] + tl.arange(0, PIECE)[None, :]
+        if stride_v is None:
+            base = tl.multiple_of(row_ptr - lead, 16)
+            whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
+            raw = tl.load(base + position, mask=whole, other=float("-inf"))
+            # Groups are in the order of tokens.
+            last = tl.load(group_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
+            if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
+                part = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
+                raw = tl.load(base + position, mask=part, other=raw)
+        else:
+            inside_row = listed[:, None] & (position < vocab_size)
+            raw = tl.load(row_ptr + position.to(tl.int64) * stride_v, mask=inside_row, other=float("-inf"))
+        x = widen(raw)
+        is_above = x > end
+        is_inside = (x >= lowest) & (x <= end)
+        count = write_down(token_ptr, place - lead, is_inside, count, room, PIECE)
+        if summed:
+            amount = amounts(x, is_mass, scaling)
+            inside += total(tl.where(is_inside, amount, 0.0)).to(tl.float64)
+            above += total(tl.where(is_above, amount, 0.0)).to(tl.float64)
+    count += skipped
+    tl.debug_barrier()
+    num_held = tl.minimum(count - skipped, room)
+    for start in range(0, num_held, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        v = tl.load(token_ptr + i, mask=i < num_held, other=0)
+        offset = v if stride_v is None else v.to(tl.int64) * stride_v
+        tl.store(value_ptr + i, tl.load(row_ptr + offset, mask=i < num_held, other=0.0), mask=i < num_held)
+    tl.debug_barrier()
+    return count, inside, above
+
+
+@triton.jit
+def amount_from(key, held, count, is_mass, scaling):
+    """How much of a list of `count` entries, or of those that it has room for, lies at a key and above it."""
+    value_ptr = held[1]
+    lowest = key_value(key, value_ptr.dtype.element_ty)
+    amount = tl.zeros((SEARCHED,), tl.float32)
+    count = tl.minimum(count, held[2])
+    for start in range(0, count, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        x = widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf")))
+        amount += tl.where(x >= lowest, amounts(x, is_mass, scaling), 0.0)
+    return tl.sum(amount, 0)
+
+
+@triton.jit
+def reach(low, high, wanted, held, count, is_mass, scaling):
+    """The highest key of low .. high - 1 such that what is wanted lies at it and above it; low if there is none."""
+    middle = average(low, high)
+    while middle > low:
+        reached = amount_from(middle, held, count, is_mass, scaling) >= wanted
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+        middle = average(low, high)
+    return low
+
+
+@triton.jit
+def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
+    """Those of keys low .. high - 1 that lie around the one where a sample of one in `every` entries reaches what is
+    expected of it: as many as should leave a quarter of the room."""
+    margin = held[2] * 3 // 8 // every
+    if amount_from(low, held, count, False, scaling) > 2 * margin:
+        cut = reach(low, high, expected, held, count, is_mass, scaling)
+        rank = amount_from(cut, held, count, False, scaling)
+        high = reach(cut, high, rank - margin, held, count, False, scaling) + 1
+        low = reach(low, cut + 1, rank + margin, held, count, False, scaling)
+        # Very many may be equal.
+        num_between = amount_from(low, held, count, False, scaling) - amount_from(high, held, count, False, scaling)
+        too_many = num_between > held[2] // every
+        low = tl.where(too_many, cut, low)
+        high = tl.where(too_many, cut + 1, high)
+    return low, high
+
+
+@triton.jit
+def mass_wanted(top_p, mass):
+    """What of a mass top_p keeps."""
+    return tl.maximum(tl.cast(top_p, tl.float64) * TOP_P_REACHED * mass, FLOAT32_TINY)
+
+
+@triton.jit
+def find_window(lo, hi, wanted, top_p, mass, groups, row, held, is_mass, scaling):
+    """Narrow keys lo .. hi - 1 down to those whose entries there is room to write down, or to one key, which may have
+    more. The cut stays among them: the highest key such that what is wanted lies at it and above it, k entries or a
+    part of `mass`, all that the groups have. If it is negative, top_p of what these keys have is wanted.
+
+    Returns the keys, what lies above them, how many entries they have, and what was wanted."""
+    room = held[2]
+    above = 0.0
+    low, high, every, count = lo, hi, 1, 0
+    num_entries = groups[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
+    if (num_entries > room) & (wanted >= 0):
+        every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
+        low = tl.where(is_mass, lowest_key(row[0].dtype.element_ty), lo)
+    top = hi
     searching = 1
     while searching > 0:
-        # All candidates if there are few, else a sample: groups at equal distances.
-        every = (count + HELD - 1) // HELD
-        x_ptr, inside, _ = find_candidates(
-            i, list_ptr + offset, row_ptr, stride_v, lead, vocab_size, count, bits, every
-        )
-        x = tl.load(x_ptr, mask=inside, other=float("-inf"))
-        key = entry_key(x)
-        amount = candidate_amount(x, is_mass, z_max, inverse_t)
-        total = tl.sum(tl.where(key >= floor, amount, 0.0).to(tl.float64), 0)
-        if every <= 1:
-            wanted = tl.where(wanted < 0, tl.maximum(share * total, FLOAT32_TINY), wanted)
-            lowest = reach(key, amount, lowest, hi, wanted - above)
-            above += tl.sum(tl.where(key > lowest, amount, 0.0).to(tl.float64), 0)
-            num_ties = tl.sum((key == lowest).to(tl.int32), 0)
-            searching = 0
+        summed = (every > 1) | (low > lo) | (high < top) | (wanted < 0)
+        count, inside, higher = collect(low, high, every, 0, summed, groups, row, held, is_mass, scaling)
+        if every > 1:
+            expected = wanted / every
+            if is_mass:
+                # What lies below the cut is spread over many entries, so that a sample tells more about it.
+                expected = inside - (mass - wanted) / every
+            low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
+            every = 1
         else:
-            # Candidates a .. end - 1 are to fit: all of them, or those near to where the sample has the cut.
-            a, end = lowest, hi
-            num_inside = tl.sum(((key >= lowest) & (key < hi)).to(tl.int32), 0) * every
-            if (passes > 0) | (num_inside > HELD // 4 * 3):
-                share_taken = 1.0 / every.to(tl.float32)
-                expected = wanted.to(tl.float32) * share_taken
-                margin = 3.0 * tl.sqrt(expected) + 1.0
-                if is_mass:
-                    # What lies below the cut is spread over many entries, so that a sample tells more about it.
-                    tail = (row_mass - wanted.to(tl.float32)) * share_taken
-                    expected = tl.sum(amount, 0) - tail
-                    if wanted < 0:
-                        tail = ((1.0 - share) * total).to(tl.float32)
-                        expected = total.to(tl.float32) - tail
-                    margin = tail / 16
-                margin = margin * (1 << passes)
-                if passes >= HALVING:
-                    half = tl.maximum((hi.to(tl.int64) - lowest) // 2, 1)
-                    a = tl.maximum(reach(key, amount, lowest, hi, expected) - half // 2, lowest).to(tl.int32)
-                    end = tl.minimum(a + half, hi).to(tl.int32)
-                else:
-                    a = reach(key, amount, lowest, hi, expected + margin)
-                    end = reach(key, amount, lowest, hi, expected - margin) + 1
-            higher = tl.full((), 0.0, tl.float64)
-            middle = tl.full((), 0.0, tl.float64)
-            total = tl.full((), 0.0, tl.float64)
-            num_inside = 0
-            for start in range(0, count, HELD):
-                x_ptr, inside, v = find_candidates(
-                    start + i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, 1
-                )
-                x = tl.load(x_ptr, mask=inside, other=float("-inf"))
-                key = entry_key(x)
-                is_higher = key >= end
-                is_inside = (key >= a) & (is_higher == 0)
-                num_inside = append(list_ptr + num_groups, v + lead, is_inside, num_inside, HELD)
-                amount = candidate_amount(x, is_mass, z_max, inverse_t)
-                higher += tl.sum(tl.where(is_higher, amount, 0.0), 0).to(tl.float64)
-                middle += tl.sum(tl.where(is_inside, amount, 0.0), 0).to(tl.float64)
-                total += tl.sum(tl.where(key >= floor, amount, 0.0), 0).to(tl.float64)
-            tl.debug_barrier()
-            wanted = tl.where(wanted < 0, tl.maximum(share * total, FLOAT32_TINY), wanted)
-            passes += 1
-            if (higher >= wanted) & (end < hi):
-                lowest = end
-            elif (higher + middle < wanted) & (a > lowest):
-                hi = a
+            wanted = tl.where(wanted < 0, mass_wanted(top_p, inside), wanted)
+            if (higher >= wanted) & (high < hi):
+                lo = high
+            elif (higher + inside < wanted) & (low > lo):
+                hi, above = low, (higher + inside).to(tl.float32)
             else:
-                lowest = a
-                hi = end
-                above = higher
-                passes = HALVING
-                if num_inside <= HELD:
-                    offset, bits, count = num_groups, 0, num_inside
-                elif end - a == 1:
-                    num_ties = num_inside
-                    searching = 0
-    return lowest, above, wanted, num_ties, offset, bits, count, hi
+                lo, hi, above = low, high, higher.to(tl.float32)
+                searching = ((count > room) & (average(lo, hi) > lo)).to(tl.int32)
+            # A guess that was wrong is not repeated.
+            low, high = average(lo, hi), hi
+    return lo, hi, above, count, wanted
 
 
 @triton.jit
-def first_kept_tie(list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, cut, skipped, HELD: tl.constexpr):
+def first_kept_tie(cut, skipped, held, count):
     """The token of the first entry of key `cut` behind `skipped` others."""
+    token_ptr, value_ptr, _ = held
+    value = key_value(cut, value_ptr.dtype.element_ty)
     first = INT32_MAX
-    for start in range(0, count, HELD):
-        i = start + tl.arange(0, HELD)
-        x_ptr, inside, v = find_candidates(i, list_ptr, row_ptr, stride_v, lead, vocab_size, count, bits, 1)
-        tie = (entry_key(tl.load(x_ptr, mask=inside, other=float("-inf"))) == cut).to(tl.int32)
+    for start in range(0, count, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        tie = (widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf"))) == value).to(tl.int32)
         kept = (tie > 0) & (tl.cumsum(tie, 0) > skipped)
-        first = tl.minimum(first, tl.min(tl.where(kept, v, INT32_MAX), 0))
+        first = tl.minimum(first, tl.min(tl.load(token_ptr + i, mask=kept, other=INT32_MAX), 0))
         skipped -= tl.sum(tie, 0)
     return first
 
 
 @triton.jit
-def lowest_likely(top, z_max, min_p, inverse_t, DTYPE: tl.constexpr):
-    """The lowest key whose scaled logit is at least z_max + log(min_p), by bisection: scaling keeps the order."""
+def lowest_likely(low, high, min_p, scaling, DTYPE: tl.constexpr):
+    """The first key of low .. high whose scaled logit is at least z_max + log(min_p): scaling keeps the order."""
+    z_max, inverse_t = scaling
     gap = tl.log(tl.minimum(min_p, 1.0))
-    low = lowest_key(DTYPE).to(tl.int64)
-    high = top.to(tl.int64)
-    for _ in range(DTYPE.primitive_bitwidth):
-        middle = (low + high) >> 1
-        likely = scale(key_value(middle.to(tl.int32), DTYPE), inverse_t) - z_max >= gap
-        low = tl.where(likely, low, tl.minimum(middle + 1, high))
+    while low < high:
+        middle = average(low, high)
+        likely = scale(key_value(middle, DTYPE), inverse_t) - z_max >= gap
+        low = tl.where(likely, low, middle + 1)
         high = tl.where(likely, middle, high)
-    return high.to(tl.int32)
+    return high
 
 
 @launch.jit
@@ -378,7 +407,9 @@ def cut_kernel(
     min_p_ptr,  # [B] or None
     top_ptr,  # [B, R + K, num_groups]
     sum_ptr,  # [B, R + K, num_groups] or None
-    list_ptr,  # [B, R + K, num_groups + HELD] numbers of groups, and places of entries
+    group_ptr,  # [B, R + K, num_groups] numbers of the groups that matter
+    token_ptr,  # [B, R + K, room] tokens of the entries that may be the cut
+    value_ptr,  # [B, R + K, room] and their logits
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
@@ -391,14 +422,14 @@ def cut_kernel(
     num_bounds,
     vocab_size,
     num_groups,
+    room,
     GROUP: tl.constexpr,
-    GROUP_BITS: tl.constexpr,
+    GROUP_SHIFT: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    HELD: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
-    row = b * (num_rows + num_drafts) + r
+    program = b * (num_rows + num_drafts) + r
     # Torch looks for what a kernel writes, and does not look into functions: what comes from one that was given a
     # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
@@ -416,82 +447,94 @@ def cut_kernel(
     first_at_cut = tl.where(lawful, 0, INT32_MAX)
     if is_filtered(temperature, top_k, top_p, min_p):
         DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+        # Groups are a multiple of four, so that four are loaded at once.
+        first_group = tl.arange(0, BLOCK_G // 4) * 4
+        group = first_group[:, None] + tl.arange(0, 4)[None, :]
+        given = (first_group < num_groups)[:, None]
+        top_ptr = tl.multiple_of(top_ptr + program * num_groups, 4 * DTYPE.primitive_bitwidth // 8)
+        top = widen(tl.load(top_ptr + group, mask=given, other=float("-inf")))
+        finite = top > float("-inf")
+        x_max = tl.max(tl.max(tl.where(finite, top, float("-inf")), 1), 0)
         inverse_t = inverse_temperature(True, temperature)
-        group = tl.arange(0, BLOCK_G)
-        x = tl.load(top_ptr + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
-        key = entry_key(x)
-        top = tl.max(key, 0)
-        z_max = scale(key_value(top, DTYPE), inverse_t)
+        scaling = (scale(x_max, inverse_t), inverse_t)
+        highest = order_key(x_max.to(DTYPE))
         lo = lowest_key(DTYPE)
-        if ((top_k > 0) | (top_p < 1)) & (top > NO_KEY):
+        if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
             # Top-k may leave out all groups but k, top-p the mass that it removes.
-            amount = tl.where(key > NO_KEY, 1.0, 0.0)
-            rest = tl.zeros((BLOCK_G,), tl.float32)
-            allowed = tl.sum(amount, 0) - top_k
-            mass = tl.full((), 0.0, tl.float64)
-            wanted_mass = tl.full((), -1.0, tl.float64)
-            share = top_p.to(tl.float64) * TOP_P_REACHED if top_p_ptr is not None else wanted_mass
+            amount = tl.where(finite, 1.0, 0.0)
+            rest = tl.zeros(top.shape, tl.float32)
+            allowed = total(amount) - top_k
+            wanted_mass = tl.full((), 0.0, tl.float64)
             if sum_ptr is not None:
                 if top_k == 0:
-                    weight = exponential(scale(x, inverse_t) - z_max)
-                    total = tl.load(sum_ptr + row * num_groups + group, mask=key > NO_KEY, other=0.0)
-                    amount = tl.where(key > NO_KEY, total * weight, 0.0)
+                    weight = weigh(top, scaling)
+                    sum_ptr = tl.multiple_of(sum_ptr + program * num_groups, 16)
+                    sums = tl.load(sum_ptr + group, mask=given, other=0.0)
+                    amount = tl.where(finite, sums * weight, 0.0)
                     rest = tl.maximum(amount - weight, 0.0)
-                    mass = tl.sum(amount.to(tl.float64), 0)
-                    wanted_mass = tl.maximum(share * mass, FLOAT32_TINY)
-                    allowed = (((1.0 - share) * mass) * SAFE_SHARE).to(tl.float32)
-            lo = lowest_candidate(key, amount, rest, allowed, top, z_max, inverse_t, DTYPE, GROUP)
-            mass -= tl.sum(tl.where(key < lo, amount, 0.0).to(tl.float64), 0)
+                    mass = total(amount.to(tl.float64))
+                    wanted_mass = mass_wanted(top_p, mass)
+                    allowed = ((mass - wanted_mass) * SAFE_SHARE).to(tl.float32)
+            least = order_key(tl.min(tl.min(tl.where(finite, top, float("inf")), 1), 0).to(DTYPE))
+            lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
+            listed = finite & (top >= key_value(lo, DTYPE))
+            mass = total(tl.where(listed, amount, 0.0))
+            group_ptr += program * num_groups
+            num_listed = write_down(group_ptr, first_group, listed, 0, num_groups, 4)
+            groups = (group_ptr, GROUP_SHIFT, num_listed << GROUP_SHIFT)
+            tl.debug_barrier()
 
             row_ptr = find_row(
                 logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
             )
-            lead = row_lead(row_ptr, stride_v)
-            list_ptr += row * (num_groups + HELD)
+            row = (row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size)
             # Symbolic sizes have 64 bits.
-            num_places = tl.cast(num_groups, tl.int32)
-            num_candidates = append(list_ptr, group, key >= lo, 0, num_places) * GROUP
-            tl.debug_barrier()
-            hi, offset, bits, count = top + 1, 0, GROUP_BITS, num_candidates
-            for search in range(2):
+            places = tl.cast(room, tl.int32)
+            held = (token_ptr + program * room, value_ptr + program * room, places)
+            hi = highest + 1
+            count = places + 1
+            skipped = 0
+            # Top-k, top-p, and of the tokens at the cut the first that top-p keeps. Torch does not follow what comes
+            # from the round before (see above), but what comes from a function that was given the row.
+            for search in range(3):
                 is_mass = search == 1
-                if tl.where(is_mass, top_p < 1, top_k > 0):
-                    if hi <= top:
-                        hi, offset, bits, count = top + 1, 0, GROUP_BITS, num_candidates
+                if search == 2:
+                    if skipped > 0:
+                        if count > places:
+                            collect(lo, lo + 1, 1, skipped, False, groups, row, held, True, scaling)
+                            skipped, count = 0, 1
+                        first_at_cut = first_kept_tie(lo, skipped, held, count)
+                elif tl.where(is_mass, top_p < 1, top_k > 0):
                     wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
-                    lo, above, wanted, num_ties, offset, bits, count, hi = find_cut(
-                        list_ptr,
-                        row_ptr,
-                        stride_v,
-                        lead,
-                        vocab_size,
-                        num_places,
-                        offset,
-                        bits,
-                        count,
-                        lo,
-                        hi,
-                        wanted,
-                        share,
-                        mass.to(tl.float32),
-                        is_mass,
-                        z_max,
-                        inverse_t,
-                        HELD,
-                    )
+                    above = 0.0
+                    if hi <= highest:
+                        hi = highest + 1
+                        count = places + 1
+                    if is_mass & (top_k > 0):
+                        # Of what top-k kept.
+                        wanted = tl.full((), -1.0, tl.float64)
+                        if count <= places:
+                            kept = amount_from(lo, held, count, True, scaling)
+                            wanted = mass_wanted(top_p, kept)
+                    if count > places:
+                        lo, hi, above, count, wanted = find_window(
+                            lo, hi, wanted, top_p, mass, groups, row, held, is_mass, scaling
+                        )
+                    lo = reach(lo, hi, wanted - above, held, count, is_mass, scaling)
                     if is_mass:
-                        # Of the tokens at the cut, those of highest id, as many as begin below what is wanted.
-                        tie_weight = exponential(scale(key_value(lo, DTYPE), inverse_t) - z_max).to(tl.float64)
+                        # Those of highest id, as many as begin below what is wanted.
+                        above += amount_from(lo + 1, held, count, True, scaling)
+                        num_ties = amount_from(lo, held, count, False, scaling)
+                        num_ties -= amount_from(lo + 1, held, count, False, scaling)
+                        if count > places:
+                            num_ties = count.to(tl.float32)
+                        tie_weight = weigh(key_value(lo, DTYPE), scaling).to(tl.float64)
                         num_kept = tl.maximum(tl.ceil(((wanted - above) / tie_weight).to(tl.float32)), 1.0)
-                        if num_kept < num_ties:
-                            skipped = num_ties - num_kept.to(tl.int32)
-                            first_at_cut = first_kept_tie(
-                                list_ptr + offset, row_ptr, stride_v, lead, vocab_size, count, bits, lo, skipped, HELD
-                            )
+                        skipped = tl.maximum(num_ties - num_kept, 0.0).to(tl.int32)
         if min_p_ptr is not None:
             if min_p > 0:
-                likely = lowest_likely(top, z_max, min_p, inverse_t, DTYPE)
+                likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
                 first_at_cut = tl.where(likely > lo, 0, first_at_cut)
-                lo = tl.maximum(likely, lo)
-        cut = tl.where(top > NO_KEY, key_value(lo, DTYPE), cut)
+                lo = likely
+        cut = tl.where(x_max > float("-inf"), key_value(lo, DTYPE), cut)
     store_pair(bounds_ptr + (b * num_bounds + first_row + r) * 2, cut, first_at_cut.to(tl.float32, bitcast=True))
