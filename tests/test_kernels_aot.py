@@ -18,10 +18,10 @@ from torch_specops.kernels import launch  # noqa: E402
 # `python benchmarks/kernel_resources.py` compiles all of them for any target.
 SHARES = [
     ("sm_90", 0, 60),
-    *(pytest.param(*share, marks=pytest.mark.slow) for share in [("sm_90", 4, 10), ("sm_100", 15, 40)]),
-    pytest.param("gfx942", 25, 40, marks=pytest.mark.slow),
-    # A known fault, see "Spills" in docs/performance.md.
-    pytest.param("sm_80", 5, 40, marks=[pytest.mark.slow, pytest.mark.xfail(reason="the draws spill", strict=True)]),
+    *(
+        pytest.param(*share, marks=pytest.mark.slow)
+        for share in [("sm_90", 4, 10), ("sm_100", 15, 40), ("gfx942", 25, 40), ("sm_80", 5, 40)]
+    ),
 ]
 
 

@@ -125,8 +125,18 @@ def token_weights(z, z_max, z_sum):
 
 
 @triton.jit
-def store_output(output_ptr, tokens_ptr, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
-    """[K+1] the accepted drafts, the next token, then -1."""
+def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K: tl.constexpr):
+    """[K+1] of sequence b: the n accepted drafts, and -1 behind the next token, which `store_next` stores."""
     k = tl.arange(0, BLOCK_K)
-    kept = tl.load(tokens_ptr + k, mask=k < n, other=-1).to(tl.int64)
-    tl.store(output_ptr + k, tl.where(k == n, next_token, kept), mask=k <= num_drafts)
+    # The addresses that `count_valid` has would keep two registers from there to here. These are the same below n.
+    place = b * num_drafts + tl.minimum(k, n)
+    kept = tl.load(draft_tokens_ptr + place, mask=k < n, other=-1).to(tl.int64)
+    tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), kept, mask=(k <= num_drafts) & (k != n))
+
+
+@triton.jit
+def store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
+    """Token n of sequence b. Torch takes for written what the address of a store is made from, and n comes from the
+    inputs, so the lanes are its address and n their mask."""
+    k = tl.arange(0, BLOCK_K)
+    tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), tl.cast(next_token, tl.int64), mask=k == n)

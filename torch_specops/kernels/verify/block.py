@@ -47,9 +47,9 @@ from ..rows import (
     row_stats,
     store_pair,
 )
-from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_output
+from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_accepted, store_next
 from .exact import exact_values, run_stats, verify_exact
-from .residual import draft_row_stats, draw_token, scale_in_row, subtract_draft
+from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
 
 # exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)
@@ -60,12 +60,6 @@ LARGEST_SCALE = tl.constexpr(1e150)
 def compose(scale, cap, next_scale, next_cap):
     """x -> min(x * scale, cap), then x -> min(x * next_scale, next_cap), as one such map."""
     return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
-
-
-@triton.jit
-def load_state(state_ptr):
-    """p_shift, p_weight, q_shift, q_weight of a pair of rows."""
-    return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
 
 
 @launch.jit
@@ -227,7 +221,9 @@ def draw_kernel(
                 bounds_row = b * num_bounds + i
                 row_ptr = target_ptr + (b * stride_target_b + i * stride_target_k)
                 lead = row_lead(row_ptr, stride_target_v)
-                for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
+                end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
+                # Hoisted addresses made `ptxas` spill.
+                for tile in tl.range(first_tile, end, disable_licm=True):
                     x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
                     z_p = scale_in_row(x_p, inverse_t, p_shift)
                     weight, differs = subtract_draft(
@@ -250,23 +246,29 @@ def draw_kernel(
                     store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
 
     if arrives_last(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
+        # As before; a number that is loaded again takes no register until here.
+        n = tl.load(num_accepted_ptr + b)
+        undecided = n < 0
+        if undecided:
+            for start in range(0, num_drafts, WALK):
+                i = (start + tl.arange(0, WALK)).to(tl.int64)
+                reach = tl.load(reach_ptr + first_draft + i, mask=i < num_drafts, other=-1.0)
+                candidate = reach > 0
+                mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
+                total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
+                total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
+                u_ptr = accept_uniforms_ptr + first_draft + i - 1
+                u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
+                # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
+                accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
+                n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
+            tl.store(num_accepted_ptr + b, n)
+        store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
         next_token = -1
         if temperature == 0:
             next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
         if temperature > 0:
             if undecided:
-                for start in range(0, num_drafts, WALK):
-                    i = (start + tl.arange(0, WALK)).to(tl.int64)
-                    reach = tl.load(reach_ptr + first_draft + i, mask=i < num_drafts, other=-1.0)
-                    candidate = reach > 0
-                    mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
-                    total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
-                    total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
-                    u_ptr = accept_uniforms_ptr + first_draft + i - 1
-                    u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
-                    # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
-                    accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
-                    n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
                 row = first_draft + n
                 p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
                 p_weight = p_weight * tl.load(reach_ptr + row).to(tl.float32)
@@ -305,8 +307,7 @@ def draw_kernel(
                 TILE,
                 BLOCK_T,
             )
-        tl.store(num_accepted_ptr + b, n)
-        store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
+        store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
 
 
 def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ Bytes per sequence, with s_p and s_q bytes a logit:
 and the row pair of the rejection once more (in L2). Of a large batch (`rest_rows`) a sequence that rejects one of its
 first two drafts has two rows of each side read, as if K + 1 and K were 2. Rows behind a padded draft, draft rows of
 greedy sequences and sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the
-scratch is 8 bytes per (row, tile) and per (sequence, tile), and 4 per sequence.
+scratch is 8 bytes per (row, tile) and per (sequence, tile), and 20 per sequence.
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
 bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
@@ -64,10 +64,11 @@ from .accept import (
     leading,
     load_token_logits,
     shared_values,
-    store_output,
+    store_accepted,
+    store_next,
     token_weights,
 )
-from .residual import draft_row_stats, draft_stats, draw_token, scale_in_row, subtract_draft
+from .residual import draft_row_stats, draft_stats, draw_token, load_state, scale_in_row, subtract_draft
 
 # Rows of each side that are summed first where batches are large.
 FIRST_ROWS = tl.constexpr(2)
@@ -365,6 +366,7 @@ def draw_kernel(
     draft_bounds_ptr,  # the same or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
+    state_ptr,  # [B, 4] of the rows drawn from
     count_ptr,  # [B] programs that have summed their part of the residual
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
@@ -437,21 +439,31 @@ def draw_kernel(
         n += run
         walking = walking & (run == WALK)
 
+    if first_tile == 0:
+        tl.store(num_accepted_ptr + b, n)
+        store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
+
     # The residual, after a rejection.
     mass_ptr += b * num_tiles * 2
-    p_shift, p_weight, q_shift, q_weight = 0.0, 0.0, 0.0, 0.0
+    state_ptr += b * 4
     if temperature > 0:
         target_row = b * rows_per_sequence + n
         p_shift, p_sum = row_stats(partial_ptr, target_row, num_tiles, BLOCK_T)
         p_weight = reciprocal(p_sum)
+        if first_tile == 0:
+            store_pair(state_ptr, p_shift, p_weight)
+            store_pair(state_ptr + 2, 0.0, 0.0)
         if n < num_valid:
             bounds_row = b * num_bounds + n
             draft_row = num_drafts + 1
+            q_shift, q_weight = 0.0, 0.0
             if draft_ptr is not None:
                 q_shift, q_sum = draft_row_stats(
                     partial_ptr, target_row + draft_row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T
                 )
                 q_weight = reciprocal(q_sum)
+            if first_tile == 0:
+                store_pair(state_ptr + 2, q_shift, q_weight)
             row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
             lead = row_lead(row_ptr, stride_target_v)
             # Hoisted addresses would spill here too.
@@ -478,8 +490,6 @@ def draw_kernel(
                 )
                 store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
 
-    if first_tile == 0:
-        tl.store(num_accepted_ptr + b, n)
     if arrives_last(count_ptr + b, tl.num_programs(1)):
         # As before; what is loaded again, and what follows from it, takes no register until here.
         n = tl.load(num_accepted_ptr + b)
@@ -489,6 +499,7 @@ def draw_kernel(
         if temperature == 0:
             next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
         if temperature > 0:
+            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr)
             next_token = draw_token(
                 tl.load(sample_uniforms_ptr + b),
                 b,
@@ -520,7 +531,7 @@ def draw_kernel(
                 TILE,
                 BLOCK_T,
             )
-        store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
+        store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
 
 
 def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
@@ -571,6 +582,7 @@ def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
         "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=given.target_logits.device),
+        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=given.target_logits.device),
         "tiles_per_program": tiles_per_program,
         "lenience": given.lenience,
         "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,

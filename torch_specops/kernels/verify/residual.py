@@ -54,6 +54,12 @@ def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tile
 
 
 @triton.jit
+def load_state(state_ptr):
+    """p_shift, p_weight, q_shift, q_weight of a pair of rows."""
+    return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+
+
+@triton.jit
 def scale_in_row(x, inverse_t, shift):
     """`scale` in a row whose largest scaled logit is `shift`. Unless that is an extreme, what overflows has no weight
     in any case, and a maximum makes NaN -inf."""

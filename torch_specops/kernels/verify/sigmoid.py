@@ -46,7 +46,7 @@ from ..rows import (
     tile_tokens,
     widen,
 )
-from .accept import accept_scored, count_valid, leading, load_token_logits, shared_values, store_output
+from .accept import accept_scored, count_valid, leading, load_token_logits, shared_values, store_accepted, store_next
 
 # Drafts per turn of the walk over single logits, which holds no partials.
 SCORE_WALK = tl.constexpr(16)
@@ -255,7 +255,8 @@ def draw_kernel(
             weight = exponential(scale(x, inverse_t) - shift)
         next_token = pick_token(weight, tile_tokens(lead, tile, TILE), threshold)
     tl.store(num_accepted_ptr + b, n)
-    store_output(output_tokens_ptr + b * (num_drafts + 1), tokens_ptr, n, num_drafts, next_token, BLOCK_K)
+    store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
+    store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
 
 
 def verify_sigmoid(given: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
