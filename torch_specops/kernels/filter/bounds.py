@@ -37,12 +37,12 @@ from .search import cut_kernel, group_kernel
 GROUP = 64
 # Entries that there is room for in the list of a row, for each of its groups.
 ROOM = 4
-# Groups up to which a program has 4 warps. With 8 for more of them, ptxas keeps registers on the stack.
+# Groups up to which a program has 8 warps. With 8 for more of them, or with 4, ptxas keeps registers on the stack.
 FEW_GROUPS = 2048
 
 
 def cut_warps(lanes: int) -> int:
-    return 4 if lanes <= FEW_GROUPS else 16
+    return 8 if lanes <= FEW_GROUPS else 16
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
