@@ -118,14 +118,14 @@ def test_texts_that_end_early() -> None:
 
 def test_calls() -> None:
     """Every call has all settings in turn, and the same seed gives the same requests."""
-    calls = []
+    calls, progress = [], []
 
     def generate(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> Tensor:
         calls.append((prompts, params, seeds))
         return torch.tensor(engine(prompts, params, seeds))
 
-    check(generate, trials=100, batch_size=40)
-    assert [len(seeds) for _, _, seeds in calls] == [200, 200, 100]
+    check(generate, trials=100, batch_size=40, progress=lambda *at: progress.append(at))
+    assert progress == [(200, 500), (400, 500), (500, 500)]
     for prompts, params, seeds in calls:
         assert prompts[:5] == [list(PROMPTS[i]) for i in (0, 1, 2, 0, 1)]
         assert params == list(SETTINGS.values()) * (len(params) // 5)

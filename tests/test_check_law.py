@@ -309,8 +309,10 @@ def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> N
         return uniforms_step("verify_exact", 2)(torch.tensor(PROMPT).expand(len(seeds), -1), seeds)
 
     options = {"vocab_size": V, "trials": 5000, "seed": 4}
-    small = check_law(step, target, batch_size=30, **options)
+    progress: list[tuple[int, int]] = []
+    small = check_law(step, target, batch_size=30, progress=lambda *at: progress.append(at), **options)
     assert max(sizes) == 30
+    assert progress[0] == (30, 5000) and progress[-1] == (5000, 5000) and len(progress) == 167
     assert small == check_law(step, target, batch_size=5000, **options)
     assert small != check_law(step, target, batch_size=5000, **options | {"seed": 5})
 

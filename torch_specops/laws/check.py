@@ -27,6 +27,7 @@ def check_law(
     batch_size: int = 8192,
     significance: float = 1e-4,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LawReport:
     """Test whether the tokens that a decoding loop emits have the target's law.
 
@@ -58,6 +59,7 @@ def check_law(
         batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
         significance: in (0, 1), probability that a lossless loop is rejected, over all tests together.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
+        progress: called as `progress(done, trials)` after each batch.
 
     Returns:
         A `LawReport`.
@@ -86,7 +88,7 @@ def check_law(
     # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in these.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials,), generator=generator)
-    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size)
+    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size, progress)
     return law_report(tokens, p, generator, significance, q, accepted / reached if reached else None)
 
 
@@ -119,6 +121,7 @@ def _sample(
     num_tokens: int,
     seeds: Tensor,
     batch_size: int,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[Tensor, int, int]:
     """The tokens that the loop emits for seeds [N], as [N, T]; drafts accepted, and drafts reached."""
     batches: list[Tensor] = []
@@ -131,6 +134,8 @@ def _sample(
         batches.append(tokens)
         num_accepted += accepted
         num_reached += reached
+        if progress is not None:
+            progress(sum(len(tokens) for tokens in batches), len(seeds))
     return torch.cat(batches), num_accepted, num_reached
 
 

@@ -36,6 +36,7 @@ def check_engine(
     batch_size: int = 1000,
     significance: float = 1e-4,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> EngineReport:
     """Test whether the tokens that an engine returns have the target's law, for each of its sampling settings.
 
@@ -64,6 +65,7 @@ def check_engine(
         batch_size: trials of each setting in one call.
         significance: in (0, 1), probability that a lossless engine is rejected, over all settings together.
         seed: in [0, 2**32); the same seed gives the same requests.
+        progress: called as `progress(done, requests)` after each call.
 
     Returns:
         An `EngineReport`: which settings break, and how small a bias would have been detected in each.
@@ -114,6 +116,8 @@ def check_engine(
         if repeats(tokens, batches):
             raise ValueError("generate: expected new random numbers in every call, got the tokens of the first call")
         batches.append(tokens)
+        if progress is not None:
+            progress(sum(map(len, batches)) * len(settings), seeds.numel())
     reports = {
         name: law_report(tokens, law, generator, significance / len(settings))
         for name, tokens, law in zip(settings, torch.cat(batches).unbind(1), laws, strict=True)
