@@ -1,16 +1,21 @@
-"""`torch_specops.uniforms`: Philox 4x32-10 by its published vectors and by plain Python integers."""
+"""`torch_specops.uniforms`: Philox 4x32-10 by its published vectors, by plain Python integers and by its statistics."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 
 import torch_specops
 from torch_specops.uniforms import STREAMS, _numbers, _philox, row_seeds
+
+# Every statistical test below rejects at this level; the numbers are a pure function of the seeds, so none can flake.
+ALPHA = 1e-3
 
 # Random123's kat_vectors for philox4x32, 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [
@@ -74,10 +79,33 @@ def test_equals_plain_integers(stream: str) -> None:
         index = torch.arange(n)
         traced = _numbers(int64(*seeds), int64(*positions), index, torch.full_like(index, STREAMS[stream]))
         assert torch.equal(traced, got)
-    assert len(set(STREAMS.values())) == 3
     # A strided view is read by value, not by storage.
     assert torch_specops.uniforms(int64(*seeds)[::2], int64(*positions)[::2], 7, stream).tolist() == expected[::2]
     assert torch_specops.uniforms(int64(), int64(), 7, stream).shape == (0, 7)
+
+
+def independence(a: Tensor, b: Tensor) -> float:
+    """p-value of the chi-square test of a 16 x 16 grid of equal cells."""
+    cells = ((a * 16).long() * 16 + (b * 16).long()).flatten()
+    return float(chisquare(torch.bincount(cells, minlength=256).numpy()).pvalue)
+
+
+def test_uniform_and_pairwise_independent() -> None:
+    """n = 2^17 pairs (seeds 0..2047, positions 5, 64 numbers), 16 x 16 equal cells, alpha = 1e-3, for each pair of
+    streams, for consecutive numbers, positions and seeds: the ways a decoding step uses them."""
+    seeds, positions = torch.arange(2048), torch.full((2048,), 5)
+    u = {stream: torch_specops.uniforms(seeds, positions, 64, stream) for stream in STREAMS}
+    for a, b in itertools.combinations(STREAMS, 2):
+        assert independence(u[a], u[b]) > ALPHA, (a, b)
+    accept = u["accept"]
+    assert independence(accept[:, :-1], accept[:, 1:]) > ALPHA
+    assert independence(accept, torch_specops.uniforms(seeds, positions + 1, 64, "accept")) > ALPHA
+    assert independence(accept[:-1], accept[1:]) > ALPHA
+    # What must be seen: the same numbers used twice, one in ten of them shared, and a law that is slightly bent.
+    shared = torch.where(torch.arange(64) % 10 == 0, u["accept"], u["sample"])
+    assert independence(accept, accept) < ALPHA
+    assert independence(accept, shared) < ALPHA
+    assert independence(accept**1.05, u["sample"]) < ALPHA
 
 
 def test_compiled_is_bit_identical() -> None:
