@@ -52,8 +52,7 @@ class CheckedDraft(DraftSource):
         getattr(self.source, "bind", super().bind)(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        if hasattr(self.source, "expect"):
-            self.source.expect(num_draft_tokens)
+        getattr(self.source, "expect", super().expect)(num_draft_tokens)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         getattr(self.source, "start", super().start)(tokens, lengths, capacity, inputs)

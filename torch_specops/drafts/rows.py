@@ -79,15 +79,17 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
     Args:
         tokens: [B, W] int64.
     """
-    positions = torch.arange(width, device=tokens.device)
-    first: dict[tuple[int, ...], int] = {}
-    sources = [first.setdefault(tuple(text), row) for row, text in enumerate(tokens[:, :width].tolist())]
-    if len(first) < len(sources) and can_read_rows(model) and hasattr(model, "copy_rows"):
-        rows = torch.tensor(list(first.values()), device=tokens.device)
-        model.forward(tokens[rows, :width], positions.expand(len(rows), -1), 1, rows)
-        model.copy_rows(torch.tensor(sources, device=tokens.device), width)
-    else:
-        model.forward(tokens[:, :width], positions.expand(len(sources), -1), 1)
+    beginnings, device = tokens[:, :width], tokens.device
+    positions = torch.arange(width, device=device).expand(len(tokens), -1)
+    if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
+        first: dict[tuple[int, ...], int] = {}
+        sources = [first.setdefault(tuple(text), row) for row, text in enumerate(beginnings.tolist())]
+        if len(first) < len(sources):
+            rows = torch.tensor(list(first.values()), device=device)
+            model.forward(beginnings[rows], positions[rows], 1, rows)
+            model.copy_rows(torch.tensor(sources, device=device), width)
+            return
+    model.forward(beginnings, positions, 1)
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:

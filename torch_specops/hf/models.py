@@ -320,7 +320,8 @@ class EncoderDecoderModel(TransformersModel):
         self._cross_cache: Cache | None = None
         self._relative_bias = relative_bias(self.prepared)
         self._is_t5 = self._relative_bias is not None
-        self.max_length = None if self._is_t5 else self.max_length
+        if self._is_t5:
+            self.max_length = None
 
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
