@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,12 +240,54 @@ def test_a_family_without_tests_is_checked_when_it_is_used() -> None:
     assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
 
 
+def test_an_architecture_is_checked_once() -> None:
+    sizes = {"hidden_size": 40, "intermediate_size": 48, "num_key_value_heads": 2}
+    model = untested("Granite", **sizes)
+    reads: list[Tensor] = []
+
+    def reads_of(model: PreTrainedModel) -> int:
+        """Forwards of one call of `generate`, with the check if there is one."""
+        reads.clear()
+        watch = model.model.register_forward_pre_hook(lambda *call: reads.append(call))
+        ids = torch.tensor([[5, 6, 7]])
+        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
+        GenerationMixin.generate(model, **prompt, pad_token_id=0, custom_generate=hf.custom_generate)
+        watch.remove()
+        return len(reads)
+
+    checked = reads_of(model)
+    alone = reads_of(model)
+    assert checked > alone and reads_of(untested("Granite", **sizes)) == alone
+
+    def adapted(model: PreTrainedModel) -> None:
+        layer = model.model.layers[0].self_attn
+        layer.q_proj = nn.Sequential(layer.q_proj)
+
+    changes: list[Callable[[PreTrainedModel], object]] = [
+        lambda model: model.bfloat16(),
+        lambda model: model.set_attn_implementation("eager"),
+        adapted,
+    ]
+    for change in changes:
+        change(model)
+        assert reads_of(model) > alone
+        assert reads_of(model) == alone
+    # What a forward of its own does cannot be known.
+    model.forward = model.forward
+    assert reads_of(model) > alone and reads_of(model) > alone
+    del model.forward
+    model.config.sliding_window = 4
+    with pytest.raises(ValueError, match="model: GraniteForCausalLM does not read ragged rows right"):
+        hf.language_model(model)
+
+
 def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Bloom computes its biases from a mask of two dimensions.
     with pytest.raises(ValueError, match="model: BloomForCausalLM takes no cache and mask of ragged rows"):
         hf.language_model(untested("Bloom"))
-    # A model that goes by the length of its cache, as one with positions of its own would.
+    # A model that goes by the length of its cache, as one with positions of its own would. Read right before.
     model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
+    hf.language_model(model)
     right = model.forward
 
     def wrong(**arguments: object) -> object:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..attention import DTYPES
 
@@ -14,15 +16,39 @@ if TYPE_CHECKING:
 
 __all__ = ["check_reading"]
 
+# The architectures that were read right -> whether their attention may get spans.
+_right: dict[Hashable, bool] = {}
 
-@torch.inference_mode()
+
 def check_reading(adapter: TransformersModel) -> None:
     """Compare logits read through the cache, after a rollback, with those of a forward without one. Attention may get
-    spans in place of masks if the logits are then the same.
+    spans in place of masks if the logits are then the same. An architecture that was read right is not read again.
 
     Raises:
         ValueError: the logits differ, or the model takes no cache and masks.
     """
+    architecture = _architecture(adapter.model)
+    if architecture in _right:
+        adapter.can_take_spans = _right[architecture]
+        return
+    _check(adapter)
+    if architecture is not None:
+        _right[architecture] = adapter.can_take_spans
+
+
+def _architecture(model: PreTrainedModel) -> Hashable:
+    """What decides how a model reads, whatever its weights: the classes of its modules, their settings, how weights are
+    stored. It does not refer to the model. None = unknown, because a module has got a forward of its own."""
+    modules = list(model.modules())
+    if any("forward" in vars(module) for module in modules):
+        return None
+    settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
+    weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
+    return tuple(map(type, modules)), settings, weights
+
+
+@torch.inference_mode()
+def _check(adapter: TransformersModel) -> None:
     name = type(adapter.model).__name__
     tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
     attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
