@@ -32,6 +32,7 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
     **dict.fromkeys(("head_dim", "global_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "sliding_window"), 16),
+    "attention_chunk_size": 6,
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "bos_token_id"), 1),
     "rotary_dim": 4,
     "pad_token_id": 0,

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 import torch_specops
 from torch_specops import hf
 from torch_specops.drafts import EarlyExit, LanguageModel
+from torch_specops.hf.architecture import max_length
 from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
@@ -103,6 +104,11 @@ def test_what_a_model_says_of_itself() -> None:
         # T5 has relative positions: any length.
         assert adapter.max_length == (None if family == "t5" else POSITIONS), family
         assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
+    # Beyond, it goes by the length of a cache, which rows of different lengths do not have.
+    llama4 = transformers.Llama4TextConfig(floor_scale=16)
+    assert max_length(llama4) == 15
+    llama4.attn_temperature_tuning = False
+    assert max_length(llama4) == llama4.max_position_embeddings
     model = tiny("llama")
     for own, expected in ((5, (5,)), ([3, 4], (3, 4)), (None, ())):
         model.generation_config.eos_token_id = own

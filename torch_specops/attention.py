@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kv_cache import fold_groups
+from .kv_cache import Window, fold_groups
 from .registration import register_op
 from .tracing import can_read_data, on_device_of
 
@@ -38,10 +38,10 @@ def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
     return torch.compiler.is_dynamo_compiling() and capacity >= SPANS_PAY
 
 
-def spans_of(positions: Tensor, window: int | None) -> Tensor:
-    """[B, n, 2], what `attend` takes for tokens at positions [B, n] that see `window` slots up to their own; None =
-    all."""
-    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
+def spans_of(positions: Tensor, window: Window | None) -> Tensor:
+    """[B, n, 2], what `attend` takes for tokens at positions [B, n] that see a window of their text; None = all of it
+    up to their own slot."""
+    first = torch.zeros_like(positions) if window is None else window.first(positions)
     return torch.stack([first, positions], -1)
 
 

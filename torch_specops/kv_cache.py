@@ -7,10 +7,25 @@ forward reads at an earlier position again; nothing is cropped or cleared.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["RaggedKeyValues", "fold_groups", "visible_slots"]
+__all__ = ["RaggedKeyValues", "Window", "fold_groups", "visible_slots"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a token sees of its text: itself and the size - 1 tokens before it; or, `in_chunks`, itself and those before
+    it in its chunk of the text, which begins at a multiple of the size."""
+
+    size: int
+    in_chunks: bool = False
+
+    def first(self, positions: Tensor) -> Tensor:
+        """The position of the first token that each sees, >= 0."""
+        return positions // self.size * self.size if self.in_chunks else (positions - self.size + 1).clamp(min=0)
 
 
 class RaggedKeyValues:
@@ -57,20 +72,20 @@ class RaggedKeyValues:
 
 
 def visible_slots(
-    positions: Tensor, slot_positions: Tensor, window: int | None = None, own_text: Tensor | None = None
+    positions: Tensor, slot_positions: Tensor, window: Window | None = None, own_text: Tensor | None = None
 ) -> Tensor:
     """[B, 1, n, S] bool: which slots a token at a position attends to.
 
     Args:
         positions: [B, n] int64.
         slot_positions: [B or 1, S] int64, the position of what each slot holds.
-        window: a token sees itself and the window - 1 tokens before it; None = all before it.
+        window: what a token sees of its text; None = all up to its own position.
         own_text: [B, n, S] bool, the slots that hold a token's own text; None = all up to its own position.
     """
-    distance = positions.unsqueeze(2) - slot_positions.unsqueeze(1)
-    visible = distance >= 0 if own_text is None else own_text
+    slot_positions = slot_positions.unsqueeze(1)
+    visible = slot_positions <= positions.unsqueeze(2) if own_text is None else own_text
     if window is not None:
-        visible = visible & (distance < window)
+        visible = visible & (slot_positions >= window.first(positions).unsqueeze(2))
     return visible.unsqueeze(1)
 
 

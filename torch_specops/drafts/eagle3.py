@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attend, attend_masked, spans_of, spans_serve
-from ..kv_cache import RaggedKeyValues, visible_slots
+from ..kv_cache import RaggedKeyValues, Window, visible_slots
 from ..tracing import can_read_data
 from .adapter import as_language_model
 from .base import FeatureModel, LanguageModel, feature_model
@@ -197,7 +197,8 @@ class Eagle3(SequentialDraft):
         """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
         assert self._target is not None and self._cache is not None
         cache = self._cache
-        capacity, window = cache.keys.shape[2], self.head.config.window
+        capacity, size = cache.keys.shape[2], self.head.config.window
+        window = None if size is None else Window(size)
         # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
         width = int(positions.amax()) + 1 if self._can_read_data(positions) else capacity
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)

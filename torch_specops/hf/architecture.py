@@ -7,6 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..kv_cache import Window
+
 __all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
 
 
@@ -25,6 +27,10 @@ def check_can_decode(model: PreTrainedModel) -> None:
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model can read; None = any number."""
+    if getattr(config, "attn_temperature_tuning", False):
+        # Llama 4 scales queries of later tokens by the length of its cache, and rows have different lengths.
+        return min(config.max_position_embeddings, config.floor_scale - 1)
     for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
         length = getattr(config, name, None)
         if length is not None:
@@ -32,16 +38,18 @@ def max_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def windows(config: PreTrainedConfig) -> dict[str, int | None]:
+def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
     """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", "sliding_attention"}
+    size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    sliding = Window(size) if size else None
+    known = {"full_attention": None, "sliding_attention": sliding}
+    if chunk:
+        known["chunked_attention"] = Window(chunk, in_chunks=True)
+    unknown = kinds - known.keys()
     if unknown:
         raise ValueError(f"model: layers of the kind {', '.join(sorted(unknown))} cannot be rolled back")
-    window = getattr(config, "sliding_window", None)
-    if not kinds:
-        return {"all": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return {kind: known[kind] for kind in sorted(kinds)} or {"all": sliding}
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:

@@ -10,7 +10,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from ..attention import spans_of, spans_serve
-from ..kv_cache import RaggedKeyValues, visible_slots
+from ..kv_cache import RaggedKeyValues, Window, visible_slots
 from ..tracing import can_read_data
 from .architecture import check_can_decode, layers_of, max_length, relative_bias, why_not_compiled, windows
 from .attention import use_grouped_attention
@@ -287,13 +287,13 @@ class TransformersModel:
         # Drafts may stand beyond the last position that the model knows. They are never emitted.
         return positions.clamp(max=self.max_length - 1)
 
-    def _for_layers(self, seen: Callable[[int | None], Tensor]) -> Seen:
+    def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
         """What a function of their window gives for the layers, or for each kind of them."""
         found = {kind: seen(window) for kind, window in self._windows.items()}
         return next(iter(found.values())) if len(found) == 1 else found
 
     def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
-        def mask(window: int | None) -> Tensor:
+        def mask(window: Window | None) -> Tensor:
             visible = visible_slots(positions, slot_positions, window, own_text)
             if not self._additive_mask:
                 return visible
