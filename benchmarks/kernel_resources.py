@@ -81,7 +81,7 @@ TYPES = {
     "ratio_ptr": "*fp64",
     "reach_ptr": "*fp64",
     "count_ptr": "*i32",
-    "group_ptr": "*i32",
+    "part_ptr": "*i32",
     "token_ptr": "*i32",
     "top_k_ptr": "*i64",
     "lenience": "fp32",
@@ -150,7 +150,10 @@ def builds() -> Iterator[Build]:
             {**tile, "sizes": "i64"},
             {**tile, "sizes": "i64", "HAS_TEMPERATURE": False},
         ]
-    every = [_op_builds(target_dtype, draft_dtype) for target_dtype, draft_dtype in DTYPES]
+    # The searches that `cut_warps` tells apart.
+    few_groups = {"BLOCK_G": bounds.FEW_GROUPS}
+    every = [_op_builds(*dtypes, **groups) for groups in ({}, few_groups) for dtypes in DTYPES]
+    options += [few_groups | option for option in options]
     few = [build for option in options for build in _op_builds("bf16", "bf16", **option)]
     seen = set()
     for build in (*itertools.chain(*every), *(build for build in few if "draft_lse" not in build.config)):
@@ -185,8 +188,9 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
     constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
     constants |= {key: value for key, value in option.items() if key in constants}
-    constants["GROUP"], constants["GROUP_SHIFT"] = bounds.GROUP, 3 + (target_dtype == "fp32")
-    constants["BLOCK_G"] = constants["BLOCK_T"] * constants["TILE"] // bounds.GROUP
+    constants["GROUP"], constants["PART"] = bounds.GROUP, bounds.GROUP // bounds.PARTS
+    constants["PART_SHIFT"] = (constants["PART"] // 8).bit_length() - 1 + (target_dtype == "fp32")
+    constants["BLOCK_G"] = option.get("BLOCK_G", 2 * bounds.FEW_GROUPS)
     constants["WALK"] = accept.walk_width(constants["BLOCK_T"])
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
     for kernel in KERNELS:

@@ -107,7 +107,7 @@ def test_two_launches_find_the_bounds_of_a_filter(given: str, dtype: torch.dtype
     assert [math.prod(grid) // rows for _, grid, _ in launched] == [13, 1, 13]
     tensors = [t for _, _, values in launched for t in values.values() if isinstance(t, Tensor)]
     scratch = {id(t): t.nbytes for t in tensors if t.numel() != x.numel()}
-    assert sum(scratch.values()) <= 0.29 * x.nbytes
+    assert sum(scratch.values()) <= 0.34 * x.nbytes
 
 
 @pytest.mark.parametrize(

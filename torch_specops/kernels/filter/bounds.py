@@ -4,23 +4,24 @@ why the search is made so.
 Two numbers say what a row keeps: the lowest logit (`cut`), and the lowest id that is kept of the tokens with it
 (`first_at_cut`). They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is
 written, sorted or converted. Two launches, whatever the filters and the dtype:
-1. `group_kernel`, one program per (row, tile): the maximum of every 64 neighbouring entries, and, where the row has
-   top_p without top_k, the sum of their exponentials.
-2. `cut_kernel`, one program per row: from these a key at or below the cut, and the groups that reach up to it. It
-   writes down their entries from that key on and finds the cut among them by bisection. If there is not room for all,
-   it first guesses from a sample which keys are near to the cut; a wrong guess costs a pass over the groups.
+1. `group_kernel`, one program per (row, tile): the maximum of both halves of every 64 neighbouring entries, and, where
+   the row has top_p without top_k, the sum of the exponentials of all 64.
+2. `cut_kernel`, one program per row: from these a key at or below the cut, and the halves that reach up to it. It
+   writes down their entries from that key on and finds the cut among them by bisection. If they are most of the row,
+   it first guesses from a sample which keys are near to the cut; a wrong guess costs a pass over them.
 
-Bytes: each row once, V * s, and again the groups that matter, about k of them for top_k. In reads of a row of 128,256
-logits:
-    top_k = 50, with or without the others  1.03
-    top_k = 1000                            1.55
-    top_p alone, 0.9 in some 100 tokens     1.01 to 1.2
+Bytes: each row once, V * s, and again the halves that matter, little more than k of them for top_k. In reads of a row
+of 128,256 logits:
+    top_k = 50, with or without the others  1.01
+    top_k = 1000                            1.32
+    top_p alone, 0.9 in some 100 tokens     1.01 to 1.04
     top_p alone, 0.9 in thousands           2.1
     min_p alone                             1
 With top_p behind a top_k of V / 16 or more it is 4 to 8. Greedy rows, rows without a lawful temperature and rows whose
 filters are off are not read.
-Scratch: per group of 64 entries s + 4 bytes, + 4 with top_p, and 4 s + 16 for the list: 26 % of bfloat16 rows. What is
-written of groups is 1.6 % of such a row, 4.7 % for top_p, and read once; of the list, as much as there are candidates.
+Scratch: per group of 64 entries 2 s + 8 bytes, + 4 with top_p, and 4 s + 16 for the list: 31 % of bfloat16 rows. What
+is written of groups is 3.1 % of such a row, 6.2 % for top_p, and read once; of the lists, as much as there is to write
+down.
 Sums are taken in a fixed order, without atomics: bitwise repeatable.
 """
 
@@ -33,8 +34,10 @@ from ...arguments import Filters
 from .. import launch
 from .search import cut_kernel, group_kernel
 
-# Neighbouring entries of a row that are summed up together: 128 bytes of a 16-bit type.
+# Neighbouring entries of a row that are searched as one, and the parts of these that are read again or not: with 32
+# entries of a 16-bit type, two sectors of memory.
 GROUP = 64
+PARTS = 2
 # Entries that there is room for in the list of a row, for each of its groups.
 ROOM = 4
 # Groups up to which a program has 8 warps. With 8 for more of them, or with 4, ptxas keeps registers on the stack.
@@ -72,6 +75,9 @@ def _search(
     num_tiles = launch.num_tiles(logits, tile)
     group = min(GROUP, tile // 4)
     num_groups = num_tiles * (tile // group)
+    # At least 16 bytes.
+    part = max(group // PARTS, 8)
+    num_parts = num_tiles * (tile // part)
     room = ROOM * num_groups
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -85,9 +91,9 @@ def _search(
         "top_k_ptr": filters.top_k,
         "top_p_ptr": filters.top_p,
         "min_p_ptr": filters.min_p,
-        "top_ptr": scratch(num_groups, dtype=logits.dtype),
+        "top_ptr": scratch(num_parts, dtype=logits.dtype),
         "sum_ptr": None if filters.top_p is None else scratch(num_groups, dtype=torch.float32),
-        "group_ptr": scratch(num_groups, dtype=torch.int32),
+        "part_ptr": scratch(num_parts, dtype=torch.int32),
         "token_ptr": scratch(room, dtype=torch.int32),
         "value_ptr": scratch(room, dtype=logits.dtype),
         "bounds_ptr": bounds,
@@ -103,7 +109,8 @@ def _search(
         "room": room,
         "TILE": tile,
         "GROUP": group,
-        "GROUP_SHIFT": (group * logits.element_size() // 16).bit_length() - 1,
+        "PART": part,
+        "PART_SHIFT": (part * logits.element_size() // 16).bit_length() - 1,
         "BLOCK_G": lanes,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))

@@ -1,5 +1,5 @@
 """The two kernels of the search for a row's bounds (`bounds.py`): a summary of groups of entries, and a search in the
-groups that matter.
+parts of groups that matter.
 
 A key is a logit as an int32 in the same order: 16 significant bits for a 16-bit type, 32 for float32. A candidate is
 an entry that may lie at the cut or above it.
@@ -101,9 +101,10 @@ def lowest_key(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def group_sums(x, top, inverse_t):
-    """Raw logits [G, GROUP] and their maxima [G] -> the sums of exponentials relative to the own maximum. The weight of
-    the maximum is exactly 1, so that equal logits have equal sums."""
+def group_sums(x, inverse_t):
+    """Raw logits [G, GROUP] -> the sums of exponentials relative to the own maximum. The weight of the maximum is
+    exactly 1, so that equal logits have equal sums."""
+    top = tl.max(x, 1)
     shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
     total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
     # Only a tile with NaN or values near the ends of float32 is scaled entry by entry.
@@ -122,8 +123,8 @@ def group_kernel(
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
     min_p_ptr,  # [B] or None
-    top_ptr,  # [B, R + K, num_tiles * TILE / GROUP] the maximum of each group
-    sum_ptr,  # the same of the sums of exponentials; None without top_p
+    top_ptr,  # [B, R + K, num_tiles * TILE / PART] the maximum of each part of a group
+    sum_ptr,  # [B, R + K, num_tiles * TILE / GROUP] the sums of exponentials of groups; None without top_p
     stride_b,
     stride_r,
     stride_v,
@@ -135,6 +136,7 @@ def group_kernel(
     num_tiles,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    PART: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -145,13 +147,14 @@ def group_kernel(
         row_ptr = find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k)
         x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE, True)
         GROUPS: tl.constexpr = TILE // GROUP
-        x = tl.reshape(x, (GROUPS, GROUP))
-        top = tl.max(x, 1)
-        group = ((b * (num_rows + num_drafts) + r) * num_tiles + tile) * GROUPS + tl.arange(0, GROUPS)
-        tl.store(top_ptr + group, top.to(logits_ptr.dtype.element_ty))
+        PARTS: tl.constexpr = TILE // PART
+        place = (b * (num_rows + num_drafts) + r) * num_tiles + tile
+        top = tl.max(tl.reshape(x, (PARTS, PART)), 1)
+        tl.store(top_ptr + place * PARTS + tl.arange(0, PARTS), top.to(logits_ptr.dtype.element_ty))
         if sum_ptr is not None:
             if (top_p < 1) & (top_k == 0):
-                tl.store(sum_ptr + group, group_sums(x, top, inverse_temperature(temperature_ptr, temperature)))
+                sums = group_sums(tl.reshape(x, (GROUPS, GROUP)), inverse_temperature(temperature_ptr, temperature))
+                tl.store(sum_ptr + place * GROUPS + tl.arange(0, GROUPS), sums)
 
 
 @triton.jit
@@ -224,11 +227,11 @@ def amounts(x, is_mass, scaling):
 
 
 @triton.jit
-def collect(low, high, every, skipped, summed, groups, row, held, is_mass, scaling):
+def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
     """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
     there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
     them. Of the pieces only one in `every` is looked at."""
-    group_ptr, shift, num_pieces = groups
+    part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held
     end_of_row = lead + vocab_size
@@ -243,19 +246,19 @@ def collect(low, high, every, skipped, summed, groups, row, held, is_mass, scali
     for start in range(0, tl.cdiv(num_pieces, every), PIECES):
         i = (start + tl.arange(0, PIECES)) * every
         listed = i < num_pieces
-        group = tl.load(group_ptr + (i >> shift), mask=listed, other=0)
+        part = tl.load(part_ptr + (i >> shift), mask=listed, other=0)
         # Counted from the row's boundary.
-        place = ((group << shift) + (i & ((1 << shift) - 1))) * PIECE
+        place = ((part << shift) + (i & ((1 << shift) - 1))) * PIECE
         position = place[:, None] + tl.arange(0, PIECE)[None, :]
         if stride_v is None:
             base = tl.multiple_of(row_ptr - lead, 16)
             whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
             raw = tl.load(base + position, mask=whole, other=float("-inf"))
-            # Groups are in the order of tokens.
-            last = tl.load(group_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
+            # Parts are in the order of tokens.
+            last = tl.load(part_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
             if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
-                part = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
-                raw = tl.load(base + position, mask=part, other=raw)
+                split = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
+                raw = tl.load(base + position, mask=split, other=raw)
         else:
             inside_row = listed[:, None] & (position < vocab_size)
             raw = tl.load(row_ptr + position.to(tl.int64) * stride_v, mask=inside_row, other=float("-inf"))
@@ -330,24 +333,25 @@ def mass_wanted(top_p, mass):
 
 
 @triton.jit
-def find_window(lo, hi, wanted, top_p, mass, groups, row, held, is_mass, scaling):
+def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling):
     """Narrow keys lo .. hi - 1 down to those whose entries there is room to write down, or to one key, which may have
     more. The cut stays among them: the highest key such that what is wanted lies at it and above it, k entries or a
-    part of `mass`, all that the groups have. If it is negative, top_p of what these keys have is wanted.
+    part of `mass`, all that the parts have. If it is negative, top_p of what these keys have is wanted.
 
     Returns the keys, what lies above them, how many entries they have, and what was wanted."""
     room = held[2]
     above = 0.0
     low, high, every, count = lo, hi, 1, 0
-    num_entries = groups[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
-    if (num_entries > room) & (wanted >= 0):
+    num_entries = parts[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
+    # What reaches up to the least key is all that matters, and where that is not most of the row, there is likely room.
+    if (num_entries > 8 * room) & (wanted >= 0):
         every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
         low = tl.where(is_mass, lowest_key(row[0].dtype.element_ty), lo)
     top = hi
     searching = 1
     while searching > 0:
         summed = (every > 1) | (low > lo) | (high < top) | (wanted < 0)
-        count, inside, higher = collect(low, high, every, 0, summed, groups, row, held, is_mass, scaling)
+        count, inside, higher = collect(low, high, every, 0, summed, parts, row, held, is_mass, scaling)
         if every > 1:
             expected = wanted / every
             if is_mass:
@@ -405,9 +409,9 @@ def cut_kernel(
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
     min_p_ptr,  # [B] or None
-    top_ptr,  # [B, R + K, num_groups]
+    top_ptr,  # [B, R + K, num_groups * GROUP / PART]
     sum_ptr,  # [B, R + K, num_groups] or None
-    group_ptr,  # [B, R + K, num_groups] numbers of the groups that matter
+    part_ptr,  # [B, R + K, num_groups * GROUP / PART] numbers of the parts that matter
     token_ptr,  # [B, R + K, room] tokens of the entries that may be the cut
     value_ptr,  # [B, R + K, room] and their logits
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
@@ -424,7 +428,8 @@ def cut_kernel(
     num_groups,
     room,
     GROUP: tl.constexpr,
-    GROUP_SHIFT: tl.constexpr,
+    PART: tl.constexpr,
+    PART_SHIFT: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -451,8 +456,11 @@ def cut_kernel(
         first_group = tl.arange(0, BLOCK_G // 4) * 4
         group = first_group[:, None] + tl.arange(0, 4)[None, :]
         given = (first_group < num_groups)[:, None]
-        top_ptr = tl.multiple_of(top_ptr + program * num_groups, 4 * DTYPE.primitive_bitwidth // 8)
-        top = widen(tl.load(top_ptr + group, mask=given, other=float("-inf")))
+        PARTS: tl.constexpr = GROUP // PART
+        top_ptr = tl.multiple_of(top_ptr + program * num_groups * PARTS, 4 * PARTS * DTYPE.primitive_bitwidth // 8)
+        part = first_group[:, None] * PARTS + tl.arange(0, 4 * PARTS)[None, :]
+        part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+        top = tl.max(tl.reshape(part_top, (BLOCK_G // 4, 4, PARTS)), 2)
         finite = top > float("-inf")
         x_max = tl.max(tl.max(tl.where(finite, top, float("-inf")), 1), 0)
         inverse_t = inverse_temperature(True, temperature)
@@ -479,9 +487,11 @@ def cut_kernel(
             lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
             listed = finite & (top >= key_value(lo, DTYPE))
             mass = total(tl.where(listed, amount, 0.0))
-            group_ptr += program * num_groups
-            num_listed = write_down(group_ptr, first_group, listed, 0, num_groups, 4)
-            groups = (group_ptr, GROUP_SHIFT, num_listed << GROUP_SHIFT)
+            part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+            matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
+            part_ptr += program * num_groups * PARTS
+            num_parts = write_down(part_ptr, first_group * PARTS, matters, 0, num_groups * PARTS, 4 * PARTS)
+            parts = (part_ptr, PART_SHIFT, num_parts << PART_SHIFT)
             tl.debug_barrier()
 
             row_ptr = find_row(
@@ -501,7 +511,7 @@ def cut_kernel(
                 if search == 2:
                     if skipped > 0:
                         if count > places:
-                            collect(lo, lo + 1, 1, skipped, False, groups, row, held, True, scaling)
+                            collect(lo, lo + 1, 1, skipped, False, parts, row, held, True, scaling)
                             skipped, count = 0, 1
                         first_at_cut = first_kept_tie(lo, skipped, held, count)
                 elif tl.where(is_mass, top_p < 1, top_k > 0):
@@ -518,7 +528,7 @@ def cut_kernel(
                             wanted = mass_wanted(top_p, kept)
                     if count > places:
                         lo, hi, above, count, wanted = find_window(
-                            lo, hi, wanted, top_p, mass, groups, row, held, is_mass, scaling
+                            lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling
                         )
                     lo = reach(lo, hi, wanted - above, held, count, is_mass, scaling)
                     if is_mass:
