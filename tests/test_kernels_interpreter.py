@@ -31,8 +31,8 @@ ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_
 # One of every kind of input: what `make test` has time for.
 FEW = "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
 FEW_FILTERS = (
-    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_strided,filters_nonfinite,min_p,"
-    "tie_top_p_met"
+    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,filters_strided,"
+    "filters_nonfinite,min_p,tie_top_p_met"
 )
 FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_masked"
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd

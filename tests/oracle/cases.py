@@ -274,6 +274,7 @@ CASES: dict[str, Options] = {
     "filters": {"filters": ALL_FILTERS, "num_drafts": 8, "noise": (0.1, 0.3), "batch": 8},
     "filters_temperature": {"filters": ALL_FILTERS, "temperature": MIXED_TEMPERATURE, "dtypes": HALVES},
     "filters_plateaus": {"filters": ALL_FILTERS, "edit": edits.plateaus, "dtypes": (BFLOAT16, BFLOAT16)},
+    "filters_zero_maxima": {"filters": ALL_FILTERS, "edit": edits.zero_maxima, "dtypes": (BFLOAT16, BFLOAT16)},
     "tie_top_p_met": {"filters": {"top_p": (0.2, 0.3, 0.4, 0.6, 0.8, 0.7)}, "edit": edits.ten_equal},
     "filters_plateaus_hot": {"filters": TOP_P, "edit": edits.plateaus, "temperature": (3.0, 0.5, 100.0)},
     "filters_masked": {"filters": ALL_FILTERS, "edit": edits.mask},

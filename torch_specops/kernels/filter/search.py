@@ -1,8 +1,14 @@
-"""The two kernels of the search for a row's bounds (`bounds.py`): a summary of groups of entries, and a search in the
-parts of groups that matter.
+"""The two kernels of the search for a row's bounds (`bounds.py`).
 
-A key is a logit as an int32 in the same order: 16 significant bits for a 16-bit type, 32 for float32. A candidate is
-an entry that may lie at the cut or above it.
+A key is a logit as an int32 in the same order, so that keys can be bisected: 16 significant bits for a 16-bit type, 32
+for float32. `group_kernel` sums up groups of entries. From these sums `cut_kernel` finds the cut:
+1. `lowest_candidate` bisects keys by the groups' maxima, for top-p by their sums too. The cut lies at the key that it
+   finds or above, and parts of groups whose maximum is below are not looked at again.
+2. `collect` writes down which tokens lie at that key or above. If there is not room for all, `find_window` narrows the
+   keys: to those that are likely by a sample (`likely_keys`), or by half.
+3. `reach` bisects the keys that are left by the entries of the list: for top-k, then for top-p among what top-k kept.
+4. Of tokens at the cut those of highest id stay, as many as top-p needs (`first_kept_tie`).
+5. `lowest_likely` is the cut of min-p. The higher cut holds.
 """
 
 import triton
