@@ -306,6 +306,30 @@ def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
         hf.language_model(model)
 
 
+def around(prefix: str, family: str) -> PreTrainedModel:
+    """A model of images and text around a text model."""
+    vision = {
+        "model_type": "siglip_vision_model",
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"image_size": 28, "patch_size": 14, "projection_dim": 32},
+    }
+    text, config_class = shared_tiny(family), getattr(transformers, f"{prefix}Config")
+    config = config_class(text_config=text.config.to_dict(), vision_config=vision, projection_dim=32)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).double().eval()
+    model.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    model.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
+    return model
+
+
+def test_a_model_around_a_text_model_is_checked() -> None:
+    text = torch_specops.generate(shared_tiny("llama"), TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY)
+    output = torch_specops.generate(around("Llava", "llama"), TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY)
+    assert torch.equal(output.sequences, text.sequences)
+    # It lets all tokens of a prompt see each other.
+    with pytest.raises(ValueError, match="model: PaliGemmaForConditionalGeneration does not read ragged rows right"):
+        hf.language_model(around("PaliGemma", "gemma"))
+
+
 def changed(family: str, **fields: object) -> PreTrainedModel:
     model = tiny(family)
     for name, value in fields.items():
