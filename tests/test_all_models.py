@@ -32,7 +32,9 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
     **dict.fromkeys(("head_dim", "global_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "sliding_window"), 16),
-    "attention_chunk_size": 6,
+    **dict.fromkeys(("attention_chunk_size", "window_size"), 6),
+    "attention_types": [[["global", "local"], 2]],
+    "num_kv_shared_layers": 2,
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "bos_token_id"), 1),
     "rotary_dim": 4,
     "pad_token_id": 0,
@@ -55,6 +57,8 @@ def small_config(kind: str) -> PreTrainedConfig:
     if kind == "lfm2":
         # Its published models have convolutions, its default config has none.
         fields["layer_types"] = ["conv", "full_attention"] * 2
+    if kind == "gemma3n_text":
+        fields |= {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
     return config_class(**fields)
 
 

@@ -291,6 +291,10 @@ def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
     # Bloom computes its biases from a mask of two dimensions.
     with pytest.raises(ValueError, match="model: BloomForCausalLM takes no cache and mask of ragged rows"):
         hf.language_model(untested("Bloom"))
+    # Its windows of 256 tokens end where the cache ends.
+    layers = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    with pytest.raises(ValueError, match="model: GPTNeoForCausalLM does not read ragged rows right"):
+        hf.language_model(untested("GPTNeo", **layers))
     # A model that goes by the length of its cache, as one with positions of its own would. Read right before.
     model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
     hf.language_model(model)
@@ -310,8 +314,13 @@ def around(prefix: str, family: str) -> PreTrainedModel:
     """A model of images and text around a text model."""
     vision = {
         "model_type": "siglip_vision_model",
-        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-        **{"image_size": 28, "patch_size": 14, "projection_dim": 32},
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "projection_dim": 32,
     }
     text, config_class = shared_tiny(family), getattr(transformers, f"{prefix}Config")
     config = config_class(text_config=text.config.to_dict(), vision_config=vision, projection_dim=32)
@@ -345,12 +354,17 @@ def on_two_devices() -> PreTrainedModel:
 
 
 def test_models_that_cannot_be_read_are_refused() -> None:
-    mamba = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+    mamba, rwkv = transformers.MambaConfig(**sizes, state_size=4), transformers.RwkvConfig(**sizes)
     cases = [
-        (transformers.MambaForCausalLM(mamba), "model: MambaForCausalLM has a recurrent state"),
+        (transformers.RwkvForCausalLM(rwkv), "model: RwkvForCausalLM has a recurrent state, which"),
+        (
+            transformers.MambaForCausalLM(mamba),
+            "model: MambaForCausalLM has layers of the kind linear_attention, which .*; decode with transformers alone",
+        ),
         (
             changed("qwen2", layer_types=["linear_attention", "full_attention"]),
-            "model: layers of the kind linear_attention cannot be rolled back",
+            "model: Qwen2ForCausalLM has layers of the kind linear_attention, which",
         ),
         (
             changed("llama", _attn_implementation="flash_attention_2"),

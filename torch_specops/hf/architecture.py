@@ -14,8 +14,13 @@ __all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "why_
 
 def check_can_decode(model: PreTrainedModel) -> None:
     """Raise ValueError for a recurrent model, one without a language head, and one on several devices."""
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(f"model: {type(model).__name__} has a recurrent state, which cannot be rolled back")
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    others = ", ".join(sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}))
+    if others or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"model: {type(model).__name__} has {f'layers of the kind {others}' if others else 'a recurrent state'}, "
+            "which this loop cannot roll back; decode with transformers alone"
+        )
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
@@ -31,7 +36,7 @@ def max_length(config: PreTrainedConfig) -> int | None:
     if getattr(config, "attn_temperature_tuning", False):
         # Llama 4 scales queries of later tokens by the length of its cache, and rows have different lengths.
         return min(config.max_position_embeddings, config.floor_scale - 1)
-    for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
+    for name in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"):
         length = getattr(config, name, None)
         if length is not None:
             return length
@@ -40,16 +45,12 @@ def max_length(config: PreTrainedConfig) -> int | None:
 
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
     """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
-    kinds = set(getattr(config, "layer_types", None) or ())
     size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     sliding = Window(size) if size else None
-    known = {"full_attention": None, "sliding_attention": sliding}
-    if chunk:
-        known["chunked_attention"] = Window(chunk, in_chunks=True)
-    unknown = kinds - known.keys()
-    if unknown:
-        raise ValueError(f"model: layers of the kind {', '.join(sorted(unknown))} cannot be rolled back")
-    return {kind: known[kind] for kind in sorted(kinds)} or {"all": sliding}
+    chunked = Window(chunk, in_chunks=True) if chunk else None
+    known = {"sliding_attention": sliding, "chunked_attention": chunked}
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    return {kind: known.get(kind) for kind in kinds} or {"all": sliding}
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_reading"]
 
+# Slots of the cache: more than a window that a model keeps to itself has (256 in GPT-Neo).
+CAPACITY = 512
 # The architectures that were read right -> whether their attention may get spans.
 _right: dict[Hashable, bool] = {}
 
@@ -65,23 +67,29 @@ def _check(adapter: TransformersModel) -> None:
     try:
         difference, bound = _difference(adapter, tokens, takes_spans=False)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(f"model: {name} takes no cache and mask of ragged rows: {error}") from error
+        raise ValueError(
+            f"model: {name} takes no cache and mask of ragged rows; decode with transformers alone: {error}"
+        ) from error
     if not difference <= bound:
         raise ValueError(
             f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
-            "forward without a cache"
+            "forward without a cache; decode with transformers alone"
         )
 
 
 def _difference(adapter: TransformersModel, tokens: Tensor, takes_spans: bool) -> tuple[float, float]:
     """The largest difference between the logits, and how much rounding may explain."""
-    positions = torch.arange(8, device=adapter.device).unsqueeze(0)
-    adapter.start(1, 16)
-    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits[:, 3:].float()
-    adapter.read(tokens[:, :3], positions[:, :3], takes_spans)
-    adapter.read(tokens.flip(1)[:, :5], positions[:, 3:], takes_spans)
-    found = adapter.read(tokens[:, 3:], positions[:, 3:], takes_spans).float()
+    capacity = min(CAPACITY, adapter.max_length or CAPACITY)
+    adapter.start(2, capacity)
+    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits.float()
+    begin = torch.arange(3, device=adapter.device).expand(2, -1)
+    positions = torch.tensor([[3], [1]], device=adapter.device) + torch.arange(5, device=adapter.device)
+    adapter.read(tokens[0, begin], begin, takes_spans)
+    adapter.read(tokens.flip(1)[0, positions], positions, takes_spans)
+    # Once as eager steps read, once as compiled ones.
+    found = [adapter.read(tokens[0, positions], positions, takes_spans, width=width) for width in (None, capacity)]
     # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
     # experts' weights in float32, whatever their dtype.
     eps = max(torch.finfo(dtype).eps for dtype in (adapter.dtype, torch.float32))
-    return float((found - expected).abs().amax()), eps**0.5 * float(expected.abs().amax())
+    difference = torch.stack(found).float() - expected[0, positions]
+    return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())

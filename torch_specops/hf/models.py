@@ -228,11 +228,13 @@ class TransformersModel:
         takes_spans: bool,
         num_logits: int | None = None,
         rows: Tensor | None = None,
+        width: int | None = None,
     ) -> Tensor:
-        """`forward`, with spans or a mask for attention."""
+        """`forward`, with spans or a mask for attention, over the first `width` slots."""
         cache = self._require_cache()
-        # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
-        width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
+        if width is None:
+            # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
+            width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
         if takes_spans:
             seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
         else:
