@@ -165,13 +165,13 @@ def test_overhead() -> None:
 
 def test_lookup() -> None:
     """The memory helps from the second prompt on."""
-    records = script("bench_lookup").main(
-        ["--target", "austen-bytes", "--prompts", "2", "--rounds", "1", "--new-tokens", "24"]
+    records = script("bench_drafts").main(
+        ["lookup", "--target", "austen-bytes", "--prompts", "2", "--rounds", "1", "--new-tokens", "24"]
     )
-    lengths = {(record["draft"], record["prompt"]): record["accepted_length"] for record in records}
-    assert lengths["no draft", 0] == lengths["no draft", 1] == 1
-    assert lengths["suffix lookup", 0] == lengths["suffix lookup, memory", 0] > 1
-    assert lengths["suffix lookup, memory", 1] != lengths["suffix lookup", 1] > 1
+    lengths = {record["draft"]: record["by_prompt"] for record in records}
+    assert lengths["no draft"] == [1, 1]
+    assert lengths["suffix lookup"][0] == lengths["suffix lookup, memory"][0] > 1
+    assert lengths["suffix lookup, memory"][1] != lengths["suffix lookup"][1] > 1
 
 
 def test_many() -> None:
@@ -188,7 +188,7 @@ def test_many() -> None:
 def test_a_head_and_a_draft_model_are_compared(tmp_path: Path) -> None:
     save_head(new_head(vocab_size=256, draft_vocab_size=256, target_hidden_size=128), tmp_path / "head")
     options = ["--prompts", "4", "--batch", "2", "--new-tokens", "24", "--rounds", "1", "--num-draft-tokens", "3"]
-    records = script("bench_eagle3").main(["--head", str(tmp_path / "head"), *options])
+    records = script("bench_drafts").main(["eagle3", "--head", str(tmp_path / "head"), *options])
     found = {(each["draft"], each["temperature"]): each["mean_acceptance_length"] for each in records}
     assert len(found) == 6 and found["no draft", 0.0] == found["no draft", 1.0] == 1.0
     assert min(found["draft model", temperature] for temperature in (0.0, 1.0)) > 2

@@ -1,0 +1,159 @@
+"""Drafts side by side: accepted length and speed.
+
+    python benchmarks/bench_drafts.py lookup --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
+    python benchmarks/bench_drafts.py eagle3 --threads 2 [--head DIR] [--compile] [--out FILE.json]
+
+lookup    drafts that are looked up in the text, greedy. The prompts are those of `torch-specops bench` and four more.
+          "suffix lookup, memory" has the outputs of all prompts before; a round begins with an empty memory
+eagle3    the EAGLE-3 head of the byte-level target beside its draft model, at temperatures 0 and 1. The prompts are
+          pieces of held-out text
+
+The drafts take turns. The first round compiles and warms up; times are medians of the others. Tokens per step are those
+of a row, over all steps; `by_prompt` has them for every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from markdown_table import table
+from rich.console import Console
+from rich.progress import Progress
+from timing import Report, environment, options_of
+from torch import Tensor
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.cli.bench import PROMPTS
+from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, HEADS, load_model, load_tokenizer
+from torch_specops.cli.models import PROMPT_LOOKUP, encode, load_models
+from torch_specops.decode import GenerationStats
+from torch_specops.drafts import Eagle3, PromptLookup, SuffixLookup
+from torch_specops.hf import TransformersModel
+
+HELDOUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen_heldout.txt"
+MORE_PROMPTS = [
+    "Rewrite this sentence in the passive voice, then repeat the original: The committee approved the new budget on "
+    "Monday after a long debate about school funding.",
+    "Summarize: The library opens at nine. On Mondays it opens at noon. It closes at eight, but on Saturdays at four, "
+    "and on Sundays it stays closed. Books can be kept for four weeks, films for one week.",
+    "Rename the variable x to total and show the whole function again:\n\ndef mean(values):\n    x = 0\n"
+    "    for value in values:\n        x = x + value\n    return x / len(values)\n",
+    "Write a Python class for a queue with the methods enqueue, dequeue and is_empty.",
+]
+MEMORY = "suffix lookup, memory"
+# Bytes of a prompt that is cut from a text.
+PROMPT_LENGTH = 64
+
+
+class Subject(NamedTuple):
+    """What is compared: drafts of one target, each made anew for a decoder, on prompts [B, P]."""
+
+    target: TransformersModel
+    drafts: dict[str, Callable[[], Any]]
+    prompts: list[Tensor]
+    temperatures: tuple[float, ...]
+    num_draft_tokens: list[int]
+
+
+def lookup(options: argparse.Namespace, device: torch.device) -> Subject:
+    models, tokenizer = load_models(Console(stderr=True), options.target, PROMPT_LOOKUP, device)
+    prompts = [encode(tokenizer, text).to(device) for text in (PROMPTS + MORE_PROMPTS)[: options.prompts]]
+    drafts = {"prompt lookup": PromptLookup, "suffix lookup": lambda: SuffixLookup(memory=0), MEMORY: SuffixLookup}
+    return Subject(models.target, drafts, prompts, (0.0,), [10])
+
+
+def eagle3(options: argparse.Namespace, device: torch.device) -> Subject:
+    target, model = load_model(AUSTEN, device), load_model(AUSTEN_DRAFT, device).model
+    text = load_tokenizer(AUSTEN)(HELDOUT.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
+    pieces = text.to(device)[: len(text) // options.prompts * options.prompts].view(options.prompts, -1)
+    drafts = {"draft model": lambda: model, "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.head, target)}
+    prompts = list(pieces[:, :PROMPT_LENGTH].split(options.batch))
+    return Subject(target, drafts, prompts, (0.0, 1.0), [2, 4, 6])
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = options_of(__doc__, rounds=3)
+    parser.add_argument("kind", choices=["lookup", "eagle3"])
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="of lookup")
+    parser.add_argument("--head", default=str(HEADS[AUSTEN]), help="of eagle3")
+    parser.add_argument("--prompts", type=int, default=16, help="at most 12 for lookup")
+    parser.add_argument("--batch", type=int, default=1, help="prompts of eagle3 that are decoded together")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="default: 10 for lookup, 2 4 6 for eagle3")
+    parser.add_argument("--compile", action="store_true", help="compiled steps in place of eager ones")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    subject = {"lookup": lookup, "eagle3": eagle3}[options.kind](options, device)
+    counts = options.num_draft_tokens or subject.num_draft_tokens
+    chosen = [("no draft", 0), *((name, count) for count in counts for name in subject.drafts)]
+    decoders = {
+        (name, count): SpeculativeDecoder(
+            subject.target.model,
+            subject.drafts[name]() if count else None,
+            num_draft_tokens=max(count, 1),
+            compile=options.compile,
+            max_length=max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens,
+        )
+        for name, count in chosen
+    }
+    # Of every round, the statistics for each batch of prompts.
+    runs: dict[tuple[str, int, float], list[list[GenerationStats]]] = {}
+    with Progress(transient=True) as progress:
+        for _ in progress.track(range(options.rounds + 1), description="rounds"):
+            for temperature in subject.temperatures:
+                for key, decoder in decoders.items():
+                    if isinstance(decoder.draft, SuffixLookup):
+                        decoder.draft.forget()
+                    runs.setdefault((*key, temperature), []).append([])
+                for number, prompt in enumerate(subject.prompts):
+                    texts = set()
+                    for key, decoder in decoders.items():
+                        output = decoder.generate(
+                            prompt,
+                            max_new_tokens=options.new_tokens,
+                            sampling=SamplingParams(temperature=temperature),
+                            seed=number,
+                            eos_token_id=(),
+                        )
+                        runs[(*key, temperature)][-1].append(output.stats)
+                        texts.add(tuple(output.sequences.flatten().tolist()))
+                    if options.kind == "lookup" and len(texts) > 1:
+                        raise RuntimeError(f"prompts {number}: the greedy outputs differ")
+    arguments_used = {name: value for name, value in vars(options).items() if name != "out"}
+    report = Report(options.out, environment(device), arguments=arguments_used)
+    for (name, count, temperature), rounds in runs.items():
+        stats = rounds[-1]
+        num_tokens, accepted, proposed, steps = (
+            sum(getattr(each, field) for each in stats)
+            for field in ("num_tokens", "num_accepted", "num_proposed", "num_row_steps")
+        )
+        seconds = statistics.median(sum(each.seconds for each in own) for own in rounds[1:])
+        record = {
+            "draft": name,
+            "num_draft_tokens": count,
+            "temperature": temperature,
+            "acceptance_rate": accepted / proposed if proposed else None,
+            "drafts_per_step": proposed / steps,
+            "mean_acceptance_length": num_tokens / steps,
+            "by_prompt": [each.mean_acceptance_length for each in stats],
+            "seconds": seconds,
+            "tokens_per_second": num_tokens / seconds,
+        }
+        report.add([record])
+    line = (
+        "{temperature} | {draft} | {num_draft_tokens} | {mean_acceptance_length:.2f} | {tokens_per_second:.0f} | {each}"
+    )
+    header = "temperature | draft | K | tokens per step | tokens/s | by prompt"
+    rows = [record | {"each": " ".join(f"{n:.2f}" for n in record["by_prompt"])} for record in report.records]
+    print(table(header, line, rows, padded=True))
+    return report.records
+
+
+if __name__ == "__main__":
+    main()
