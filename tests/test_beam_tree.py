@@ -117,6 +117,7 @@ def test_logits_that_are_not_finite() -> None:
     with pytest.warns(RuntimeWarning):
         output = search(PairTree(none), 2, max_new_tokens=6, prompts=prompts, side="right")
     assert sorted(output.errors) == [0, 1, 2] and output.lengths.tolist() == [3, 3, 1, 1, 2, 2]
+    assert output.finish_reasons == ["error"] * 6
 
 
 def test_a_masked_vocabulary() -> None:

@@ -269,12 +269,20 @@ def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput
         for new, count in zip(tokens[row], num_new[row].tolist(), strict=True):
             texts.append(torch.cat([prompt_tokens[row, :length], new[:count]]))
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
+    newest = tokens.gather(2, (num_new - 1).clamp(min=0).unsqueeze(2))
+    ends_with_eos = (newest == prompts.eos.to(tokens.device).unsqueeze(1)).any(2)
+    reasons: list[str | None] = [
+        "error" if row in failed else "eos" if ended else "length"
+        for row, beams in enumerate(ends_with_eos.tolist())
+        for ended in beams
+    ]
     return BeamOutput(
         sequences=pad_sequence(texts, batch_first=True, padding_value=prompts.pad_token_id),
         prompt_lengths=prompt_lengths,
         lengths=prompt_lengths + num_new.flatten(),
         stats=search.stats,
         errors={row: f"target: no finite score after {int(counts[row])} new tokens" for row in failed},
+        finish_reasons=reasons,
         scores=scores.flatten().clone(),
     )
 
