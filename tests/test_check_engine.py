@@ -114,6 +114,11 @@ def test_texts_that_end_early() -> None:
     report = check(generate)
     report.assert_lossless()
     assert report.reports["plain"].tests[1].emitted < 1
+    # All texts of a call may end early, but not those of all calls.
+    alone = {"settings": {"plain": SamplingParams()}, "vocab_size": V, "trials": 100, "batch_size": 1}
+    for kind in (list, torch.tensor):
+        check_engine(lambda *each, kind=kind: kind(generate(*each)), TARGET, num_tokens=2, **alone).assert_lossless()
+    refused(ValueError, "generate: expected 2 tokens unless", lambda *each: [row[:1] for row in engine(*each)])
 
 
 def test_calls() -> None:

@@ -110,7 +110,7 @@ def check_engine(
             [params for _ in batch for params in settings.values()],
             batch.flatten().tolist(),
         )
-        tokens, _, _ = read_tokens(_as_tensor(rows), batch.numel(), num_tokens, vocab_size, "generate")
+        tokens, _, _ = read_tokens(_as_tensor(rows, num_tokens), batch.numel(), num_tokens, vocab_size, "generate")
         # [trials of the batch, settings, T]
         tokens = tokens.view(*batch.shape, num_tokens)
         if repeats(tokens, batches):
@@ -118,9 +118,12 @@ def check_engine(
         batches.append(tokens)
         if progress is not None:
             progress(sum(map(len, batches)) * len(settings), seeds.numel())
+    every = torch.cat(batches)
+    if bool((every[..., -1] < 0).all()):
+        raise ValueError(f"generate: expected {num_tokens} tokens unless a text ended, got fewer for every request")
     reports = {
         name: law_report(tokens, law, generator, significance / len(settings))
-        for name, tokens, law in zip(settings, torch.cat(batches).unbind(1), laws, strict=True)
+        for name, tokens, law in zip(settings, every.unbind(1), laws, strict=True)
     }
     return EngineReport(reports, significance)
 
@@ -134,12 +137,13 @@ def sampling_law(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.softmax(kept / temperature, -1)
 
 
-def _as_tensor(rows: Sequence[Sequence[int]] | Tensor) -> Tensor:
-    """Rows of tokens of any lengths as [N, longest], -1 after the end of a row."""
+def _as_tensor(rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
+    """Rows of tokens of any lengths as [N, >= num_tokens], -1 after the end of a row."""
     if isinstance(rows, Tensor):
-        return rows
+        missing = num_tokens - rows.shape[1] if rows.dim() == 2 else 0
+        return torch.nn.functional.pad(rows, (0, max(missing, 0)), value=-1)
     lists = [list(row) for row in rows]
-    width = max(map(len, lists), default=0)
+    width = max([num_tokens, *map(len, lists)])
     return torch.tensor([row + [-1] * (width - len(row)) for row in lists])
 
 
