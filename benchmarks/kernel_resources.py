@@ -28,9 +28,9 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_specops.kernels import launch, sample
+from torch_specops.kernels import attention, launch, sample
 from torch_specops.kernels.filter import bounds, logits, search
-from torch_specops.kernels.verify import accept, block, exact, sigmoid
+from torch_specops.kernels.verify import accept, block, exact, sigmoid, stats
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -39,7 +39,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 KERNELS = {
-    "verify_exact.stats": exact.stats_kernel,
+    "verify_exact.stats": stats.stats_kernel,
     "verify_exact.rest": exact.rest_kernel,
     "verify_exact.draw": exact.draw_kernel,
     "verify_block.reach": block.reach_kernel,
@@ -51,6 +51,8 @@ KERNELS = {
     "filter.group": search.group_kernel,
     "filter.cut": search.cut_kernel,
     "filter.mask": logits.mask_kernel,
+    "attend.parts": attention.attend_kernel,
+    "attend.join": attention.join_kernel,
 }
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
@@ -129,7 +131,7 @@ class Resources:
 
 def builds() -> Iterator[Build]:
     """Every kernel with every pair of dtypes and kind of draft, and every other option: temperatures, and sizes of 64
-    bits, with every tile; the rest one at a time."""
+    bits, with every tile; the rest one at a time. Attention with every dtype and several widths of a head."""
     options: list[dict[str, Any]] = [
         {"HAS_TEMPERATURE": False},
         {"UNIT_STRIDE": False},
@@ -162,6 +164,7 @@ def builds() -> Iterator[Build]:
         if known not in seen:
             seen.add(known)
             yield build
+    yield from _attention_builds()
 
 
 def share(first: int, step: int) -> list[Build]:
@@ -193,7 +196,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     constants["BLOCK_G"] = option.get("BLOCK_G", 2 * bounds.FEW_GROUPS)
     constants["WALK"] = accept.walk_width(constants["BLOCK_T"])
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
-    for kernel in KERNELS:
+    for kernel in [name for name in KERNELS if not name.startswith("attend")]:
         if kernel.startswith(("verify_exact", "verify_block")):
             for mode, mode_flags in {
                 "draft rows": {"DRAFT_ROWS": True},
@@ -203,6 +206,33 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
                 yield _build(kernel, f"{label}, {mode}", types, constants, flags | mode_flags)
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
             yield _build(kernel, label, types, constants, flags)
+
+
+def _attention_builds() -> Iterator[Build]:
+    """Programs with few rows and with as many as they may have, of one part and of 32, and the kernel that joins 32."""
+    for dtype, width in itertools.product(("bf16", "fp16", "fp32"), (64, 80, 96, 128, 256, 512)):
+        block_d, size = triton.next_power_of_2(width), 4 if dtype == "fp32" else 2
+        shape = {"D": width, "BLOCK_D": block_d}
+        types = dict.fromkeys(("queries_ptr", "keys_ptr", "values_ptr", "output_ptr"), f"*{dtype}")
+        most = min(attention.MAX_ROWS, attention.MAX_SUMS[size] // block_d)
+        for rows, parts in itertools.product(sorted({16, max(most, 16)}), (1, 32)):
+            constants = shape | {"SCALE": 0.125, "GROUP": 4, "PARTS": parts, "ROWS": rows}
+            constants["TILE"] = max(attention.TILE_BYTES // (block_d * size), 16)
+            sums = {"spans_ptr": "*i64", "sums_ptr": "*fp32"}
+            if parts == 1:
+                constants["scales_ptr"] = None
+                sums["sums_ptr"] = f"*{dtype}"
+            label = f"{dtype}, D={width}, ROWS={rows}, PARTS={parts}"
+            yield _attention_build("attend.parts", label, types | sums, constants)
+        yield _attention_build("attend.join", f"{dtype}, D={width}", types, shape | {"PARTS": 32})
+
+
+def _attention_build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
+    """Of an eager call, which specialises addresses here."""
+    names = [name for name in KERNELS[kernel].arg_names if name not in constants]
+    given = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
+    addresses = tuple(name for name in names if name.endswith("_ptr"))
+    return Build(kernel, config, tuple(given.items()), tuple(constants.items()), addresses)
 
 
 def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any], flags: dict[str, bool]) -> Build:
@@ -254,7 +284,11 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
     )
     # A kernel without tiles holds partials.
-    if kernel is search.cut_kernel:
+    if kernel is attention.attend_kernel:
+        num_warps = 4
+    elif kernel is attention.join_kernel:
+        num_warps = min(max(constants["PARTS"] * constants["BLOCK_D"] // 1024, 1), 4)
+    elif kernel is search.cut_kernel:
         num_warps = bounds.cut_warps(constants["BLOCK_G"])
     else:
         num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
@@ -263,7 +297,7 @@ def compile_kernel(
 
 def warps(kernel: Any, tile: int) -> int:
     """Of a program, as the launchers have it."""
-    sums_only = kernel in (exact.stats_kernel, exact.rest_kernel, sample.stats_kernel, search.group_kernel)
+    sums_only = kernel in (stats.stats_kernel, exact.rest_kernel, sample.stats_kernel, search.group_kernel)
     return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 
 
@@ -276,8 +310,8 @@ def cuobjdump(compiled: Any, flag: str) -> str:
 
 
 def count_loads(sass: str) -> tuple[int, int]:
-    """128-bit global loads, and all narrower ones."""
-    loads = re.findall(r"\bLDG\.[\w.]*", sass)
+    """128-bit global loads, copies to shared memory among them, and all narrower ones."""
+    loads = re.findall(r"\bLDG(?:STS)?\.[\w.]*", sass)
     wide = sum(".128" in load for load in loads)
     return wide, len(loads) - wide
 

@@ -4,8 +4,8 @@
     accept_greedy     x is the argmax, or nearly       a greedy sequence of `verify_exact`
     accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
 
-A walk takes WALK drafts at a time, side by side. The rule of `verify_block`, which sees a block as a whole, is in
-`block.py`.
+A walk takes WALK drafts at a time, side by side: `accept_drafts` in `verify_exact`. The rule of `verify_block`, which
+sees a block as a whole, is in `block.py`.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ import triton.language as tl
 
 from ...arguments import SigmoidArguments, VerifyArguments
 from .. import launch
-from ..rows import FLOAT32_MAX, combine_argmax, keep, scale
+from ..rows import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
+from .residual import draft_stats
 
 # Drafts tested side by side, and the partials held for them. A longer chain takes several turns, so that registers stay
 # bounded for any K and V.
@@ -122,6 +123,75 @@ def token_weights(z, z_max, z_sum):
     """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 for a row without one."""
     weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64))
     return tl.where(z_sum > 0, weight, 0.0)
+
+
+@triton.jit
+def accept_drafts(
+    i,
+    live,
+    b,
+    tokens_ptr,
+    target_ptr,
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    bounds_ptr,
+    draft_ptr,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    draft_bounds_ptr,
+    accept_uniforms_ptr,
+    draft_lse_ptr,
+    partial_ptr,
+    num_drafts,
+    num_tiles,
+    rows_per_sequence,
+    num_bounds,
+    temperature,
+    inverse_t,
+    lenience,
+    argmax_gap,
+    BLOCK_T: tl.constexpr,
+):
+    """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
+    x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+    target_row = b * rows_per_sequence + i
+    bounds_row = b * num_bounds + i
+    target_ptr += b * stride_target_b
+    tile_max, sum_or_token = load_partials(partial_ptr, target_row, num_tiles, live, BLOCK_T)
+    if temperature == 0:
+        z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
+        accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
+    else:
+        p_max, p_sum = combine_stats(tile_max, sum_or_token)
+        z_p = load_token_logits(
+            target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+        )
+        p_x = token_weights(z_p, p_max, p_sum)
+        if draft_ptr is None:
+            q_x = tl.full(i.shape, 1.0, tl.float64)
+            q_sum = tl.full(i.shape, 1.0, tl.float32)
+        else:
+            draft_row = target_row + num_drafts + 1
+            q_max, q_sum = draft_stats(
+                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
+            )
+            z_q = load_token_logits(
+                draft_ptr + b * stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                i,
+                x,
+                live,
+                inverse_t,
+                draft_bounds_ptr,
+                bounds_row + num_drafts + 1,
+            )
+            q_x = token_weights(z_q, q_max, q_sum)
+        u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
+        accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
+    return accepted
 
 
 @triton.jit

@@ -19,7 +19,7 @@ first, 8 per (draft, tile), 32 per draft and 4 per sequence.
 
 Three launches. Each program writes its own part of the scratch and adds up in a fixed order, so results repeat bit for
 bit. For K = 0 the op is `verify_exact`, and so are its launches.
-1. `stats_kernel` of `verify_exact`, one program per (row, tile).
+1. `stats_kernel` in `stats.py`, one program per (row, tile).
 2. `reach_kernel`, one program per draft: combines the partials of its two rows, p / q of its token. The last program of
    a sequence finds P_i, and which rows are left; n, if none is.
 3. `draw_kernel`, one program per (sequence, few tiles), and per draft where programs are few: sums the residual weights
@@ -48,8 +48,9 @@ from ..rows import (
     store_pair,
 )
 from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_accepted, store_next
-from .exact import exact_values, run_stats, verify_exact
+from .exact import verify_exact
 from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .stats import exact_values, run_stats
 
 # exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_EXPONENT = tl.constexpr(300.0)

@@ -1,6 +1,6 @@
 """`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
 
-Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_sampled` in `accept.py`). At the first failure n the
+Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_drafts` in `accept.py`). At the first failure n the
 next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two
 numbers of a row, not the softmax of it.
 
@@ -19,8 +19,8 @@ draft's rows have none, and the search does not read them.
 
 Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
 results repeat bit for bit, and are the same whichever launch has summed a row.
-1. `stats_kernel`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the argmax). Of a large
-   batch the first two rows of each side.
+1. `stats_kernel` in `stats.py`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the
+   argmax). Of a large batch the first two rows of each side.
 2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
    accepted.
 3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
@@ -29,7 +29,6 @@ results repeat bit for bit, and are the same whichever launch has summed a row.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -38,219 +37,26 @@ from torch import Tensor
 
 from ...arguments import VerifyArguments
 from .. import launch
-from ..filter import filter_bounds
 from ..rows import (
     arrives_last,
-    combine_stats,
     exponential,
     inverse_temperature,
     load_kept,
-    load_partials,
     load_temperature,
     reciprocal,
     row_argmax,
     row_lead,
     row_stats,
-    scale,
     store_pair,
-    tile_argmax,
-    tile_stats,
-    tile_tokens,
 )
-from .accept import (
-    accept_greedy,
-    accept_sampled,
-    count_valid,
-    leading,
-    load_token_logits,
-    shared_values,
-    store_accepted,
-    store_next,
-    token_weights,
-)
-from .residual import draft_row_stats, draft_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .accept import accept_drafts, count_valid, leading, store_accepted, store_next
+from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .stats import exact_values, run_stats, sum_tile
 
 # Rows of each side that are summed first where batches are large.
 FIRST_ROWS = tl.constexpr(2)
 # Tiles of the other rows from which a launch more is worth what it may save: 16 us of reading on an H200, in 16 bits.
 EARLY_EXIT_TILES = 8192
-
-
-@triton.jit
-def sum_tile(
-    b,
-    row,
-    tile,
-    partial_ptr,
-    target_ptr,
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    bounds_ptr,
-    draft_ptr,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    draft_bounds_ptr,
-    num_drafts,
-    num_valid,
-    vocab_size,
-    num_tiles,
-    rows_per_sequence,
-    num_bounds,
-    temperature,
-    inverse_t,
-    TILE: tl.constexpr,
-):
-    """Store the partials of a tile of sequence b: of the K + 1 target rows and then K draft rows, the row-th."""
-    partial_ptr += ((b * rows_per_sequence + row) * num_tiles + tile) * 2
-    bounds_row = b * num_bounds + row
-    if row <= num_drafts:
-        if (row <= num_valid) & (temperature >= 0):
-            row_ptr = target_ptr + b * stride_target_b + row.to(tl.int64) * stride_target_k
-            lead = row_lead(row_ptr, stride_target_v)
-            x = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
-            if temperature == 0:
-                tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
-            else:
-                tile_max, sum_or_token = tile_stats(x, inverse_t)
-            store_pair(partial_ptr, tile_max, sum_or_token)
-    if draft_ptr is not None:
-        i = row - num_drafts - 1
-        if (i >= 0) & (i < num_valid) & (temperature > 0):
-            row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
-            lead = row_lead(row_ptr, stride_draft_v)
-            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
-            tile_max, tile_sum = tile_stats(x, inverse_t)
-            store_pair(partial_ptr, tile_max, tile_sum)
-
-
-@launch.jit
-def stats_kernel(
-    target_ptr,  # [B, K+1, V]
-    draft_ptr,  # [B, K, V]; None: its rows are not read
-    draft_tokens_ptr,  # [B, K]
-    temperature_ptr,  # [B] or None
-    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
-    draft_bounds_ptr,  # the same if the draft rows are filtered, else None
-    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
-    count_ptr,  # [B] zeroed
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    target_rows,  # of the target, the first so many rows; then the first of the draft
-    rows_per_sequence,
-    num_bounds,
-    TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    r = tl.program_id(2)
-    tl.store(count_ptr + b, 0, mask=(tile == 0) & (r == 0))
-    temperature = load_temperature(temperature_ptr, b)
-    inverse_t = inverse_temperature(temperature_ptr, temperature)
-    num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
-    sum_tile(
-        b,
-        tl.where(r < target_rows, r, r + (num_drafts + 1 - target_rows)),
-        tile,
-        partial_ptr,
-        target_ptr,
-        stride_target_b,
-        stride_target_k,
-        stride_target_v,
-        bounds_ptr,
-        draft_ptr,
-        stride_draft_b,
-        stride_draft_k,
-        stride_draft_v,
-        draft_bounds_ptr,
-        num_drafts,
-        num_valid,
-        vocab_size,
-        num_tiles,
-        rows_per_sequence,
-        num_bounds,
-        temperature,
-        inverse_t,
-        TILE,
-    )
-
-
-@triton.jit
-def accept_drafts(
-    i,
-    live,
-    b,
-    tokens_ptr,
-    target_ptr,
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    bounds_ptr,
-    draft_ptr,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    draft_bounds_ptr,
-    accept_uniforms_ptr,
-    draft_lse_ptr,
-    partial_ptr,
-    num_drafts,
-    num_tiles,
-    rows_per_sequence,
-    num_bounds,
-    temperature,
-    inverse_t,
-    lenience,
-    argmax_gap,
-    BLOCK_T: tl.constexpr,
-):
-    """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
-    x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
-    target_row = b * rows_per_sequence + i
-    bounds_row = b * num_bounds + i
-    target_ptr += b * stride_target_b
-    tile_max, sum_or_token = load_partials(partial_ptr, target_row, num_tiles, live, BLOCK_T)
-    if temperature == 0:
-        z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
-        accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
-    else:
-        p_max, p_sum = combine_stats(tile_max, sum_or_token)
-        z_p = load_token_logits(
-            target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
-        )
-        p_x = token_weights(z_p, p_max, p_sum)
-        if draft_ptr is None:
-            q_x = tl.full(i.shape, 1.0, tl.float64)
-            q_sum = tl.full(i.shape, 1.0, tl.float32)
-        else:
-            draft_row = target_row + num_drafts + 1
-            q_max, q_sum = draft_stats(
-                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
-            )
-            z_q = load_token_logits(
-                draft_ptr + b * stride_draft_b,
-                stride_draft_k,
-                stride_draft_v,
-                i,
-                x,
-                live,
-                inverse_t,
-                draft_bounds_ptr,
-                bounds_row + num_drafts + 1,
-            )
-            q_x = token_weights(z_q, q_max, q_sum)
-        u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
-        accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
-    return accepted
 
 
 @launch.jit
@@ -532,39 +338,6 @@ def draw_kernel(
                 BLOCK_T,
             )
         store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
-
-
-def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
-    """What the kernels of `verify_exact` and `verify_block` have in common, by the names of their parameters."""
-    target, draft = given.target_logits, given.draft_logits
-    batch, num_rows, vocab_size = target.shape
-    num_drafts = num_rows - 1
-    rows = num_rows + num_drafts if draft is not None and given.draft_lse is None else num_rows
-    tile = tile or launch.tile_size(vocab_size, batch * rows)
-    num_tiles = launch.num_tiles(target, tile, draft)
-    launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
-    filtered_draft = draft if given.filter_draft else None
-    bounds = filter_bounds(target, given.filters, filtered_draft, tile=tile) if given.filters.removes_tokens else None
-    return shared_values(given, tile, num_tiles, rows) | {
-        "draft_lse_ptr": launch.contiguous(given.draft_lse),
-        "bounds_ptr": bounds,
-        "draft_bounds_ptr": None if filtered_draft is None else bounds,
-        "num_bounds": 0 if bounds is None else bounds.shape[1],
-        "count_ptr": torch.empty(batch, dtype=torch.int32, device=target.device),
-    }
-
-
-def run_stats(given: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
-    """Launch the kernel that both ops begin with, on all rows or on the first so many of each side."""
-    batch, num_rows, _ = given.target_logits.shape
-    rows = values["rows_per_sequence"]
-    sides = 1 if rows == num_rows else 2
-    values = values | {
-        "draft_ptr": None if sides == 1 else given.draft_logits,
-        "target_rows": first_rows or num_rows,
-    }
-    grid = (batch, values["num_tiles"], sides * first_rows if first_rows else rows)
-    launch.run(stats_kernel, grid, values, launch.stats_warps(values["TILE"]))
 
 
 def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
