@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from gpu_steps import CALLS, IF_TIME_IS_LEFT, NOT_REHEARSED, STEPS, Step, plan
-from timing import COMMIT, STAND_IN, Report, commit, copy_rate, environment, process_of, write_json
+from timing import COMMIT, STAND_IN, Report, commit, copy_rate, environment, process_of, write_json, write_whole
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -123,9 +123,7 @@ class Runner:
         left_out: list[str] = []
         while len(packed := _archive(self.folder, files, left_out)) > MAX_PACKED:
             left_out.append(str(files.pop().relative_to(self.folder)))
-        partial = self.packed.with_name(self.packed.name + ".partial")
-        partial.write_bytes(packed)
-        partial.replace(self.packed)
+        write_whole(self.packed, packed)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -249,10 +249,14 @@ class Report:
 
 
 def write_json(path: Path, value: Any) -> None:
+    write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
     """Renamed when complete, so that an interrupted run leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.write_bytes(content)
     partial.replace(path)
 
 

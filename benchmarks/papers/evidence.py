@@ -40,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch_specops.cli.env import device_name, versions
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from timing import commit
+from timing import commit, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
@@ -135,11 +135,7 @@ class Cells:
             if record["environment"] not in environments:
                 environments.append(record["environment"])
             records[key] = record | {"environment": environments.index(record["environment"])}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete, so that an interrupted run leaves the previous file.
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(_compact({"environments": environments, "cells": records}))
-        partial.replace(self.path)
+        write_whole(self.path, _compact({"environments": environments, "cells": records}).encode())
 
 
 def environment(device: str | torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
