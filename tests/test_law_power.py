@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.laws import LawTest, MarkovModel, markov_pair, pearson
+from torch_specops.laws import LawTest, MarkovModel, chi_square, markov_pair, pearson
 from torch_specops.laws.pearson import pearson_statistic
 from torch_specops.laws.power import (
     chi_square_tail,
@@ -176,6 +176,13 @@ def test_rare_outcomes_are_pooled() -> None:
     statistic, dof, pooled = pooled_test([12])
     assert dof == 0 and pooled == pytest.approx(12)
     assert pooled_test([1000, 12])[1] == 3
+
+
+def test_counts_and_probabilities_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="probabilities: expected 2, as there are counts, got 3"):
+        chi_square(torch.tensor([1, 2]), torch.ones(3) / 3)
+    with pytest.raises(ValueError, match="probabilities: expected a sum of 1, got 1.5"):
+        chi_square(torch.tensor([1, 2]), torch.tensor([0.5, 1.0]))
 
 
 def test_markov_models() -> None:

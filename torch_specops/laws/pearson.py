@@ -65,6 +65,9 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
         probabilities: [N] float64, summing to one. Outcomes expected fewer than 5 times are merged into one bin (with
             the rarest other one if they still are too few). A count where the probability is zero gives 0.0.
 
+    Raises:
+        ValueError: shapes that differ, probabilities whose sum is not one.
+
     Example:
         >>> import torch
         >>> from torch_specops.laws import chi_square
@@ -72,8 +75,11 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
         0.6892
     """
     counts, probabilities = counts.double().flatten(), probabilities.double().flatten()
-    assert counts.shape == probabilities.shape, "counts and probabilities differ in shape"
-    assert abs(float(probabilities.sum()) - 1) < 1e-6, "probabilities do not sum to one"
+    if counts.shape != probabilities.shape:
+        raise ValueError(f"probabilities: expected {len(counts)}, as there are counts, got {len(probabilities)}")
+    total = float(probabilities.sum())
+    if not abs(total - 1) < 1e-6:
+        raise ValueError(f"probabilities: expected a sum of 1, got {total:g}")
     if (counts[probabilities == 0] > 0).any():
         return 0.0
     statistic, dof, _ = pearson_statistic(counts.unsqueeze(0), (probabilities * counts.sum()).unsqueeze(0), 5.0)
