@@ -32,3 +32,8 @@ def test_near_ties_are_no_defects() -> None:
     assert not far.identical and not far.only_rounding
     assert isinstance(near.differences[0], GreedyDifference)
     assert near.differences[0].logit_gap == pytest.approx(2e-6, rel=0.1)
+    # An excluded token is no near tie, nor does it make one of others.
+    for excluded in (-torch.inf, torch.finfo(torch.float32).min):
+        table[:, 1, 0] = excluded
+        for token in (0, 4):
+            assert not check_greedy(PairModel(table), prompt, [token]).only_rounding

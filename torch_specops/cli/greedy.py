@@ -86,6 +86,8 @@ def check_greedy(target: LanguageModel, input_ids: Tensor, output_tokens: Sequen
         token, expected_token = int(text[0, index]), int(logits.argmax())
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
-            bound = ROUNDING * float(logits.abs().amax())
+            # Without -inf and the lowest float, by which models exclude tokens.
+            usual = logits[logits > torch.finfo(logits.dtype).min]
+            bound = ROUNDING * float(usual.abs().amax())
             differences.append(GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row))
     return GreedyCheck(len(output_tokens), differences, time.perf_counter() - started)
