@@ -181,7 +181,7 @@ def test_rare_outcomes_are_pooled() -> None:
 def test_counts_and_probabilities_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="probabilities: expected 2, as there are counts, got 3"):
         chi_square(torch.tensor([1, 2]), torch.ones(3) / 3)
-    with pytest.raises(ValueError, match="probabilities: expected a sum of 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"probabilities: expected a sum of 1, got 1\.5"):
         chi_square(torch.tensor([1, 2]), torch.tensor([0.5, 1.0]))
 
 
