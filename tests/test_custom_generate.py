@@ -303,6 +303,16 @@ def test_what_is_not_done_is_an_error() -> None:
     assert raised(lambda options: ours(shared_tiny("llama"), **(ONE_PROMPT | options)), cases) == []
 
 
+def test_a_wrapper_that_changes_the_inputs_is_refused() -> None:
+    # So PEFT's wrappers put their virtual tokens before the prompt.
+    target, wrapper = tiny("llama"), tiny("llama")
+    target.prepare_inputs_for_generation = wrapper.prepare_inputs_for_generation
+    with pytest.raises(ValueError, match=r"model: a wrapper .* changes its inputs"):
+        ours(target, **ONE_PROMPT)
+    del target.prepare_inputs_for_generation
+    assert torch.equal(ours(target, **ONE_PROMPT), plain(target, **ONE_PROMPT))
+
+
 def test_criteria_of_the_user_and_what_moves_no_maximum() -> None:
     target = shared_tiny("llama")
     options = {

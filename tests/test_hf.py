@@ -185,11 +185,15 @@ def test_a_training_model_is_read_without_dropout() -> None:
     evaluated, training = (tiny("llama", attention_dropout=0.5) for _ in range(2))
     # A model that is compiled by itself is read in the same way.
     training.train().compile(backend="eager")
+    wrapped = torch.compile(training, backend="eager")
     outputs = [
-        torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
-        for model in (evaluated, training)
+        torch_specops.generate(model, TOKENS[:, :6], draft=model, max_new_tokens=8, sampling=GREEDY, eos_token_id=())
+        for model in (evaluated, training, wrapped)
     ]
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert torch.equal(outputs[0].sequences, outputs[2].sequences)
+    with pytest.raises(TypeError, match=r"target: .*DataParallel.* without .*; of a wrapper, pass the model inside"):
+        torch_specops.SpeculativeDecoder(nn.DataParallel(evaluated))
 
 
 def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model() -> None:

@@ -23,8 +23,13 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
         from ..hf import language_model
 
         return language_model(model)
+    # What `torch.compile` made of it; the loop compiles its own steps.
+    original = getattr(model, "_orig_mod", None)
+    if isinstance(original, nn.Module):
+        return as_language_model(name, original)
     raise TypeError(
         f"{name}: expected a transformers model or a LanguageModel, got {type(model)} without {', '.join(missing)}"
+        + ("; of a wrapper, pass the model inside" if isinstance(model, nn.Module) else "")
     )
 
 

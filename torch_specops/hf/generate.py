@@ -229,6 +229,10 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
     """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ValueError("past_key_values: the loop has a cache of its own and would neither read nor fill this one")
+    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
+        raise ValueError(
+            "model: a wrapper (PEFT's prompt tuning) changes its inputs, and this loop would not call that"
+        )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}
     for name, value in model_kwargs.items():
