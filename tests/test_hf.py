@@ -82,6 +82,22 @@ def test_a_new_batch_has_its_own_encoder_input(family: str) -> None:
             torch.testing.assert_close(logits, full_logits(model, tokens, each), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_the_sequences_of_one_prompt_share_the_encoder(family: str) -> None:
+    model, inputs = tiny(family), encoder_inputs(family)
+    assert inputs is not None
+    encoded: list[int] = []
+    model.get_encoder().register_forward_hook(lambda encoder, given, output: encoded.append(len(output[0])))
+    options = {"max_new_tokens": 6, "sampling": GREEDY, "compile": False, "eos_token_id": ()}
+    alone = torch_specops.generate(model, torch.ones(3, 1, dtype=torch.int64), inputs=inputs, **options)
+    # The third input is the first again, but no neighbour of it.
+    again = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
+    ids = torch.ones(4, 1, dtype=torch.int64)
+    output = torch_specops.generate(model, ids, inputs=again, num_return_sequences=2, **options)
+    assert encoded == [3, 4]
+    assert torch.equal(output.sequences, alone.sequences[[0, 0, 1, 1, 2, 2, 0, 0]])
+
+
 def test_bad_inputs_are_refused() -> None:
     llama = hf.language_model(shared_tiny("llama"))
     with pytest.raises(RuntimeError, match="nothing can be read before start"):

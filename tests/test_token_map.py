@@ -58,6 +58,19 @@ def test_tokens_without_a_twin() -> None:
     assert torch.equal(logits[0][..., has_twin], logits[1][..., has_twin])
 
 
+def test_equal_prompts_are_read_once() -> None:
+    target = shared_tiny("llama")
+    model = language_model(perturbed(target))
+    rows: list[int] = []
+    model.model.model.register_forward_pre_hook(
+        lambda module, args, named: rows.append(len(named["input_ids"])), with_kwargs=True
+    )
+    decoder = SpeculativeDecoder(target, TokenMap(model, torch.arange(VOCAB)), compile=False)
+    decoder.generate(torch.tensor([[4, 5, 6, 7]]), num_return_sequences=3, max_new_tokens=6, seed=1)
+    assert rows[0] == 1 and set(rows[1:]) == {3}
+    assert not hasattr(TokenMap(PairModel(random_table(5, seed=0)), torch.arange(5)), "copy_rows")
+
+
 def test_vocabularies_of_different_size() -> None:
     """A smaller and a larger draft vocabulary; two target tokens may share a twin."""
     for draft_vocab in (VOCAB - 20, VOCAB + 20):

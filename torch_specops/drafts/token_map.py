@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,12 @@ class TokenMap:
         own: tuple[Any, ...] = () if rows is None else (rows,)
         logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
+
+    @property
+    def copy_rows(self) -> Callable[[Tensor, int], None]:
+        """The model's, if it has one."""
+        copy: Callable[[Tensor, int], None] = self.model.copy_rows  # type: ignore[attr-defined]
+        return copy
 
     def clear_rows(self, rows: Tensor) -> None:
         clear_rows(self.model, rows)

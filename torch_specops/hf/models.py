@@ -361,7 +361,11 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
         if inputs[name].shape[0] != batch:
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
-        return self.prepared.get_encoder()(**{key: value.to(self.device) for key, value in inputs.items()})[0]
+        # The sequences of one prompt have one input.
+        repeats = [all(each[row].equal(each[row - 1]) for each in inputs.values()) for row in range(1, batch)]
+        is_new = ~torch.tensor([False, *repeats])
+        own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
+        return self.prepared.get_encoder()(**own)[0][is_new.cumsum(0) - 1]
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         if self._is_t5:
