@@ -145,6 +145,25 @@ def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
     assert target.modes() == draft.modes() == before
 
 
+class RepeatsModule(nn.Module):
+    def propose(self, *arguments: Any) -> Draft:
+        assert not self.training
+        return Repeats().propose(*arguments)
+
+
+class OwnSource(RepeatsModule, DraftSource):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RepeatsModule, OwnSource])
+def test_a_draft_may_be_a_module(kind: type[RepeatsModule]) -> None:
+    """It has a method `compile`, which is torch's own."""
+    module = kind()
+    for draft in (module, HierarchicalDraft(PairModel(TABLE), module)):
+        output = torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, max_new_tokens=10, sampling=GREEDY)
+        assert torch.equal(output.sequences, EXPECTED) and module.training
+
+
 class Unhashable(PairModel):
     __hash__ = None  # type: ignore[assignment]
 

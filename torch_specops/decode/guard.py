@@ -87,10 +87,10 @@ def evaluating(*parts: object) -> Iterator[None]:
 
 
 def _modules_of(part: object) -> Iterator[nn.Module]:
-    while part is not None:
-        if isinstance(part, nn.Module):
-            yield part
-        if isinstance(part, CheckedDraft):
-            part = part.source
-        else:
-            part = getattr(part, "model", None) if isinstance(part, (DraftSource, TokenMap)) else None
+    if isinstance(part, nn.Module):
+        yield part
+    if isinstance(part, CheckedDraft):
+        yield from _modules_of(part.source)
+    elif isinstance(part, (DraftSource, TokenMap)):
+        for name in ("model", "inner"):
+            yield from _modules_of(getattr(part, name, None))

@@ -58,7 +58,9 @@ class CheckedDraft(DraftSource):
         getattr(self.source, "start", super().start)(tokens, lengths, capacity, inputs)
 
     def compile(self, shape: Hashable | None) -> None:
-        getattr(self.source, "compile", super().compile)(shape)
+        # The `compile` of other sources may be that of `nn.Module`.
+        if self.compiles_itself:
+            getattr(self.source, "compile", super().compile)(shape)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         getattr(self.source, "catch_up", super().catch_up)(tokens, lengths, num_steps)
