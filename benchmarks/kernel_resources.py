@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_specops.kernels import attention, launch, sample
-from torch_specops.kernels.filter import bounds, logits, search
+from torch_specops.kernels.filter import bounds, groups, logits, search
 from torch_specops.kernels.verify import accept, block, exact, sigmoid, stats
 
 TARGETS = {
@@ -48,7 +48,7 @@ KERNELS = {
     "verify_sigmoid.draw": sigmoid.draw_kernel,
     "sample.stats": sample.stats_kernel,
     "sample.draw": sample.draw_kernel,
-    "filter.group": search.group_kernel,
+    "filter.group": groups.group_kernel,
     "filter.cut": search.cut_kernel,
     "filter.mask": logits.mask_kernel,
     "attend.parts": attention.attend_kernel,
@@ -297,7 +297,7 @@ def compile_kernel(
 
 def warps(kernel: Any, tile: int) -> int:
     """Of a program, as the launchers have it."""
-    sums_only = kernel in (stats.stats_kernel, exact.rest_kernel, sample.stats_kernel, search.group_kernel)
+    sums_only = kernel in (stats.stats_kernel, exact.rest_kernel, sample.stats_kernel, groups.group_kernel)
     return launch.stats_warps(tile) if sums_only else launch.num_warps(tile)
 
 

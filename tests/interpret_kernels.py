@@ -61,8 +61,8 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
     launch.RESIDENT_PROGRAMS = 5
     # So that lists are long and there is not room for all.
     filter.bounds.ROOM = 1
-    for name, count in (("CHUNK", 32), ("SEARCHED", 4), ("SAMPLE", 8)):
-        setattr(filter.search, name, tl.constexpr(count))
+    filter.candidates.CHUNK, filter.candidates.SEARCHED = tl.constexpr(32), tl.constexpr(4)
+    filter.search.SAMPLE = tl.constexpr(8)
     totals = {"cases": 0, "rows": 0, "rounding": 0}
     wrong = []
     names = None if kind in ("plain", "filtered") else kind.split(",")

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from ...arguments import Filters
 from .. import launch
-from .search import cut_kernel, group_kernel
+from .groups import group_kernel
+from .search import cut_kernel
 
 # Neighbouring entries of a row that are searched as one, and the parts of these that are read again or not: with 32
 # entries of a 16-bit type, two sectors of memory.

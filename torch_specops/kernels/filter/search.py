@@ -1,11 +1,10 @@
-"""The two kernels of the search for a row's bounds (`bounds.py`).
+"""The search for a row's bounds (`bounds.py`), in keys (`keys.py`).
 
-A key is a logit as an int32 in the same order, so that keys can be bisected: 16 significant bits for a 16-bit type, 32
-for float32. `group_kernel` sums up groups of entries. From these sums `cut_kernel` finds the cut:
+`group_kernel` sums up groups of entries (`groups.py`). From these sums `cut_kernel` finds the cut:
 1. `lowest_candidate` bisects keys by the groups' maxima, for top-p by their sums too. The cut lies at the key that it
    finds or above, and parts of groups whose maximum is below are not looked at again.
-2. `collect` writes down which tokens lie at that key or above. If there is not room for all, `find_window` narrows the
-   keys: to those that are likely by a sample (`likely_keys`), or by half.
+2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
+   `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
 3. `reach` bisects the keys that are left by the entries of the list: for top-k, then for top-p among what top-k kept.
 4. Of tokens at the cut those of highest id stay, as many as top-p needs (`first_kept_tie`).
 5. `lowest_likely` is the cut of min-p. The higher cut holds.
@@ -15,303 +14,17 @@ import triton
 import triton.language as tl
 
 from .. import launch
-from ..rows import (
-    FLOAT32_MAX,
-    FLOAT32_TINY,
-    INT32_MAX,
-    LOG2_E,
-    exponential,
-    inverse_temperature,
-    load_logits,
-    load_temperature,
-    row_lead,
-    scale,
-    store_pair,
-    widen,
-)
+from ..rows import FLOAT32_TINY, INT32_MAX, inverse_temperature, row_lead, scale, store_pair, widen
+from .candidates import amount_from, collect, first_kept_tie, reach, write_down
+from .groups import find_row, is_filtered, is_lawful, lowest_candidate, total, weigh
+from .keys import average, key_value, lowest_key, order_key
 
 # The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
 # What the rounding of sums may add to the mass that groups leave out.
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
-# Beyond this a scaled logit may have been clamped.
-LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
-# Entries that a program looks at at once, and those of its list.
-CHUNK = tl.constexpr(1024)
-SEARCHED = tl.constexpr(512)
-# Entries from which it guesses where the cut is.
+# Entries from which a program guesses where the cut is.
 SAMPLE = tl.constexpr(4096)
-
-
-@triton.jit
-def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-    """top_k (0 = off), top_p (1 = off) and min_p (0 = off) of a sequence."""
-    top_k = 0
-    if top_k_ptr is not None:
-        k = tl.load(top_k_ptr + b)
-        top_k = tl.where((k > 0) & (k < vocab_size), k, 0).to(tl.int32)
-    top_p = 1.0
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + b)
-    min_p = 0.0
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + b)
-    return top_k, top_p, min_p
-
-
-@triton.jit
-def is_lawful(temperature, top_p, min_p):
-    """Whether the row has a law, so that something is kept. A greedy row does not look at top_p and min_p."""
-    return (temperature == 0) | ((temperature > 0) & (top_p == top_p) & (min_p == min_p))
-
-
-@triton.jit
-def is_filtered(temperature, top_k, top_p, min_p):
-    """Whether the row must be read."""
-    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    return is_lawful(temperature, top_p, min_p) & (temperature > 0) & filtered
-
-
-@triton.jit
-def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k):
-    """Row r of a sequence. The draft's rows come after the others."""
-    row_ptr = logits_ptr + b * stride_b + r * stride_r
-    if draft_ptr is not None:
-        if r >= num_rows:
-            row_ptr = draft_ptr + b * stride_draft_b + (r - num_rows) * stride_draft_k
-    return row_ptr
-
-
-@triton.jit
-def order_key(x):
-    """Raw logits -> int32 keys. The two zeros share a key; that of a NaN means nothing."""
-    BITS: tl.constexpr = x.dtype.primitive_bitwidth
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else x.to(tl.int32, bitcast=True)
-    bits = tl.where(bits == -(2 ** (BITS - 1)), 0, bits)
-    return bits ^ ((bits >> 31) & (2 ** (BITS - 1) - 1))
-
-
-@triton.jit
-def key_value(key, DTYPE: tl.constexpr):
-    """int32 keys -> raw logits in float32."""
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    bits = key ^ ((key >> 31) & (2 ** (BITS - 1) - 1))
-    x = bits.to(tl.int16).to(DTYPE, bitcast=True) if BITS == 16 else bits.to(DTYPE, bitcast=True)
-    return widen(x)
-
-
-@triton.jit
-def lowest_key(DTYPE: tl.constexpr):
-    """The key of the lowest logit that is not excluded, one above that of -inf."""
-    return order_key(tl.full((), float("-inf"), tl.float32).to(DTYPE)) + 1
-
-
-@triton.jit
-def group_sums(x, inverse_t):
-    """Raw logits [G, GROUP] -> the sums of exponentials relative to the own maximum. The weight of the maximum is
-    exactly 1, so that equal logits have equal sums."""
-    top = tl.max(x, 1)
-    shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
-    total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
-    # Only a tile with NaN or values near the ends of float32 is scaled entry by entry.
-    highest = tl.max(tl.abs(tl.where(top > float("-inf"), top, 0.0)), 0) * inverse_t
-    if ((highest <= LARGEST_UNCLAMPED) & (tl.min((total >= 0).to(tl.int32), 0) > 0)) == 0:
-        z = scale(x, inverse_t)
-        total = tl.sum(exponential(z - tl.maximum(scale(top, inverse_t), -FLOAT32_MAX)[:, None]), 1)
-    return total
-
-
-@launch.jit
-def group_kernel(
-    logits_ptr,  # [B, R, V]
-    draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
-    temperature_ptr,  # [B] or None
-    top_k_ptr,  # [B] or None
-    top_p_ptr,  # [B] or None
-    min_p_ptr,  # [B] or None
-    top_ptr,  # [B, R + K, num_tiles * TILE / PART] the maximum of each part of a group
-    sum_ptr,  # [B, R + K, num_tiles * TILE / GROUP] the sums of exponentials of groups; None without top_p
-    stride_b,
-    stride_r,
-    stride_v,
-    stride_draft_b,
-    stride_draft_k,
-    num_rows,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-):
-    b = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    r = tl.program_id(2).to(tl.int64)
-    temperature = load_temperature(temperature_ptr, b)
-    top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-    if is_filtered(temperature, top_k, top_p, min_p):
-        row_ptr = find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k)
-        x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE, True)
-        GROUPS: tl.constexpr = TILE // GROUP
-        PARTS: tl.constexpr = TILE // PART
-        place = (b * (num_rows + num_drafts) + r) * num_tiles + tile
-        top = tl.max(tl.reshape(x, (PARTS, PART)), 1)
-        tl.store(top_ptr + place * PARTS + tl.arange(0, PARTS), top.to(logits_ptr.dtype.element_ty))
-        if sum_ptr is not None:
-            if (top_p < 1) & (top_k == 0):
-                sums = group_sums(tl.reshape(x, (GROUPS, GROUP)), inverse_temperature(temperature_ptr, temperature))
-                tl.store(sum_ptr + place * GROUPS + tl.arange(0, GROUPS), sums)
-
-
-@triton.jit
-def average(low, high):
-    """Rounded down; of keys that may be further apart than an int32 can say."""
-    return (low & high) + ((low ^ high) >> 1)
-
-
-@triton.jit
-def weigh(x, scaling):
-    """The weights of raw logits."""
-    z_max, inverse_t = scaling
-    return exponential(scale(x, inverse_t) - z_max)
-
-
-@triton.jit
-def total(x):
-    return tl.sum(tl.sum(x, 1), 0)
-
-
-@triton.jit
-def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """At most how much lies below the key `bound`: all of a group whose maximum does, and of any other the rest, but no
-    more than GROUP - 1 entries of that key."""
-    top, amount, rest = groups
-    x = key_value(bound, DTYPE)
-    return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
-
-
-@triton.jit
-def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut. Between the least maximum of a group and the highest, the last key that leaves out no
-    more than is allowed, to the 8 bits that bfloat16 has; the lowest key of all if that leaves out too much."""
-    STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
-    low = lowest_key(DTYPE)
-    if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:
-        low, high = least, highest + 1
-        middle = average(low, high)
-        while middle - low >= STEP:
-            fits = leaves_out(middle, groups, scaling, DTYPE, GROUP) <= allowed
-            low = tl.where(fits, middle, low)
-            high = tl.where(fits, high, middle)
-            middle = average(low, high)
-    return low
-
-
-@triton.jit
-def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
-    """Append those of the numbers first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
-    there is room; what would come before its beginning is left out too. Returns the new count."""
-    chosen = chosen.to(tl.int32)
-    own = tl.sum(chosen, 1)
-    slot = count + tl.cumsum(own, 0) - own
-    # The scan over N is what costs, and over columns there is none.
-    bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
-    for column in range(WIDTH):
-        bit = (bits >> column) & 1
-        tl.store(list_ptr + slot, first + column, mask=(bit > 0) & (slot >= 0) & (slot < room))
-        slot += bit
-    return count + tl.sum(own, 0)
-
-
-@triton.jit
-def amounts(x, is_mass, scaling):
-    """What entries count: their weights for top-p, else 1."""
-    amount = tl.full(x.shape, 1.0, tl.float32)
-    if is_mass:
-        amount = weigh(x, scaling)
-    return amount
-
-
-@triton.jit
-def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
-    """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
-    there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
-    them. Of the pieces only one in `every` is looked at."""
-    part_ptr, shift, num_pieces = parts
-    row_ptr, stride_v, lead, vocab_size = row
-    token_ptr, value_ptr, room = held
-    end_of_row = lead + vocab_size
-    lowest = key_value(low, row_ptr.dtype.element_ty)
-    end = key_value(high - 1, row_ptr.dtype.element_ty)
-    count = -skipped
-    inside = tl.full((), 0.0, tl.float64)
-    above = tl.full((), 0.0, tl.float64)
-    # 16 bytes.
-    PIECE: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
-    PIECES: tl.constexpr = CHUNK // PIECE
-    for start in range(0, tl.cdiv(num_pieces, every), PIECES):
-        i = (start + tl.arange(0, PIECES)) * every
-        listed = i < num_pieces
-        part = tl.load(part_ptr + (i >> shift), mask=listed, other=0)
-        # Counted from the row's boundary.
-        place = ((part << shift) + (i & ((1 << shift) - 1))) * PIECE
-        position = place[:, None] + tl.arange(0, PIECE)[None, :]
-        if stride_v is None:
-            base = tl.multiple_of(row_ptr - lead, 16)
-            whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
-            raw = tl.load(base + position, mask=whole, other=float("-inf"))
-            # Parts are in the order of tokens.
-            last = tl.load(part_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
-            if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
-                split = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
-                raw = tl.load(base + position, mask=split, other=raw)
-        else:
-            inside_row = listed[:, None] & (position < vocab_size)
-            raw = tl.load(row_ptr + position.to(tl.int64) * stride_v, mask=inside_row, other=float("-inf"))
-        x = widen(raw)
-        is_above = x > end
-        is_inside = (x >= lowest) & (x <= end)
-        count = write_down(token_ptr, place - lead, is_inside, count, room, PIECE)
-        if summed:
-            amount = amounts(x, is_mass, scaling)
-            inside += total(tl.where(is_inside, amount, 0.0)).to(tl.float64)
-            above += total(tl.where(is_above, amount, 0.0)).to(tl.float64)
-    count += skipped
-    tl.debug_barrier()
-    num_held = tl.minimum(count - skipped, room)
-    for start in range(0, num_held, SEARCHED):
-        i = start + tl.arange(0, SEARCHED)
-        v = tl.load(token_ptr + i, mask=i < num_held, other=0)
-        offset = v if stride_v is None else v.to(tl.int64) * stride_v
-        tl.store(value_ptr + i, tl.load(row_ptr + offset, mask=i < num_held, other=0.0), mask=i < num_held)
-    tl.debug_barrier()
-    return count, inside, above
-
-
-@triton.jit
-def amount_from(key, held, count, is_mass, scaling):
-    """How much of a list of `count` entries, or of those that it has room for, lies at a key and above it."""
-    value_ptr = held[1]
-    lowest = key_value(key, value_ptr.dtype.element_ty)
-    amount = tl.zeros((SEARCHED,), tl.float32)
-    count = tl.minimum(count, held[2])
-    for start in range(0, count, SEARCHED):
-        i = start + tl.arange(0, SEARCHED)
-        x = widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf")))
-        amount += tl.where(x >= lowest, amounts(x, is_mass, scaling), 0.0)
-    return tl.sum(amount, 0)
-
-
-@triton.jit
-def reach(low, high, wanted, held, count, is_mass, scaling):
-    """The highest key of low .. high - 1 such that what is wanted lies at it and above it; low if there is none."""
-    middle = average(low, high)
-    while middle > low:
-        reached = amount_from(middle, held, count, is_mass, scaling) >= wanted
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle)
-        middle = average(low, high)
-    return low
 
 
 @triton.jit
@@ -377,21 +90,6 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
             # A guess that was wrong is not repeated.
             low, high = average(lo, hi), hi
     return lo, hi, above, count, wanted
-
-
-@triton.jit
-def first_kept_tie(cut, skipped, held, count):
-    """The token of the first entry of key `cut` behind `skipped` others."""
-    token_ptr, value_ptr, _ = held
-    value = key_value(cut, value_ptr.dtype.element_ty)
-    first = INT32_MAX
-    for start in range(0, count, SEARCHED):
-        i = start + tl.arange(0, SEARCHED)
-        tie = (widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf"))) == value).to(tl.int32)
-        kept = (tie > 0) & (tl.cumsum(tie, 0) > skipped)
-        first = tl.minimum(first, tl.min(tl.load(token_ptr + i, mask=kept, other=INT32_MAX), 0))
-        skipped -= tl.sum(tie, 0)
-    return first
 
 
 @triton.jit
