@@ -131,23 +131,12 @@ def accept_drafts(
     live,
     b,
     tokens_ptr,
-    target_ptr,
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    bounds_ptr,
-    draft_ptr,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    draft_bounds_ptr,
+    target,
+    draft,
     accept_uniforms_ptr,
     draft_lse_ptr,
     partial_ptr,
-    num_drafts,
-    num_tiles,
-    rows_per_sequence,
-    num_bounds,
+    sizes,
     temperature,
     inverse_t,
     lenience,
@@ -155,6 +144,9 @@ def accept_drafts(
     BLOCK_T: tl.constexpr,
 ):
     """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
+    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    num_drafts, _, num_tiles, rows_per_sequence, num_bounds = sizes
     x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
     target_row = b * rows_per_sequence + i
     bounds_row = b * num_bounds + i

@@ -99,29 +99,21 @@ def rest_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     walking = (num_valid > 0) & (temperature >= 0)
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     i = tl.arange(0, FIRST_ROWS).to(tl.int64)
     accepted = accept_drafts(
         i,
         walking & (i < num_valid),
         b,
         tokens_ptr,
-        target_ptr,
-        stride_target_b,
-        stride_target_k,
-        stride_target_v,
-        bounds_ptr,
-        draft_ptr,
-        stride_draft_b,
-        stride_draft_k,
-        stride_draft_v,
-        draft_bounds_ptr,
+        target,
+        draft,
         accept_uniforms_ptr,
         draft_lse_ptr,
         partial_ptr,
-        num_drafts,
-        num_tiles,
-        rows_per_sequence,
-        num_bounds,
+        sizes,
         temperature,
         inverse_t,
         lenience,
@@ -129,34 +121,12 @@ def rest_kernel(
         BLOCK_T,
     )
     if draft_lse_ptr is not None:
-        draft_ptr = None
+        # Its rows need no sums.
+        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
     if leading(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
-            sum_tile(
-                b,
-                tl.where(r <= num_drafts, r, r + FIRST_ROWS),
-                tile,
-                partial_ptr,
-                target_ptr,
-                stride_target_b,
-                stride_target_k,
-                stride_target_v,
-                bounds_ptr,
-                draft_ptr,
-                stride_draft_b,
-                stride_draft_k,
-                stride_draft_v,
-                draft_bounds_ptr,
-                num_drafts,
-                num_valid,
-                vocab_size,
-                num_tiles,
-                rows_per_sequence,
-                num_bounds,
-                temperature,
-                inverse_t,
-                TILE,
-            )
+            row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
+            sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
 
 
 @launch.jit
@@ -205,6 +175,9 @@ def draw_kernel(
     num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
 
     # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
     # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
@@ -218,23 +191,12 @@ def draw_kernel(
             walking & (i < num_valid),
             b,
             tokens_ptr,
-            target_ptr,
-            stride_target_b,
-            stride_target_k,
-            stride_target_v,
-            bounds_ptr,
-            draft_ptr,
-            stride_draft_b,
-            stride_draft_k,
-            stride_draft_v,
-            draft_bounds_ptr,
+            target,
+            draft,
             accept_uniforms_ptr,
             draft_lse_ptr,
             partial_ptr,
-            num_drafts,
-            num_tiles,
-            rows_per_sequence,
-            num_bounds,
+            sizes,
             temperature,
             inverse_t,
             lenience,
@@ -313,22 +275,10 @@ def draw_kernel(
                 mass_ptr,
                 n < num_valid,
                 partial_ptr,
-                target_ptr,
-                stride_target_b,
-                stride_target_k,
-                stride_target_v,
-                bounds_ptr,
+                target,
                 tokens_ptr,
-                draft_ptr,
-                stride_draft_b,
-                stride_draft_k,
-                stride_draft_v,
-                draft_bounds_ptr,
-                num_drafts,
-                vocab_size,
-                num_tiles,
-                rows_per_sequence,
-                num_bounds,
+                draft,
+                sizes,
                 inverse_t,
                 p_shift,
                 p_weight,

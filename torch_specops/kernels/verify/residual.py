@@ -116,22 +116,10 @@ def draw_token(
     mass_ptr,
     weighed,
     partial_ptr,
-    target_ptr,
-    stride_target_b,
-    stride_target_k,
-    stride_target_v,
-    bounds_ptr,
+    target,
     tokens_ptr,
-    draft_ptr,
-    stride_draft_b,
-    stride_draft_k,
-    stride_draft_v,
-    draft_bounds_ptr,
-    num_drafts,
-    vocab_size,
-    num_tiles,
-    rows_per_sequence,
-    num_bounds,
+    draft,
+    sizes,
     inverse_t,
     p_shift,
     p_weight,
@@ -142,6 +130,9 @@ def draw_token(
 ):
     """The next token, by rows n of sequence b: the tile that the uniform falls into, then the token in it. It is drawn
     from the residual if its masses were summed (`weighed`) and there are any, else from p."""
+    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     index = tl.arange(0, BLOCK_T)
     summed = (index < num_tiles) & weighed
     residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
