@@ -211,13 +211,11 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
 def _attention_builds() -> Iterator[Build]:
     """Programs with few rows and with as many as they may have, of one part and of 32, and the kernel that joins 32."""
     for dtype, width in itertools.product(("bf16", "fp16", "fp32"), (64, 80, 96, 128, 256, 512)):
-        block_d, size = triton.next_power_of_2(width), 4 if dtype == "fp32" else 2
+        block_d, tile, most_rows = attention.block_sizes(width, 4 if dtype == "fp32" else 2)
         shape = {"D": width, "BLOCK_D": block_d}
         types = dict.fromkeys(("queries_ptr", "keys_ptr", "values_ptr", "output_ptr"), f"*{dtype}")
-        most = min(attention.MAX_ROWS, attention.MAX_SUMS[size] // block_d)
-        for rows, parts in itertools.product(sorted({16, max(most, 16)}), (1, 32)):
-            constants = shape | {"SCALE": 0.125, "GROUP": 4, "PARTS": parts, "ROWS": rows}
-            constants["TILE"] = max(attention.TILE_BYTES // (block_d * size), 16)
+        for rows, parts in itertools.product(sorted({16, most_rows}), (1, 32)):
+            constants = shape | {"SCALE": 0.125, "GROUP": 4, "PARTS": parts, "ROWS": rows, "TILE": tile}
             sums = {"spans_ptr": "*i64", "sums_ptr": "*fp32"}
             if parts == 1:
                 constants["scales_ptr"] = None
@@ -285,9 +283,9 @@ def compile_kernel(
     )
     # A kernel without tiles holds partials.
     if kernel is attention.attend_kernel:
-        num_warps = 4
+        num_warps = attention.ATTEND_WARPS
     elif kernel is attention.join_kernel:
-        num_warps = min(max(constants["PARTS"] * constants["BLOCK_D"] // 1024, 1), 4)
+        num_warps = attention.join_warps(constants["PARTS"], constants["BLOCK_D"])
     elif kernel is search.cut_kernel:
         num_warps = bounds.cut_warps(constants["BLOCK_G"])
     else:

@@ -28,6 +28,7 @@ TILE_BYTES = 8192
 # About two programs for each multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 256
 MAX_PARTS = 64
+ATTEND_WARPS = 4
 
 jit = partial(launch.jit, specialize_addresses=True)
 
@@ -132,16 +133,24 @@ def join_kernel(
     tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), d < D)
 
 
+def block_sizes(head_dim: int, size: int) -> tuple[int, int, int]:
+    """BLOCK_D, TILE and the most ROWS of a program for heads of so many entries of `size` bytes."""
+    block_d = triton.next_power_of_2(head_dim)
+    return block_d, max(TILE_BYTES // (block_d * size), 16), max(min(MAX_ROWS, MAX_SUMS[size] // block_d), 16)
+
+
+def join_warps(parts: int, block_d: int) -> int:
+    return min(max(parts * block_d // 1024, 1), 4)
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
     """Launch `specops::attend`, which has checked its arguments."""
     batch, num_heads, count, head_dim = queries.shape
     _, num_key_heads, capacity, _ = keys.shape
     group = num_heads // num_key_heads
-    block_d = triton.next_power_of_2(head_dim)
-    size = queries.element_size()
-    rows = max(min(triton.next_power_of_2(group * count), MAX_ROWS, MAX_SUMS[size] // block_d), 16)
+    block_d, tile, most_rows = block_sizes(head_dim, queries.element_size())
+    rows = min(max(triton.next_power_of_2(group * count), 16), most_rows)
     blocks = triton.cdiv(group * count, rows)
-    tile = max(TILE_BYTES // (block_d * size), 16)
     parts = 1
     while parts < MAX_PARTS and launch.hint(batch) * num_key_heads * blocks * parts < RESIDENT_PROGRAMS:
         parts *= 2
@@ -174,7 +183,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
         "BLOCK_D": block_d,
         "TILE": tile,
     }
-    launch.run(attend_kernel, (batch, num_key_heads, parts * blocks), arguments, 4)
+    launch.run(attend_kernel, (batch, num_key_heads, parts * blocks), arguments, ATTEND_WARPS)
     if parts > 1:
-        launch.run(join_kernel, (batch * count * num_heads,), arguments, min(max(parts * block_d // 1024, 1), 4))
+        launch.run(join_kernel, (batch * count * num_heads,), arguments, join_warps(parts, block_d))
     return output

@@ -191,6 +191,7 @@ def cut_kernel(
             lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
             listed = finite & (top >= key_value(lo, DTYPE))
             mass = total(tl.where(listed, amount, 0.0))
+            # Loaded again, so that they take no registers during the search.
             part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
             matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
             part_ptr += program * num_groups * PARTS
