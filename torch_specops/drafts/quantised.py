@@ -75,7 +75,7 @@ def _config(quantization: Any, weights: str, group_size: int | None, device: tor
     granularity = quantization.PerRow() if group_size is None else quantization.PerGroup(group_size)
     if weights == "int8":
         # Otherwise torchao changes Inductor's settings for the whole process.
-        return quantization.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
+        return quantization.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False, version=2)
     if device.type == "cuda":
         return quantization.Int4WeightOnlyConfig(
             group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
