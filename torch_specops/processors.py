@@ -50,12 +50,14 @@ class Processors:
         no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the text gets -inf. 0 = none.
         longest_ngram: at least the largest n.
         sequences: [B, M, L] int64, tokens aligned to the right, -1 before them. If the text ends with all but the last
-            token of a sequence, and is at least as long as it, the last token gets its bias.
+            token of a sequence, the last token gets its bias.
         biases: [B, M] float32, finite or -inf.
         until: [B, M] int64; a sequence counts only while there are fewer new tokens.
         padding: [B, N] int64, tokens that count as text before each row's own, the first `num_padding`. The
             `prompt_lengths` then count them too.
         num_padding: [B] int64.
+        num_ignored: [B] int64, the tokens that the repetition penalty leaves out: the first of padding and prompt, but
+            not all of them. None = 0.
     """
 
     prompt_lengths: Tensor
@@ -69,6 +71,7 @@ class Processors:
     until: Tensor | None = None
     padding: Tensor | None = None
     num_padding: Tensor | None = None
+    num_ignored: Tensor | None = None
 
     @property
     def constants(self) -> Hashable:
@@ -86,11 +89,13 @@ class Processors:
 
         Args:
             logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts.
+            text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts; -1 where there is no draft. No
+                logits behind that are used.
             lengths: [B, n] int64 in 1..W, how many tokens of the row come before position i.
         """
         if can_read_data(text):
             text = text[:, : int(lengths.max())]
+        text = text.clamp(min=0)
         if self.padding is not None and self.num_padding is not None:
             text, lengths = _behind(self.padding, self.num_padding, text), lengths + self.num_padding.unsqueeze(1)
         # A copy, which may be written into.
@@ -102,8 +107,10 @@ class Processors:
         every = text.unsqueeze(1).expand_as(is_before)
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
-            # Equal tokens write equal numbers. Places after the text stand for the first token, which is always in it.
-            tokens = torch.where(is_before, every, text.narrow(1, 0, 1).unsqueeze(1))
+            ignored = torch.zeros_like(self.prompt_lengths) if self.num_ignored is None else self.num_ignored
+            # Equal tokens write equal numbers. Other places stand for the first token that counts.
+            counts = is_before & (index >= ignored.view(-1, 1, 1))
+            tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
             found = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
@@ -130,7 +137,7 @@ class Processors:
             return
         num_new = lengths - self.prompt_lengths.unsqueeze(1)
         sizes = (self.sequences >= 0).sum(2)
-        counts = (num_new.unsqueeze(2) < self.until.unsqueeze(1)) & (lengths.unsqueeze(2) >= sizes.unsqueeze(1))
+        counts = (num_new.unsqueeze(2) < self.until.unsqueeze(1)) & (lengths.unsqueeze(2) >= sizes.unsqueeze(1) - 1)
         last, *others = reversed(self.sequences.unsqueeze(1).unbind(3))
         for back, wanted in enumerate(others, 1):
             counts = counts & ((wanted < 0) | (wanted == _from_end(text, lengths, back).unsqueeze(2)))

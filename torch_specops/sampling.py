@@ -81,8 +81,8 @@ class SamplingParams:
         no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none.
         min_new_tokens: excludes eos tokens before there are as many new tokens.
         logit_bias: token -> what is added to its logit, finite or -inf.
-        bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others and is at
-            least as long as the word. A word that is just an eos token is ignored. (As in transformers.)
+        bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others. A word
+            that is just an eos token is ignored. (As in transformers.)
 
     Raises:
         TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
@@ -271,7 +271,7 @@ class SamplingTensors:
 
         Args:
             logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included.
+            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft.
             lengths: [B, n] int64 in 1..W, how many tokens of the row's text come before position i.
         """
         return logits if self.processors is None else self.processors(logits, text, lengths)

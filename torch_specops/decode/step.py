@@ -160,7 +160,7 @@ def _processed(state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Ten
     if state.sampling.processors is None:
         return target_logits
     lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    text = state.tokens.scatter(1, lengths[:, :-1], drafts.clamp(min=0))
+    text = state.tokens.scatter(1, lengths[:, :-1], drafts)
     return state.sampling.process(target_logits, text, lengths)
 
 

@@ -140,7 +140,7 @@ class HierarchicalDraft(ModelDraft):
             rows = self.model.forward(read, positions, width + 1)
             if sampling.processors is not None:
                 places = newest.unsqueeze(1) + 1 + ahead
-                rows = sampling.process(rows, text.scatter(1, places[:, :width], inner.clamp(min=0)), places)
+                rows = sampling.process(rows, text.scatter(1, places[:, :width], inner), places)
 
             offsets = count.unsqueeze(1) + ahead
             own = offsets.clamp(max=num_draft_tokens - 1)

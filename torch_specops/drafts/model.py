@@ -63,7 +63,7 @@ class SequentialDraft(DraftSource):
             tokens = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
             if text is not None:
-                text = text.scatter(1, ends, tokens)
+                text = text.scatter(1, ends, token.unsqueeze(1))
             ends = ends + 1
         return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
 

@@ -162,7 +162,7 @@ class NGram(DraftSource):
                 token, row_lse = sample(row, draws[:, index], sampling.temperature, **sampling.filters)
                 logits.append(row)
                 lse.append(row_lse)
-                text = text.scatter(1, place, token.clamp(min=0).unsqueeze(1))
+                text = text.scatter(1, place, token.unsqueeze(1))
             drafts.append(token)
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
         tokens = torch.stack(drafts, 1)
