@@ -21,7 +21,6 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
 )
 
@@ -276,10 +275,7 @@ def test_two_threads_do_not_share_a_decoder() -> None:
 
 
 def test_what_is_not_done_is_an_error() -> None:
-    synthid = SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)
     not_done: list[tuple[dict[str, Any], str]] = [
-        ({"guidance_scale": 1.5}, "logits_processor: UnbatchedClassifierFreeGuidanceLogitsProcessor remembers"),
-        ({"watermarking_config": synthid}, "logits_processor: SynthIDTextWatermarkLogitsProcessor remembers"),
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"use_mtp": True}, "use_mtp: expected None"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
+import traceback
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from chains import expect_caught, expect_laws
 from conftest import Report
 from test_custom_generate import arguments, ours, plain
 from test_loop_laws import tiny_transformer
 from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V, joint_law
-from tiny_models import perturbed, shared_tiny
+from tiny_models import PROMPTS, VOCAB, perturbed, shared_tiny
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
 
-from torch_specops.drafts import PromptLookup
-from torch_specops.hf import custom_generate
+from torch_specops.drafts import EarlyExit, HierarchicalDraft, PromptLookup
+from torch_specops.hf import custom_generate, language_model
 from torch_specops.hf.processors import _Called
 from torch_specops.laws import chi_square
 
@@ -62,6 +66,8 @@ def cases() -> dict[str, dict[str, Any]]:
         "biases": {"sequence_bias": biases},
         "least length": eos | {"min_length": 12},
         "least new tokens": eos | {"min_new_tokens": 6},
+        "some of the prompt is no text": processed(RepetitionPenaltyLogitsProcessor(1.8, 3)),
+        "nor of any prompt": processed(RepetitionPenaltyLogitsProcessor(1.8, 9)),
         "mixed": eos
         | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": words, "sequence_bias": biases}
         | {"min_new_tokens": 4, "begin_suppress_tokens": free[0][:1], "suppress_tokens": [3, 4]},
@@ -71,6 +77,36 @@ def cases() -> dict[str, dict[str, Any]]:
         | {"no_repeat_ngram_size": 2},
         "only some of the user": processed(RepetitionPenaltyLogitsProcessor(1.5)),
     }
+
+
+if transformers.__version__ >= "5.23":
+
+    def test_a_repetition_penalty_that_ignores_its_own_part_of_each_row() -> None:
+        target = shared_tiny("llama")
+        options = {**arguments("llama"), "max_new_tokens": NEW}
+        for ignored in ([5, 3, 6], [0, 6, 0], [7, 8, 9]):
+            own = processed(RepetitionPenaltyLogitsProcessor(1.8, torch.tensor(ignored)))
+            for others in ({}, {"no_repeat_ngram_size": 2}):
+                expected = plain(target, **options, **own, **others)
+                assert torch.equal(ours(target, **options, **own, **others, draft_model=target), expected), ignored
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_the_decoder_s_mask_says_what_a_repetition_penalty_counts(family: str) -> None:
+    target = shared_tiny(family)
+    options = {**arguments(family), "max_new_tokens": NEW, "repetition_penalty": 1.8}
+    mask = torch.ones_like(options["decoder_input_ids"])
+    for given in ({}, {"decoder_attention_mask": mask}):
+        assert torch.equal(ours(target, **options, **given, draft_model=target), plain(target, **options, **given))
+
+
+def test_a_sequence_as_long_as_prompt_and_next_token() -> None:
+    """transformers 5.17 ignores it, and later releases do not."""
+    target, prompt = shared_tiny("llama"), torch.tensor([[3, 17]])
+    options: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 6}
+    first, second = plain(target, **options)[0, 2:4].tolist()
+    words = {"bad_words_ids": [[3, 17, first], [3, 17, second, first]]}
+    assert torch.equal(ours(target, **options, **words, draft_model=target), plain(target, **options, **words))
 
 
 @pytest.mark.parametrize("name", cases())
@@ -132,6 +168,187 @@ def test_what_has_no_counterpart_is_called_and_says_so() -> None:
         ValueError, match="compile: expected False or 'auto', got True: Alternating of logits_processor"
     ):
         ours(target, **options, **processed(Alternating()), compile=True)
+
+
+class Automaton:
+    """Allows about half of all tokens after each text, and raises on texts that it did not allow.
+
+    Args:
+        ids, mask: the prompts.
+    """
+
+    def __init__(self, ids: Tensor, mask: Tensor) -> None:
+        self.prompts = [row[row_mask == 1].tolist() for row, row_mask in zip(ids, mask, strict=True)]
+        self.asked: list[tuple[int, ...]] = []
+
+    @staticmethod
+    def next_tokens(row: int, new: list[int]) -> list[int]:
+        return [token for token in range(3, VOCAB) if (token * 7 + 5 * sum(new) + len(new) + row) % 11 < 5]
+
+    def check(self, row: int, new: list[int]) -> None:
+        for index, token in enumerate(new):
+            if token not in self.next_tokens(row, new[:index]):
+                raise AssertionError(f"row {row}: {new} cannot come about")
+
+    def __call__(self, row: int, text: Tensor) -> list[int]:
+        """As a `prefix_allowed_tokens_fn`."""
+        new = text.tolist()[self.width :]
+        assert text[: self.width].tolist()[-len(self.prompts[row]) :] == self.prompts[row], f"row {row}: {text}"
+        self.check(row, new)
+        assert not EOS & set(new), f"row {row}: asked behind an eos"
+        self.asked.append((row, *new))
+        return self.next_tokens(row, new)
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.prompts))
+
+
+class StrictProcessor(LogitsProcessor):
+    """The same for all rows of a call; a row may have more padding on its left, and behind an eos."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.automaton = automaton
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        masked = torch.full_like(scores, -math.inf)
+        for row, text in enumerate(input_ids.tolist()):
+            prompt = self.automaton.prompts[row]
+            start = next(n for n in range(len(text)) if text[n : n + len(prompt)] == prompt)
+            new = text[start + len(prompt) :]
+            ends = [index for index, token in enumerate(new) if token in EOS]
+            assert set(text[:start]) <= {0, 7} and (not ends or set(new[ends[0] + 1 :]) <= {0})
+            new = new[: ends[0]] if ends else new
+            self.automaton.check(row, new)
+            self.automaton.asked.append((row, *new))
+            masked[row, self.automaton.next_tokens(row, new)] = 0.0
+        return scores + masked
+
+
+EOS = {4, 37}
+
+
+def restricted(automaton: Automaton, way: str) -> dict[str, Any]:
+    if way == "function":
+        return {"prefix_allowed_tokens_fn": automaton}
+    return processed(StrictProcessor(automaton))
+
+
+@pytest.mark.parametrize(("side", "way"), [("left", "processor"), ("right", "function")])
+def test_only_texts_that_can_come_about_are_asked_about(side: str, way: str) -> None:
+    """In rows of different lengths and speeds, whose drafts are often forbidden."""
+
+    def row_alone(row: int, prompt: list[int]) -> list[int]:
+        def allowed(_: int, text: Tensor) -> list[int]:
+            return Automaton.next_tokens(row, text[len(prompt) :].tolist())
+
+        ids = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+        found = plain(target, **ids, prefix_allowed_tokens_fn=allowed, max_new_tokens=NEW, eos_token_id=sorted(EOS))
+        return found[0, len(prompt) :].tolist()
+
+    target = shared_tiny("llama")
+    options = {**arguments("llama", side), "max_new_tokens": NEW, "eos_token_id": sorted(EOS)}
+    prompts = options["input_ids"], options["attention_mask"]
+    rows = [row_alone(row, prompt) for row, prompt in enumerate(Automaton(*prompts).prompts)]
+    assert len({len(row) for row in rows}) > 1
+    for draft in (None, PromptLookup(min_ngram=1), perturbed(target, 0.1), HierarchicalDraft(language_model(target))):
+        automaton = Automaton(*prompts)
+        found: Any = ours(target, **options, **restricted(automaton, way), draft_model=draft, num_draft_tokens=4)
+        new = found[:, automaton.width :].tolist()
+        assert [each[: len(row)] for each, row in zip(new, rows, strict=True)] == rows
+        if draft is None:
+            expected = {(row, *text[:size]) for row, text in enumerate(rows) for size in range(len(text))}
+            assert set(automaton.asked) == expected
+            assert way == "processor" or len(automaton.asked) == len(expected)
+        ours(target, **options, **restricted(automaton, way), do_sample=True, draft_model=draft, seed=3)
+
+
+def test_no_text_is_asked_about_twice_but_the_first() -> None:
+    asked: Counter[tuple[int, ...]] = Counter()
+
+    class Noting(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            asked.update(map(tuple, input_ids.tolist()))
+            return scores
+
+    prompt = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 30}
+    for draft, twice in ((None, []), (PromptLookup(min_ngram=1), [tuple(PROMPTS[0])])):
+        asked.clear()
+        output = ours(shared_tiny("llama"), **options, **processed(Noting()), draft_model=draft)
+        assert [text for text, count in asked.items() if count > 1] == twice and max(asked.values()) <= 2
+        assert {tuple(output[0, :size].tolist()) for size in range(len(PROMPTS[0]), output.shape[1])} <= set(asked)
+
+
+class Counting(LogitsProcessor):
+    """By the number of its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count += 1
+        return scores - 6.0 * (torch.arange(scores.shape[1]) % 3 == self.count % 3)
+
+
+class Following(LogitsProcessor):
+    """Expects one more token in every call."""
+
+    def __init__(self) -> None:
+        self.text: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.text is not None and not torch.equal(input_ids[:, :-1], self.text):
+            raise LookupError("no next state")
+        self.text = input_ids
+        return scores
+
+
+class Grammar(LogitsProcessor):
+    """Answers all alike."""
+
+    __module__ = "outlines.backends"
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+def test_a_processor_that_remembers_its_calls_works_without_a_draft_alone() -> None:
+    target = shared_tiny("llama")
+    options = {**arguments("llama"), "max_new_tokens": NEW}
+    synthid = SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)
+    remembering: list[tuple[Any, str]] = [
+        (
+            lambda: processed(Counting()),
+            r"test_hf_processors\.Counting answered one text in two ways; .*without a draft",
+        ),
+        (lambda: processed(Alternating(), Counting()), "Counting answered one text in two ways"),
+        (lambda: processed(Following()), "Following raised LookupError on a text with drafts"),
+        (lambda: processed(Grammar()), r"outlines\.backends\.Grammar remembers its calls"),
+        (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor answered one text in two"),
+        (lambda: {"watermarking_config": synthid}, "SynthIDTextWatermarkLogitsProcessor remembers its calls"),
+    ]
+    for given, message in remembering:
+        assert torch.equal(ours(target, **options, **given()), plain(target, **options, **given())), message
+        for draft in (PromptLookup(min_ngram=1), perturbed(target), EarlyExit(1)):
+            with pytest.raises(NotImplementedError, match=message) as caught:
+                ours(target, **options, **given(), draft_model=draft)
+            if "LookupError" in message:
+                cause = caught.value.__cause__
+                assert (
+                    isinstance(cause, LookupError) and traceback.extract_tb(cause.__traceback__)[-1].name == "__call__"
+                )
+
+
+def test_an_exception_without_a_draft_is_the_processor_s_own() -> None:
+    def broken(row: int, text: Tensor) -> list[int]:
+        raise LookupError("the user's")
+
+    for draft in (None, shared_tiny("llama")):
+        options = {**arguments("llama"), "max_new_tokens": 3, "prefix_allowed_tokens_fn": broken}
+        with pytest.raises(LookupError, match="the user's") as caught:
+            ours(shared_tiny("llama"), **options, draft_model=draft)
+        assert caught.traceback[-1].name == "broken"
 
 
 @torch.inference_mode()

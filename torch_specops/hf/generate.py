@@ -61,10 +61,10 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any that is a function of its arguments. Temperature, top-k, top-p, min-p, biases, bad words,
-            suppressed tokens, repetition penalty, n-grams, least lengths, renormalisation and removal of invalid values
-            are understood. Others are called as transformers would call them, for every position, and so are those that
-            come before them; such steps are not compiled.
+        logits_processor: any; with a draft, any that is a function of its arguments. Temperature, top-k, top-p, min-p,
+            biases, bad words, suppressed tokens, repetition penalty, n-grams, least lengths, renormalisation and
+            removal of invalid values are understood. Others are called as transformers would call them, for every
+            position, and so are those that come before them; such steps are not compiled.
         stopping_criteria: any. A row ends with the token at which one says so. Lengths, eos tokens, stop strings and
             times are understood; any other is called as transformers would call it: once per token, with all rows, and
             with scores if they are asked for.
@@ -89,8 +89,9 @@ def custom_generate(
 
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
-            of `use_mtp` and `speculation_type`, a processor that remembers its earlier calls (classifier-free guidance,
-            SynthID), attentions or hidden states, an `assistant_tokenizer`, an `assistant_ensemble_weight` below 1.
+            of `use_mtp` and `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
+            `assistant_ensemble_weight` below 1. With a draft, a processor that remembers its calls (classifier-free
+            guidance, SynthID, grammars) or that raises on a text with drafts, by name and from its exception.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -124,6 +125,7 @@ def custom_generate(
         do_sample=bool(generation_config.do_sample),
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         pad_token_id=pad_token_id,
+        has_draft=draft_model is not None or generation_config.assistant_early_exit is not None,
     )
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.generation import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
@@ -19,6 +20,7 @@ from transformers.generation import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
@@ -27,9 +29,7 @@ from transformers.generation import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from ..processors import Processors
 from ..sampling import ALWAYS, Bias, SamplingParams, SamplingTensors
@@ -55,12 +55,10 @@ _ORDER: dict[type, int] = {
     LogitNormalization: 6,
 }
 _FIRST_WARPER = 2
-# They remember the calls before, and drafts are no steps that they could remember.
-_STATEFUL = (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    WhisperNoSpeechDetection,
-)
+# They remember their calls, but may answer the first questions as if they did not: before enough calls, or as long as
+# the text stays within one state of a grammar.
+_STATEFUL = SynthIDTextWatermarkLogitsProcessor
+_GRAMMARS = ("llguidance", "outlines", "xgrammar")
 # The padding of prompts is rounded up to a multiple of this, so that batches share compiled code.
 PADDING_MULTIPLE = 64
 
@@ -73,14 +71,19 @@ class ProcessorSampling(SamplingParams):
         biases: the same for all rows.
         input_ids: [B, P] the prompts with their padding, which transformers' processors take for text.
         num_padding: [B] int64, the padding on the left.
+        num_ignored: [B] int64, tokens that a repetition penalty leaves out, of padding and prompt the first; None = 0.
         called: processors that are called as they are; None = none.
+        pad_token_id: what they see where a row has no token.
+        has_draft: whether they are asked about drafts.
     """
 
     biases: tuple[Bias, ...] = ()
     input_ids: Tensor | None = None
     num_padding: Tensor | None = None
-    called: LogitsProcessorList | None = None
+    num_ignored: Tensor | None = None
+    called: list[LogitsProcessor] | None = None
     pad_token_id: int = 0
+    has_draft: bool = False
 
     @property
     def not_compiled(self) -> str | None:
@@ -93,12 +96,16 @@ class ProcessorSampling(SamplingParams):
         tensors = super().tensors(batch, device, **prompts)
         assert self.input_ids is not None and self.num_padding is not None
         if self.called is not None:
-            called = _Called(self.called, self.input_ids, prompts["prompt_lengths"], prompts["eos"], self.pad_token_id)
-            return replace(tensors, processors=called)
+            is_padding = torch.arange(self.input_ids.shape[1]) < self.num_padding.unsqueeze(1)
+            padding = torch.where(is_padding, self.input_ids, self.pad_token_id)
+            arguments = prompts["prompt_lengths"], prompts["eos"], self.pad_token_id, self.has_draft
+            return replace(tensors, processors=_Called(self.called, padding, *arguments))
         processors = tensors.processors
+        if isinstance(processors, Processors) and self.num_ignored is not None:
+            processors = replace(processors, num_ignored=self.num_ignored.to(device))
         if isinstance(processors, Processors) and processors.read_text and bool((self.num_padding > 0).any()):
             width = -(-int(self.num_padding.max()) // PADDING_MULTIPLE) * PADDING_MULTIPLE
-            padding = torch.nn.functional.pad(self.input_ids, (0, max(width - self.input_ids.shape[1], 0)))[:, :width]
+            padding = pad(self.input_ids, (0, max(width - self.input_ids.shape[1], 0)))[:, :width]
             processors = replace(
                 processors,
                 prompt_lengths=processors.prompt_lengths + self.num_padding,
@@ -119,6 +126,7 @@ def read_processors(
     do_sample: bool,
     vocab_size: int,
     pad_token_id: int,
+    has_draft: bool,
 ) -> ProcessorSampling:
     """The last processors as temperature, filters and the rest of `SamplingParams`; if one before them has no
     counterpart, all up to it are called as they are.
@@ -130,15 +138,16 @@ def read_processors(
         NotImplementedError: a processor that remembers earlier calls.
     """
     for processor in processors:
-        if isinstance(processor, _STATEFUL):
-            raise NotImplementedError(
-                f"logits_processor: {type(processor).__name__} remembers its earlier calls, and drafts are no steps"
-            )
+        if has_draft and (isinstance(processor, _STATEFUL) or type(processor).__module__.split(".")[0] in _GRAMMARS):
+            raise _refused(processor, "remembers its calls")
+    mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).cpu()
+    num_padding = (mask.cumsum(1) == 0).sum(1)
+    widths = num_padding + mask.sum(1)
     values = None
     num_called = -1
     while values is None:
         num_called += 1
-        values = _understood(processors[num_called:], input_ids.shape[1], vocab_size, num_called > 0)
+        values = _understood(processors[num_called:], input_ids.shape[1], widths, vocab_size, num_called > 0)
     if not do_sample:
         # Temperature and filters do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
@@ -147,23 +156,29 @@ def read_processors(
     return ProcessorSampling(
         **values,
         input_ids=input_ids.cpu(),
-        num_padding=(mask.cumsum(1) == 0).sum(1).cpu(),
-        called=LogitsProcessorList(processors[:num_called]) if num_called else None,
+        num_padding=num_padding,
+        called=processors[:num_called] or None,
         pad_token_id=pad_token_id,
+        has_draft=has_draft,
     )
 
 
 def _understood(
-    processors: list[LogitsProcessor], prompt_width: int, vocab_size: int, only_warpers: bool
+    processors: list[LogitsProcessor], prompt_width: int, widths: Tensor, vocab_size: int, only_warpers: bool
 ) -> dict[str, Any] | None:
-    """The fields of `ProcessorSampling` that do what these processors do; None if there are none."""
+    """The fields of `ProcessorSampling` that do what these processors do; None if there are none.
+
+    Args:
+        prompt_width: P.
+        widths: [B] the prompts with their padding on the left.
+    """
     values: dict[str, Any] = {}
     biases: list[Bias] = []
     last = _FIRST_WARPER if only_warpers else 0
     for processor in processors:
         # Not isinstance: a subclass may do anything.
         order = _ORDER.get(type(processor), -1)
-        own, own_biases = _fields_of(processor), _biases_of(processor, prompt_width)
+        own, own_biases = _fields_of(processor, widths), _biases_of(processor, prompt_width)
         if order < last or own is None or own_biases is None or own.keys() & values.keys():
             return None
         values |= own
@@ -174,13 +189,18 @@ def _understood(
     return values | {"biases": tuple(biases)}
 
 
-def _fields_of(processor: Any) -> dict[str, Any] | None:
-    """What of `SamplingParams` a processor sets; None if that is not all it does."""
-    if getattr(processor, "prompt_ignore_length", None) or getattr(processor, "filter_value", -math.inf) != -math.inf:
+def _fields_of(processor: Any, widths: Tensor) -> dict[str, Any] | None:
+    """What of `ProcessorSampling` a processor sets; None if that is not all it does."""
+    if getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
         case RepetitionPenaltyLogitsProcessor():
-            return {"repetition_penalty": processor.penalty}
+            # From transformers 5.23 on, `generate` passes the padding of each row.
+            given = processor.prompt_ignore_length
+            ignored = torch.as_tensor(0 if given is None else given).cpu()
+            if ignored.shape not in ((), widths.shape) or bool(((ignored < 0) | (ignored >= widths)).any()):
+                return None
+            return {"repetition_penalty": processor.penalty, "num_ignored": ignored.expand_as(widths).contiguous()}
         case NoRepeatNGramLogitsProcessor():
             return {"no_repeat_ngram_size": processor.ngram_size}
         case TemperatureLogitsWarper():
@@ -200,6 +220,9 @@ def _biases_of(processor: Any, prompt_width: int) -> list[Bias] | None:
     """The biases that a processor adds; None if they cannot be written so."""
     match processor:
         case SequenceBiasLogitsProcessor():
+            # transformers 5.17 ignores a sequence that is longer than the text, padding included.
+            if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
+                return None
             # Of words too, without those that are an eos token.
             return [Bias(tuple(map(int, tokens)), value) for tokens, value in processor.sequence_bias.items()]
         case MinLengthLogitsProcessor():
@@ -220,33 +243,47 @@ def _excluded(tokens: Tensor, until: int) -> list[Bias]:
     return [Bias((token,), -math.inf, until) for token in tokens.flatten().tolist() if until > 0]
 
 
+# Texts [B, P + n], scores [B, V], and which rows are asked about.
+_Question = tuple[Tensor, Tensor, list[bool]]
+
+
 class _Called:
     """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
 
     Rows have different numbers of new tokens. All are in every call, because a processor may know its rows by index,
-    and those with the right number are taken. What follows an eos is never read, so no call is made for it.
+    and of each call the rows with the right number are taken. The others show what can come about too: a row ahead is
+    cut, one behind has more padding on its left, and one that has ended has padding after its eos, as in transformers.
+    No call is made for what follows an eos, or a draft that a call has excluded.
 
     Args:
         processors: functions of their arguments.
-        input_ids: [B, P], the prompts with their padding.
-        prompt_lengths: [B], without it.
+        padding: [B, P], the prompts' padding on the left; elsewhere the pad token.
+        prompt_lengths: [B], without padding.
         eos: [B, E], tokens that end a row; -1 is none.
-        pad_token_id: stands where a row has fewer tokens than the call.
+        pad_token_id: extends the padding.
+        has_draft: whether the processors are asked about drafts. After the first of them they are then asked the very
+            first text again, and one with another answer is refused.
     """
 
     def __init__(
         self,
-        processors: LogitsProcessorList,
-        input_ids: Tensor,
+        processors: list[LogitsProcessor],
+        padding: Tensor,
         prompt_lengths: Tensor,
         eos: Tensor,
         pad_token_id: int,
+        has_draft: bool,
     ) -> None:
-        self._processors = processors
-        self._input_ids = input_ids
+        self._processors = [self._of_rows_asked(processor) for processor in processors]
+        self._padding = padding
         self._prompt_lengths = prompt_lengths
         self._eos = eos
         self._pad_token_id = pad_token_id
+        self._has_draft = has_draft
+        # The first question and the answers to it, until it is asked again.
+        self._first: tuple[_Question, list[Tensor]] | None = None
+        self._has_answered = False
+        self._rows_asked: list[bool] = []
 
     @property
     def constants(self) -> Hashable:
@@ -254,18 +291,78 @@ class _Called:
         return self
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        prompts, starts = self._input_ids.to(text.device), self._prompt_lengths.to(text.device).unsqueeze(1)
-        is_new = torch.arange(text.shape[1], device=text.device) >= starts
-        is_eos = (text.unsqueeze(2) == self._eos.to(text.device).unsqueeze(1)).any(2) & is_new
-        is_read = is_eos.cumsum(1).gather(1, lengths - 1) == 0
+        batch, width = text.shape
+        rows, index = torch.arange(batch, device=text.device), torch.arange(width, device=text.device)
+        starts, firsts = self._prompt_lengths.to(text.device), lengths[:, 0]
+        is_eos = (text.unsqueeze(2) == self._eos.to(text.device).unsqueeze(1)).any(2) & (text >= 0)
+        is_end = (is_eos | (text < 0)) & (index >= starts.unsqueeze(1))
+        # The longest text that each row is asked about: up to an eos, its last draft, or a draft that is excluded.
+        lasts = torch.minimum(torch.where(is_end.any(1), is_end.long().argmax(1), width), lengths[:, -1])
+        ended = (lasts < lengths[:, -1]) & is_eos[rows, lasts.clamp(max=width - 1)]
+        has_drafts = bool((lasts + ended.long() > firsts).any())
         processed = logits.to(torch.float32, copy=True)
-        for index in range(logits.shape[1]):
-            num_new = lengths[:, index] - starts[:, 0]
-            for count in num_new[is_read[:, index]].unique().tolist():
-                places = starts + torch.arange(count, device=text.device)
-                new = text.gather(1, places.clamp(max=text.shape[1] - 1))
-                new = torch.where(places < lengths[:, index : index + 1], new, self._pad_token_id)
-                scores = self._processors(torch.cat([prompts, new], 1), logits[:, index].to(torch.float32, copy=True))
-                is_its = (num_new == count).unsqueeze(1)
-                processed[:, index] = torch.where(is_its, scores, processed[:, index])
+        for count in (lengths - starts.unsqueeze(1)).unique().tolist():
+            ends = starts + count
+            asked = (firsts <= ends) & (ends <= lasts)
+            if not bool(asked.any()):
+                continue
+            places = (ends - firsts).clamp(0, logits.shape[1] - 1)
+            question = self._texts(text, count, lasts, ended), processed[rows, places], asked.tolist()
+            *_, scores = answers = self._answers(*question)
+            if self._has_draft and not self._has_answered:
+                self._first = question, answers
+            self._has_answered = True
+            processed[rows[asked], places[asked]] = scores[asked].to(processed)
+            drafts = text.gather(1, ends.clamp(max=width - 1).unsqueeze(1)).clamp(min=0)
+            is_excluded = asked & (ends < lengths[:, -1]) & ~(scores.gather(1, drafts).squeeze(1) > -math.inf)
+            lasts = torch.where(is_excluded, ends, lasts)
+            ended = ended & ~is_excluded
+        if has_drafts and self._first is not None:
+            (question, answers), self._first = self._first, None
+            for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
+                # The order of a device's additions may differ from call to call.
+                if not torch.allclose(before, after, rtol=1e-4, atol=1e-4, equal_nan=True):
+                    raise _refused(processor, "answered one text in two ways")
         return processed
+
+    def _texts(self, text: Tensor, count: int, lasts: Tensor, ended: Tensor) -> Tensor:
+        """[B, P + count], what the rows show in a call for those with this number of new tokens."""
+        padding = pad(self._padding, (0, count), value=self._pad_token_id).to(text.device)
+        ends = self._prompt_lengths.to(text.device) + count
+        shown = torch.where(ended, ends, torch.minimum(ends, lasts))
+        places = torch.arange(padding.shape[1], device=text.device) - (padding.shape[1] - shown).unsqueeze(1)
+        is_own = (places >= 0) & (places < (lasts + ended.long()).unsqueeze(1))
+        return torch.where(is_own, text.gather(1, places.clamp(0, text.shape[1] - 1)), padding)
+
+    def _answers(self, texts: Tensor, logits: Tensor, rows_asked: list[bool]) -> list[Tensor]:
+        """The scores [B, V] after each processor, which may write into those that it gets."""
+        self._rows_asked = rows_asked
+        answers = [logits]
+        for processor in self._processors:
+            try:
+                answers.append(processor(texts, answers[-1].clone()))
+            except Exception as error:
+                if not (self._has_draft and self._has_answered):
+                    raise
+                raise _refused(processor, f"raised {type(error).__name__} on a text with drafts") from error
+        return answers[1:]
+
+    def _of_rows_asked(self, processor: Any) -> Any:
+        """The processor; one that asks a function about each row alone then asks about no other rows."""
+        if type(processor) is not PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+
+        def allowed_if_asked(row: int, text: Tensor) -> Any:
+            # Of another row no score is used.
+            return allowed(row, text) if self._rows_asked[row] else [0]
+
+        return PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)
+
+
+def _refused(processor: object, what: str) -> NotImplementedError:
+    kind = type(processor)
+    return NotImplementedError(
+        f"logits_processor: {kind.__module__}.{kind.__qualname__} {what}; with a draft, expected a function of the "
+        "text and the scores, because drafts are no steps that it could remember; decode without a draft"
+    )
