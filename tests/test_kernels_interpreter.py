@@ -17,14 +17,15 @@ SCRIPT = Path(__file__).with_name("interpret_kernels.py")
 # The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
 FILTERED_VERIFY = (
     "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
-    "target_filters,target_filters_temperature,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
+    "target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
 )
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
 BLOCK = (
     "uniforms_out_of_range_masked,"
     "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
     "pad_ragged,target_nan,draft_inf,mixed_nonfinite,masked,overflow_fp16,greedy_mixed,bad_temperature,opposite,"
-    "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot"
+    "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot,"
+    "lse_wrong,lse_wrong_large,lse_wrong_largest,lse_wrong_masked,lse_wrong_same"
 )
 # A vocabulary of one token: what is left of a row's two ends.
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
@@ -40,11 +41,16 @@ FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_ma
 QUICK_RUNS = [
     (
         "verify_exact",
-        FEW_VERIFY + ",one_hot,lse_nonfinite,argmax_lenience_mixed,filters_temperature,target_filters_lse",
+        FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse",
         32,
         (45,),
     ),
-    ("verify_block", FEW_VERIFY + ",one_hot,lse_nonfinite,long,filters_one_hot,target_filters_temperature", 32, (45,)),
+    (
+        "verify_block",
+        FEW_VERIFY + ",one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
+        32,
+        (45,),
+    ),
     ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
     ("sample", FEW + ",filters_temperature", 32, (67,)),
     ("filter_logits", FEW_FILTERS, 32, (67,)),

@@ -31,6 +31,11 @@ __all__ = [
 ]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
+# A residual of no more mass than this counts as empty.
+LEAST_RESIDUAL = 2.0**-100
+# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+LARGEST_EXPONENT = 700.0
 # The share of top_p from which a mass counts as having reached it. float32(0.8), for one, lies above 0.8, so that eight
 # of ten equal tokens would not reach it.
 TOP_P_REACHED = 1.0 - 2.0**-24
@@ -38,10 +43,10 @@ TOP_P_REACHED = 1.0 - 2.0**-24
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     """[V] logits / T in float64: NaN counts as -inf (excluded); a finite value stays within float32's finite range,
-    and so does +inf. 1 / T saturates at the largest float32. T = 0 leaves the values as they are (a greedy row
+    and so does +inf. 1 / T stays within float32's normal range. T = 0 leaves the values as they are (a greedy row
     compares them, nothing else)."""
     x = logits.double()
-    z = x / max(temperature, 1.0 / FLOAT32_MAX) if temperature > 0 else x
+    z = x / min(max(temperature, 1.0 / FLOAT32_MAX), 1.0 / FLOAT32_TINY) if temperature > 0 else x
     z = torch.where(x == math.inf, FLOAT32_MAX, z.clamp(-FLOAT32_MAX, FLOAT32_MAX))
     return torch.where(x.isnan() | (x == -math.inf), -math.inf, z)
 
@@ -225,7 +230,7 @@ def verify_exact(
             if n < num_drafts and 0 <= (x := int(draft_tokens[b, n])) < vocab_size:
                 q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, draft_filters, vocab_size)
                 residual = (weights - q).clamp(min=0)
-                weights = residual if residual.sum() > 0 else weights
+                weights = residual if residual.sum() > LEAST_RESIDUAL else weights
             next_token = inverse_cdf(weights, s)
         output_tokens[b, n] = next_token
         num_accepted[b] = n
@@ -279,14 +284,12 @@ def verify_block(
 
         end, n = len(drafts), 0
         residuals = [(reach[i] * targets[i] - drafts[i]).clamp(min=0) for i in range(end)]
+        masses = [mass if mass > LEAST_RESIDUAL else 0.0 for mass in (float(each.sum()) for each in residuals)]
         for i in range(1, end + 1):
-            if i == end or reach[i] == 1:
-                h = reach[i]
-            else:
-                h = float(residuals[i].sum() / (residuals[i].sum() + 1 - reach[i]))
+            h = reach[i] if i == end or reach[i] == 1 else masses[i] / (masses[i] + 1 - reach[i])
             if reach[i] > 0 and float(accept_uniforms[b, i - 1]) < h:
                 n = i
-        weights = residuals[n] if n < end and residuals[n].sum() > 0 else targets[n]
+        weights = residuals[n] if n < end and masses[n] > 0 else targets[n]
         output_tokens[b, :n] = draft_tokens[b, :n]
         output_tokens[b, n] = inverse_cdf(weights, float(sample_uniforms[b]))
         num_accepted[b] = n
@@ -315,7 +318,7 @@ def _draft_probabilities(
     lse = float(draft_lse[b, i])
     if not math.isfinite(lse):
         return torch.zeros(vocab_size, dtype=torch.float64)
-    return torch.exp(scaled_logits(kept, t) - lse)
+    return torch.exp((scaled_logits(kept, t) - lse).clamp(max=LARGEST_EXPONENT))
 
 
 def verify_sigmoid(

@@ -196,6 +196,8 @@ TOP_P = {"top_p": (0.9, 0.5, 1.0, 0.0, 0.97, 2.0)}
 MIN_P = {"min_p": (0.1, 0.0, 0.5, 1.0, 0.02, -1.0)}
 ALL_FILTERS = {"top_k": (50, 0, 5, 8, 3), "top_p": (0.9, 0.6, 1.0, 0.95), "min_p": (0.0, 0.2, 0.05)}
 NO_LAW = {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)}
+# Added to the lse of the draft's rows: of other logits, of another temperature, or made of broken ones.
+WRONG_LSE = (-95.0, NAN, 0.5, 95.0, INF, -0.3, -INF, 0.0, -1e3, 1e30, 2.0)
 
 CASES: dict[str, Options] = {
     "k3": {},
@@ -241,6 +243,7 @@ CASES: dict[str, Options] = {
     "greedy_plateaus": {"temperature": (0.0,), "edit": edits.plateaus, "dtypes": (BFLOAT16, BFLOAT16)},
     "cold": {"temperature": (1e-3, 0.05)},
     "hot": {"temperature": (100.0, 7.0)},
+    "hot_overflow": {"temperature": (2.0**127, 3e38, 2.0**126, INF), "edit": edits.overflow},
     "bad_temperature": {"temperature": (-1.0, NAN, 1.0, 0.0, -INF, 0.5)},
     "opposite": {"edit": edits.opposite},
     "plateaus": {"edit": edits.plateaus},
@@ -323,6 +326,23 @@ CASES: dict[str, Options] = {
     "lse_nonfinite": {"lse": (0.0,), "edit": edits.fill_mixed},
     "lse_not_finite": {"lse": (NAN, 0.0, INF, 0.0, -INF, 0.0), "accept": (0.0, 0.5)},
     "lse_masked": {"lse": (0.0,), "edit": edits.mask, "tokens": edits.pad_middle},
+    "lse_wrong": {"lse": WRONG_LSE, "num_drafts": 8, "accept": (0.3, 0.0, 0.9), "noise": (0.1, 1.0)},
+    "lse_wrong_large": {
+        "lse": WRONG_LSE,
+        "edit": edits.raise_by(90.0),
+        "dtypes": HALVES,
+        "temperature": (0.7, 1.0, 0.0, 1.0),
+    },
+    "lse_wrong_largest": {"lse": WRONG_LSE, "edit": edits.raise_by(3e38), "accept": (0.5, 0.0)},
+    "lse_wrong_masked": {"lse": WRONG_LSE, "edit": edits.mask, "batch": 12, "accept": (0.5, 0.0, 0.1)},
+    "lse_wrong_same": {"lse": WRONG_LSE, "edit": edits.same, "num_drafts": 8, "accept": (0.5, 0.0, 0.9, 0.2)},
+    "lse_wrong_filters": {
+        "lse": WRONG_LSE,
+        "filters": ALL_FILTERS,
+        "filter_draft": False,
+        "temperature": MIXED_TEMPERATURE,
+        "accept": (0.5, 0.0),
+    },
     "lenience_0.3": {"lenience": 0.3, "num_drafts": 8},
     "lenience_one_hot": {"lenience": 0.3, "one_hot": True},
     "lenience_lse": {"lenience": 0.3, "lse": (0.0,), "temperature": MIXED_TEMPERATURE},

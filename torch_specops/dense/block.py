@@ -10,6 +10,7 @@ from ..arguments import VerifyArguments
 from .filters import row_bounds, scale_kept, scale_kept_tokens
 from .rows import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 from .walk import (
+    LEAST_RESIDUAL,
     apply_greedy,
     draft_indices,
     logits_of,
@@ -45,18 +46,28 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)
         q = z_q, q_max, q_sum
 
-    def q_at(*index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor] | None:
-        return None if q is None else (q[0][index], q[1][index], q[2][index])
-
     # The block ends at padding, or at a target row without a finite logit.
     end = num_leading(in_vocab & (p_sum[:, :-1] > 0))  # [B]
     n = end
     if num_drafts > 0:
         reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
-        inner = slice(1, num_drafts)
-        reached = softmax_row(z_p[:, inner], p_max[:, inner], p_sum[:, inner]) * reach[:, inner].float().unsqueeze(-1)
-        weights = residual(reached, z_p[:, inner], x[:, inner], q_at(slice(None), inner))
-        mass = pad(weights.sum(-1, dtype=torch.float64), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, with 0 around it
+        # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+        equal = None
+        if q is not None:
+            equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)  # [B, K]
+
+        def residual_at(p: Tensor, z: Tensor, *index: Tensor | slice) -> Tensor:
+            """[..., V] max(P p - q, 0), given the row p of the target and its scaled logits."""
+            weights = p * reach[index].float().unsqueeze(-1)
+            if q is None or equal is None:
+                return residual(weights, z, x[index], None)
+            of_draft = q[0][index], q[1][index], q[2][index]
+            return residual(weights, z, x[index], of_draft, p * equal[index].float().unsqueeze(-1))
+
+        inner = slice(None), slice(1, num_drafts)
+        weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
+        mass = weights.sum(-1, dtype=torch.float64)
+        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, 0 around it
         u = pad(given.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even
@@ -75,9 +86,8 @@ def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     p = softmax_row(z_p[rows, n], p_max[rows, n], p_sum[rows, n])  # [B, V]
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
-        reached = p * reach[rows, n].float().unsqueeze(-1)
-        weights = residual(reached, z_p[rows, n], x[rows, rejected], q_at(rows, rejected))
-        p = residual_or_target(weights, p, n < end)
+        weights = residual_at(p, z_p[rows, n], rows, rejected)
+        p = residual_or_target(weights, p, n < end, LEAST_RESIDUAL)
     drawn = draw(p, given.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
 

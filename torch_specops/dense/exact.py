@@ -9,6 +9,7 @@ from ..arguments import VerifyArguments
 from .filters import row_bounds, scale_kept, scale_kept_tokens
 from .rows import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 from .walk import (
+    LEAST_RESIDUAL,
     accepts,
     apply_greedy,
     draft_indices,
@@ -69,6 +70,6 @@ def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
             z_q = scale_kept(draft_logits[rows, rejected], inverse_t, bounds)  # [B, V]
             q = z_q, q_max[rows, rejected], q_sum[rows, rejected]
         weights = residual(p, z_p, x[rows, rejected], q)
-        p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected])
+        p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected], LEAST_RESIDUAL)
     drawn = draw(p, given.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n

@@ -11,6 +11,11 @@ from torch.nn.functional import pad
 
 from .rows import FLOAT32_MAX, softmax_row
 
+# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+LARGEST_EXPONENT = 700.0
+# A residual of no more mass than this counts as empty: float32 cannot tell whether it is.
+LEAST_RESIDUAL = 2.0**-100
+
 
 def accepts(u: Any, p_x: Any, q_x: Any, in_vocab: Any) -> Any:
     """The accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
@@ -40,13 +45,14 @@ def logits_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def probability(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
     """[B, K] exp(z - max) / sum in float64, for single logits; 0 where the row has no finite entry."""
     shift = z_max.clamp(min=-FLOAT32_MAX).double()
-    return torch.where(z_sum > 0, torch.exp(z.double() - shift) / z_sum, 0.0)
+    return torch.where(z_sum > 0, torch.exp((z.double() - shift).clamp(max=LARGEST_EXPONENT)) / z_sum, 0.0)
 
 
 def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
     """[B, K] the maximum and sum with which `probability` is exp(z - lse), or 0 where lse is not finite."""
     finite = lse.isfinite()
-    return torch.where(finite, lse, 0.0), finite.double()
+    # exp(z - inf) is 0, as a sum of 0 demands. With another maximum it could overflow, and its product with 0 be NaN.
+    return torch.where(finite, lse, math.inf), finite.double()
 
 
 def apply_greedy(
@@ -76,20 +82,21 @@ def residual(
     z_p: Tensor,  # [..., V]
     x: Tensor,  # [...] the draft token
     q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
+    equal: Tensor | float = 0.0,  # [..., V] what it is for rows of equal logits
 ) -> Tensor:
     """[..., V] max(weights - q, 0)."""
     if q is None:
         is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
         return torch.where(is_draft, 0.0, weights)
-    # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
+    # Equal logits mean that q is a multiple of p, which rounding would hide.
     differs = (z_p != q[0]).any(-1, keepdim=True)
-    return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), 0.0)
+    return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
 
 
-def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor) -> Tensor:
+def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor, least: float = 0.0) -> Tensor:
     """[B, V], [B, V], [B] -> [B, V] the weights of the next token: the residual after a rejection; p after K
-    acceptances, after padding, and if the residual is empty."""
-    use_residual = use_residual & (residual.amax(-1) > 0)
+    acceptances, after padding, and if the residual has no more mass than `least`."""
+    use_residual = use_residual & (residual.sum(-1) > least)
     return torch.where(use_residual.unsqueeze(-1), residual, p)
 
 

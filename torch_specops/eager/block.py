@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import dense
 from ..arguments import VerifyArguments
+from ..dense.walk import LEAST_RESIDUAL
 from .drafts import Drafts
 from .rows import Rows, inverse_of, read_rows
 from .walk import Outcome, next_tokens, num_leading, verify
@@ -53,6 +54,7 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))
+            mass = mass if mass > LEAST_RESIDUAL else 0.0
             if reach[i] == 1 or u[i - 1] * (mass + 1 - reach[i]) < mass:
                 return i, residual
     return 0, drafts.residual(p.pick([(b, 0)]), [(b, 0)])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..arguments import VerifyArguments
 from ..dense.filters import row_bounds, scale_kept_tokens
-from ..dense.walk import logits_of
-from .rows import Rows, pick_rows, read_rows
+from ..dense.walk import LARGEST_EXPONENT, logits_of, stats_from_lse
+from .rows import Rows, pick_rows, read_rows, scaled_rows
 
 
 class Drafts:
@@ -41,7 +41,7 @@ class Drafts:
 
         def probability(b: int, i: int) -> float:
             lse = self.lse[b][first + i]
-            return _exp(z[b][i] - lse) if math.isfinite(lse) else 0.0
+            return math.exp(min(z[b][i] - lse, LARGEST_EXPONENT)) if math.isfinite(lse) else 0.0
 
         return probability
 
@@ -54,27 +54,23 @@ class Drafts:
             return weights.squeeze(1)
         q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
         # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
-        weights = q.weights.mul_(-q.factors()).addcmul_(p.weights, p.factors(reach)).clamp_(min=0)
-        # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
-        for row in range(len(where)):
-            if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row]):
-                weights[row] = 0.0
+        minus_q, p_factors = q.weights.mul_(-q.factors()), p.factors()
+        # Equal logits mean q = c p, which rounding would hide, and a residual of (reach - c) p. Rows without a finite
+        # entry have a c of NaN.
+        rests = {
+            row: max(0.0, reach + float(minus_q[row].amin() / (p.weights[row].amax() * p_factors[row])))
+            for row in range(len(where))
+            if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row])
+        }
+        weights = minus_q.addcmul_(p.weights, p.factors(reach)).clamp_(min=0)
+        for row, rest in rests.items():
+            weights[row] = p.weights[row] * p_factors[row] * rest
         return weights.squeeze(1)
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
-        logits, sequences = self.given.draft_logits, [b for b, _ in where]
-        assert logits is not None
+        logits, lse, sequences = self.given.draft_logits, self.given.draft_lse, [b for b, _ in where]
+        assert logits is not None and lse is not None
         inverse = None if self.inverse is None else self.inverse[sequences]
-        q = read_rows(pick_rows(logits, where), inverse, self.given.draft_filters.at(sequences))
-        # q = exp(z - lse), and the weights are exp(z - maximum) times the largest of them.
-        largest = q.weights.amax(-1).flatten().tolist()
-        total = [
-            [weight * _exp(self.lse[b][i] - z_max) if math.isfinite(self.lse[b][i]) and z_max > -math.inf else 0.0]
-            for weight, (z_max,), (b, i) in zip(largest, q.maximum, where, strict=True)
-        ]
-        return q._replace(total=total)
-
-
-def _exp(x: float) -> float:
-    """exp(x), kept within float64: a given logsumexp need not be that of the row."""
-    return math.exp(min(x, 700.0))
+        z, maximum = scaled_rows(pick_rows(logits, where), inverse, self.given.draft_filters.at(sequences))
+        shift, _ = stats_from_lse(pick_rows(lse.unsqueeze(-1), where))
+        return Rows(z, (z - shift).exp_(), maximum, [[1.0]] * len(where))

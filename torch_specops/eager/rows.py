@@ -128,37 +128,37 @@ def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
     return x[list(sequences), list(positions)].unsqueeze(1)
 
 
-def draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """[N, V], [N] -> [N] by inverse CDF; -1 for a row of zero weight.
+def draw(weights: Tensor, uniforms: Sequence[float], least: float = 0.0) -> list[int]:
+    """[N, V], [N] -> [N] by inverse CDF; -1 for a row whose sum is not above `least`.
 
     A uniform number outside [0, 1) draws the first or the last token that has a weight.
     """
     num_rows, vocab_size = weights.shape
     if num_rows == 1 or vocab_size > TILE:
-        return [_draw_from(weights[row], u) for row, u in enumerate(uniforms)]
+        return [_draw_from(weights[row], u, least) for row, u in enumerate(uniforms)]
     cdf = weights.cumsum(-1, dtype=torch.float64)
     totals = cdf[:, -1].tolist()
     threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).clamp(min=0) * cdf[:, -1]
     tokens = torch.searchsorted(cdf, threshold.unsqueeze(1), right=True).flatten().tolist()
     for row, total in enumerate(totals):
-        if total == 0:
+        if total <= least:
             tokens[row] = -1
         elif tokens[row] == vocab_size:
             tokens[row] = int(weights[row].nonzero()[-1])
     return tokens
 
 
-def _draw_from(weights: Tensor, u: float) -> int:
+def _draw_from(weights: Tensor, u: float, least: float) -> int:
     """[V] -> the token. In a long row, the tile that holds it is found first."""
     u = max(u, 0.0)
     if len(weights) <= TILE:
         cdf = weights.cumsum(0, dtype=torch.float64)
         total = float(cdf[-1])
-        return _first_above(cdf, u * total, weights) if total > 0 else -1
+        return _first_above(cdf, u * total, weights) if total > least else -1
     whole = len(weights) // TILE * TILE
     mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
     sums = list(accumulate(mass, initial=0.0))
-    if sums[-1] == 0:
+    if sums[-1] <= least:
         return -1
     # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..arguments import SigmoidArguments, VerifyArguments
 from ..dense.rows import scale
-from ..dense.walk import draft_indices, is_near_argmax, logits_of
+from ..dense.walk import LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of
 from .rows import Rows, argmax_by_tiles, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
 
 Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
@@ -90,7 +90,7 @@ def next_tokens(
     """A token for each sequence: from its residual, or from p if it has none or an empty one."""
     tokens = dict.fromkeys(range(len(ends)), -1)
     if residual is not None:
-        tokens.update(zip(rejected, draw(residual, [uniforms[b] for b in rejected]), strict=True))
+        tokens.update(zip(rejected, draw(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL), strict=True))
     others = [b for b, token in tokens.items() if token == -1]
     if others:
         weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)

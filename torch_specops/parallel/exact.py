@@ -13,6 +13,7 @@ from .. import checks
 from ..arguments import VerifyArguments
 from ..dense.rows import draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
 from ..dense.walk import (
+    LEAST_RESIDUAL,
     accepts,
     apply_greedy,
     is_near_argmax,
@@ -176,7 +177,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     if num_drafts > 0:
         residual_mass, differs = of_residual
         use_residual = (n < num_drafts) & in_vocab[rows, rejected]
-        use_residual = use_residual & (residual_mass > 0).any(0) & (differs > 0).any(0)
+        use_residual = use_residual & (residual_mass.sum(0) > LEAST_RESIDUAL) & (differs > 0).any(0)
         mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
     shard, within = shard_of(mass, given.sample_uniforms)

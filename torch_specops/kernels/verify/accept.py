@@ -17,7 +17,7 @@ import triton.language as tl
 from ...arguments import SigmoidArguments, VerifyArguments
 from .. import launch
 from ..rows import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
-from .residual import draft_stats
+from .residual import LARGEST_EXPONENT, draft_stats
 
 # Drafts tested side by side, and the partials held for them. A longer chain takes several turns, so that registers stay
 # bounded for any K and V.
@@ -121,7 +121,8 @@ def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, b
 @triton.jit
 def token_weights(z, z_max, z_sum):
     """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 for a row without one."""
-    weight = tl.exp(z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64))
+    exponent = z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64)
+    weight = tl.exp(tl.minimum(exponent, LARGEST_EXPONENT))
     return tl.where(z_sum > 0, weight, 0.0)
 
 

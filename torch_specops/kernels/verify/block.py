@@ -49,11 +49,21 @@ from ..rows import (
 )
 from .accept import MAX_PARTIALS, count_valid, load_token_logits, store_accepted, store_next
 from .exact import verify_exact
-from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .residual import (
+    LARGEST_EXPONENT,
+    LEAST_RESIDUAL,
+    draft_row_stats,
+    draw_token,
+    load_state,
+    scale_in_row,
+    subtract_draft,
+)
 from .stats import exact_values, run_stats
 
-# exp(LARGEST_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
-LARGEST_EXPONENT = tl.constexpr(300.0)
+# Of less than this, exp is 0 in float64.
+LEAST_EXPONENT = tl.constexpr(-745.0)
+# exp(LARGEST_RATIO_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
+LARGEST_RATIO_EXPONENT = tl.constexpr(300.0)
 LARGEST_SCALE = tl.constexpr(1e150)
 
 
@@ -135,11 +145,12 @@ def reach_kernel(
                     draft_bounds_ptr,
                     bounds_row,
                 )
-                has_ratio = has_ratio & (z_q > float("-inf")) & (q_sum > 0)
-                exponent -= z_q.to(tl.float64) - q_max.to(tl.float64)
+                q_exponent = z_q.to(tl.float64) - q_max.to(tl.float64)
+                has_ratio = has_ratio & (q_exponent > LEAST_EXPONENT) & (q_sum > 0)
+                exponent -= tl.minimum(q_exponent, LARGEST_EXPONENT)
             # Where both rows have the same stats the quotient is exactly 1.
             sums = tl.where(q_sum == p_sum, 1.0, q_sum * reciprocal(p_sum)).to(tl.float64)
-            exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_EXPONENT), 0.0)
+            exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_RATIO_EXPONENT), 0.0)
             value = tl.where(has_ratio, tl.exp(exponent) * sums, 0.0)
             ratio = tl.where(p_sum > 0, value, ratio)
             store_pair(state_ptr + row * 4, p_max, reciprocal(p_sum))
@@ -257,7 +268,15 @@ def draw_kernel(
                 candidate = reach > 0
                 mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
                 total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
-                total = tl.where(tl.max(differs, 1) > 0, total, 0.0)
+                # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+                state = state_ptr + (first_draft + i) * 4
+                p_shift = tl.load(state, mask=candidate, other=0.0)
+                p_weight = tl.load(state + 1, mask=candidate, other=1.0)
+                q_shift = tl.load(state + 2, mask=candidate, other=0.0)
+                q_weight = tl.load(state + 3, mask=candidate, other=0.0)
+                multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
+                total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
+                total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
                 u_ptr = accept_uniforms_ptr + first_draft + i - 1
                 u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
                 # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.

@@ -23,13 +23,18 @@ from ..rows import (
 )
 
 LARGEST_PLAIN_SHIFT = tl.constexpr(2.0**100)
+# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+LARGEST_EXPONENT = tl.constexpr(700.0)
+# A residual of no more mass than this counts as empty.
+LEAST_RESIDUAL = tl.constexpr(2.0**-100)
 
 
 @triton.jit
 def stats_from_lse(lse):
     """The (max, sum) that give exp(z - lse); no probability at all where lse is not finite."""
     finite = tl.abs(lse) <= FLOAT32_MAX
-    return tl.where(finite, lse, 0.0), tl.where(finite, 1.0, 0.0)
+    # With another maximum exp(z - max) could overflow, and its product with 0 be NaN.
+    return tl.where(finite, lse, float("inf")), tl.where(finite, 1.0, 0.0)
 
 
 @triton.jit
@@ -85,9 +90,9 @@ def subtract_draft(
     q_weight,
     TILE: tl.constexpr,
 ):
-    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean p = q, which the
-    difference of two rounded distributions need not show: their sums may have been taken in another order, or come with
-    `draft_lse`."""
+    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean that q is a multiple
+    of p, which the difference of two rounded distributions need not show: their sums may have been taken in another
+    order, or come with `draft_lse`."""
     if draft_ptr is None:
         token = tl.load(token_ptr).to(tl.int32)
         weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
@@ -137,7 +142,7 @@ def draw_token(
     summed = (index < num_tiles) & weighed
     residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
     differs = tl.load(mass_ptr + index * 2 + 1, mask=summed, other=0.0)
-    has_residual = (tl.sum(residual, 0) > 0) & (tl.max(differs, 0) > 0)
+    has_residual = (tl.sum(residual, 0) > LEAST_RESIDUAL) & (tl.max(differs, 0) > 0)
     tile_max, tile_sum = load_row_partials(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
     p_mass = tl.max(tile_sum * exponential(tile_max - p_shift) * p_weight, 0)
     tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), uniform)
