@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import SpeculativeDecoder
 from torch_specops.beam import beam_search
+from torch_specops.decode import guard
 from torch_specops.drafts import PromptLookup
 
 IDS, MASK = padded(PROMPTS, "left")
@@ -119,6 +123,40 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     # Afterwards it serves any thread.
     again = in_a_thread(calls[0])
     assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
+
+
+def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
+    """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`."""
+    decoder_guard, left = guard.Guard(PairModel(random_table(8, seed=5)), None), 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in (guard.__file__, contextlib.__file__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def work() -> None:
+        with decoder_guard.working(), decoder_guard.working():
+            pass
+
+    before, moments = sys.gettrace(), 0
+    while left <= 0:
+        moments += 1
+        left = moments
+        sys.settrace(interrupt)
+        try:
+            work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert in_a_thread(work) is None, f"after {moments} bytecodes"
+    assert moments > 200
 
 
 def test_two_decoders_take_turns_with_a_target() -> None:

@@ -304,6 +304,24 @@ def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
     assert places[0] == places[1]
 
 
+class Wrapper:
+    """Hands on whatever a target has."""
+
+    def __init__(self, target: LanguageModel) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+def test_a_target_in_a_wrapper_has_features() -> None:
+    draft, target = Eagle3(trained_head()), Wrapper(language_model(shared_tiny("llama")))
+    output = SpeculativeDecoder(target, draft, sampling=GREEDY).generate(
+        INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH
+    )
+    assert new_tokens(output) == expected_rows()
+
+
 class Asks:
     """A user's draft that wants features."""
 

@@ -21,8 +21,14 @@ class _Use:
     """What all decoders of a target share, because it has one cache. A transformers model gets an adapter, and with it
     a cache, for each decoder."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    # The thread at work, under the key None. A lock would not tell whose it is: an interrupt right after it was taken
+    # would leave it taken.
+    thread: dict[None, int] = field(default_factory=dict)
     num_streams: int = 0
+
+    def release(self, thread: int) -> None:
+        if self.thread.get(None) == thread:
+            del self.thread[None]
 
 
 _uses: WeakKeyDictionary[object, _Use] = WeakKeyDictionary()
@@ -41,7 +47,7 @@ class Guard:
             self._use = _uses.setdefault(target, self._use)
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | None]]:
-        # A lock cannot be pickled.
+        # What decoders share belongs to their process.
         return Guard, self._parts
 
     def begin_stream(self) -> int:
@@ -60,16 +66,25 @@ class Guard:
         Raises:
             RuntimeError: another thread is at work.
         """
-        if not self._use.lock.acquire(blocking=False):
-            raise RuntimeError(
-                "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; make a "
-                "decoder for each thread (they may share transformers models)"
-            )
+        use, thread = self._use, threading.get_ident()
+        is_outermost = use.thread.get(None) != thread
         try:
-            with evaluating(*self._parts):
-                yield
+            try:
+                # Atomic: of several threads one is stored.
+                if use.thread.setdefault(None, thread) != thread:
+                    raise RuntimeError(
+                        "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; "
+                        "make a decoder for each thread (they may share transformers models)"
+                    )
+                with evaluating(*self._parts):
+                    yield
+            finally:
+                if is_outermost:
+                    use.release(thread)
         finally:
-            self._use.lock.release()
+            # Once more, because an interrupt may have come in between.
+            if is_outermost:
+                use.release(thread)
 
 
 @contextmanager
@@ -77,9 +92,9 @@ def evaluating(*parts: object) -> Iterator[None]:
     """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards.
     A transformers model is not touched: its adapter reads a copy."""
     training = [module for part in parts for own in _modules_of(part) for module in own.modules() if module.training]
-    for module in training:
-        module.training = False
     try:
+        for module in training:
+            module.training = False
         yield
     finally:
         for module in training:

@@ -247,9 +247,9 @@ def feature_model(target: LanguageModel) -> FeatureModel:
     Raises:
         TypeError: a target that does not expose its hidden states.
     """
-    names = ("num_layers", "hidden_size", "dtype", "keep_features", "features", "embed")
-    # Looked up on the class, because the property `features` may have no value yet.
-    missing = [name for name in names if not hasattr(type(target), name) and not hasattr(target, name)]
+    # `features` has no value before the first `start`.
+    names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed")
+    missing = [name for name in names if not hasattr(target, name)]
     if missing:
         raise TypeError(
             f"target: the draft reads hidden states; expected a FeatureModel, got {type(target).__name__} "
