@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -44,6 +46,17 @@ def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[Speculati
 def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
     settings: dict[str, Any] = {"max_new_tokens": 16, "seed": 5} | options
     return decoder.generate(prompts, attention_mask=mask, **settings).sequences
+
+
+def parts_of(decoder: SpeculativeDecoder) -> list[weakref.ref[Any]]:
+    target: Any = decoder.target
+    parts = (decoder, target, target.model, target.prepared, target.key_values[0].keys, decoder._runner.state.tokens)
+    return [weakref.ref(part) for part in (*parts, target.model.lm_head.weight)]
+
+
+def still_there(parts: list[weakref.ref[Any]]) -> list[type]:
+    gc.collect()
+    return [type(part()) for part in parts if part() is not None]
 
 
 class LooksAtData(torch.nn.Module):
@@ -94,6 +107,10 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
             assert torch.equal(again, decode(eager, prompts, mask, max_new_tokens=new_tokens))
     assert counters["stats"]["unique_graphs"] == graphs
 
+    parts = parts_of(compiled)
+    del compiled
+    assert still_there(parts) == []
+
 
 IN_SHORT = ("llama", "gemma3", "t5")
 
@@ -143,6 +160,19 @@ def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
         decode(decoders("perturbed", num_draft_tokens, sampling=SAMPLING)[1])
         # The draft's forward over two tokens and over one, the uniforms, the verification.
         assert backend.frame_count == 4
+
+
+def test_nothing_is_left_of_a_deleted_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the models, if nobody else has them, nor their caches, nor the batch."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    both = decoders("perturbed", 2, sampling=SAMPLING)
+    while both:
+        decoder = both.pop()
+        decode(decoder, logprobs="raw")
+        parts = parts_of(decoder)
+        assert still_there(parts[:1]) != []
+        del decoder
+        assert still_there(parts) == []
 
 
 def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
