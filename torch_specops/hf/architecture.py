@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..kv_cache import Window
 
-__all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "why_not_compiled", "windows"]
+__all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "unwrapped", "why_not_compiled", "windows"]
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model itself. Of a `PeftModel` the base, whose layers contain the active adapter.
+
+    Raises:
+        TypeError: no transformers model.
+        ValueError: a `PeftModel` that reads more than the tokens.
+    """
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        adapter = model.active_peft_config
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        # X-LoRA weighs its adapters in a forward of its own.
+        if adapter.is_prompt_learning or kind in ("POLY", "XLORA"):
+            raise ValueError(
+                f"model: a PeftModel with {kind} gives its base more than tokens, which this loop would not do; decode "
+                "with peft_model.generate, or without the adapter with peft_model.get_base_model()"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {type(model)}")
+    return model
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a recurrent model, one without a language head, and one on several devices."""
+    """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded or on several
+    devices."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = ", ".join(sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}))
     if others or getattr(model, "_is_stateful", False):
@@ -21,13 +46,18 @@ def check_can_decode(model: PreTrainedModel) -> None:
             f"model: {type(model).__name__} has {f'layers of the kind {others}' if others else 'a recurrent state'}, "
             "which this loop cannot roll back; decode with transformers alone"
         )
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
+        raise ValueError("model: an aLoRA adapter depends on where a text calls it; decode with peft_model.generate")
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
+    # accelerate leaves nothing of an offloaded weight between two forwards, or moves whole models back and forth.
+    is_offloaded = type(getattr(model, "_hf_hook", None)).__name__ == "CpuOffload"
+    if len(devices) > 1 or is_offloaded or torch.device("meta") in devices:
         raise ValueError(
             f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
-            "load it without a device_map that spreads it"
+            "load it without a device_map that spreads it and without offload to the CPU or a disk"
         )
 
 

@@ -14,7 +14,7 @@ from ..attention import DTYPES
 if TYPE_CHECKING:
     from .models import TransformersModel
 
-__all__ = ["check_reading"]
+__all__ = ["check_reading", "has_own_forward"]
 
 # Slots of the cache: more than a window that a model keeps to itself has (256 in GPT-Neo).
 CAPACITY = 512
@@ -38,15 +38,19 @@ def check_reading(adapter: TransformersModel) -> None:
         _right[architecture] = adapter.can_take_spans
 
 
+def has_own_forward(model: PreTrainedModel) -> bool:
+    """Whether a module has a forward that its class does not have."""
+    return any("forward" in vars(module) for module in model.modules())
+
+
 def _architecture(model: PreTrainedModel) -> Hashable:
     """What decides how a model reads, whatever its weights: the classes of its modules, their settings, how weights are
     stored. It does not refer to the model. None = unknown, because a module has got a forward of its own."""
-    modules = list(model.modules())
-    if any("forward" in vars(module) for module in modules):
+    if has_own_forward(model):
         return None
     settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
     weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
-    return tuple(map(type, modules)), settings, weights
+    return tuple(map(type, model.modules())), settings, weights
 
 
 @torch.inference_mode()
@@ -89,7 +93,8 @@ def _difference(adapter: TransformersModel, tokens: Tensor, takes_spans: bool) -
     # Once as eager steps read, once as compiled ones.
     found = [adapter.read(tokens[0, positions], positions, takes_spans, width=width) for width in (None, capacity)]
     # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
-    # experts' weights in float32, whatever their dtype.
-    eps = max(torch.finfo(dtype).eps for dtype in (adapter.dtype, torch.float32))
+    # experts' weights in float32, whatever their dtype; under autocast they compute in 16 bits.
+    dtypes = adapter.dtype, torch.float32, adapter.key_values[0].values.dtype
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     difference = torch.stack(found).float() - expected[0, positions]
     return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())

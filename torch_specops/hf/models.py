@@ -12,11 +12,11 @@ from transformers.cache_utils import StaticLayer
 from ..attention import spans_of, spans_serve
 from ..kv_cache import RaggedKeyValues, Window, visible_slots
 from ..tracing import can_read_data
-from .architecture import check_can_decode, layers_of, max_length, relative_bias, why_not_compiled, windows
+from .architecture import check_can_decode, layers_of, max_length, relative_bias, unwrapped, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .features import FeatureBuffer
-from .first_use import check_reading
+from .first_use import check_reading, has_own_forward
 from .model_copy import ModelCopy
 from .regions import compile_once
 
@@ -37,16 +37,16 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device.
+        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one: its base
+            with the active adapter.
 
     Raises:
         TypeError: no transformers model.
-        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head or on several
-            devices, an attention implementation that takes no mask, or an encoder-decoder model other than Whisper
-            and T5.
+        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head, offloaded or on
+            several devices, an attention implementation that takes no mask, a `forward` set on a module that may run
+            modules in training mode, or an encoder-decoder model other than Whisper and T5.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers model, got {type(model)}")
+    model = unwrapped(model)
     # Not by its text model: what is around that may read in its own way.
     is_tested = model.config.model_type in TESTED_FAMILIES
     if model.config.is_encoder_decoder:
@@ -56,7 +56,7 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
             )
         return EncoderDecoderModel(model)
     adapter = TransformersModel(model)
-    if not is_tested:
+    if not is_tested or has_own_forward(model):
         check_reading(adapter)
     return adapter
 
@@ -117,7 +117,7 @@ class TransformersModel:
         self._prepare()
 
     def _prepare(self) -> None:
-        self.prepared = self._copy.of(self.model)
+        self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
         for config in self._copy.configs:
             use_grouped_attention(config, self.can_take_spans)
         if self._first_layers is not None:
