@@ -18,7 +18,9 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     missing = [name for name in members if not hasattr(model, name)]
     if not missing:
         return cast(LanguageModel, model)
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+    is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    # Of PEFT's models the base is one.
+    if is_transformers or hasattr(model, "get_base_model"):
         # Imported only for a transformers model, because `hf` imports this package.
         from ..hf import language_model
 

@@ -84,7 +84,7 @@ class Rebinding:
         names, first = tuple(value.keywords), 1 + len(value.args)
 
         def make(*parts: Any) -> partial[Any]:
-            return partial(*parts[:first], **dict(zip(names, parts[first:], strict=True)))
+            return partial(parts[0], *parts[1:first], **dict(zip(names, parts[first:], strict=True)))
 
         old = value.func, *value.args, *value.keywords.values()
         return self._make(make, old, self._all(old, owner), value, names)
