@@ -328,13 +328,17 @@ def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> No
 
 def test_an_untested_family_is_read_under_autocast() -> None:
     model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
+    for weight in model.get_decoder().layers.parameters():
+        # Rounding to 16 bits then shows.
+        nn.init.normal_(weight, std=0.35)
     model.forward = MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(type(model).forward), model)
     adapter = hf.language_model(model)
     adapter.start(1, CAPACITY)
     tokens = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         expected = model(tokens).logits
-        torch.testing.assert_close(adapter.forward(tokens, torch.arange(3).unsqueeze(0)), expected)
+        found = adapter.forward(tokens, torch.arange(3).unsqueeze(0))
+        assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
     assert expected.dtype == torch.bfloat16
 
 
