@@ -14,9 +14,9 @@ same run.
 Figures 4, 5: the peak of what a call holds on the device beside its inputs. (The paper has a whole decode's; this is
 the part in which the methods can differ.)
 
-Methods: transformers' function, and the ops in its place (`torch_specops.hf.assisted_generation`), eager. With
---compiled the ops run under torch.compile, which a CPU needs to be fast. The authors' kernels, where they are found
-(`peers/README.md`). A cell is measured once (`papers/evidence.py`): a run that was stopped goes on.
+Methods: transformers' function, and the ops in its place (`papers/assisted.py`), eager. With --compiled the ops run
+under torch.compile, which a CPU needs to be fast. The authors' kernels, where they are found (`peers/README.md`). A
+cell is measured once (`papers/evidence.py`): a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from timing import call_seconds, copy_rate, device_work
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent / "papers"))
+from assisted import assisted_generation
 from evidence import Cell, reproduce
 from transformers.generation import utils as generation
 from wagner_memory import ITEM, VOCABULARIES, memory, rows_read
 from wagner_methods import EAGER, GAMMAS, METHODS, SIGMOID, random_call, warm_up
-
-from torch_specops.hf import assisted_generation
 
 # Calls that a number is the mean of: they accept other numbers of drafts.
 CALLS = 10

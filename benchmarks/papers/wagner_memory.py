@@ -23,12 +23,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from assisted import assisted_generation
 from evidence import Cell, figure, reproduce
 from timing import peak_bytes
 from transformers.generation import utils as generation
 from wagner_methods import GAMMAS, METHODS, SIGMOID, calls, random_call, warm_up
-
-from torch_specops.hf import assisted_generation
 
 VOCABULARIES = {"Llama 2": 32000, "Whisper": 51865, "Qwen": 151936, "Gemma": 256000}
 BANDWIDTH_GAMMA = 5

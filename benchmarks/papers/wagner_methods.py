@@ -1,8 +1,8 @@
 """What both Wagner scripts share: the methods, and the same texts decoded by each in turn.
 
-All of them run transformers' own assisted generation; `torch_specops.hf.assisted_generation` replaces its sampling
-function and measures the time inside it, the metric of Wagner et al. 2024, section 4.1. "transformers" is its own
-function, measured in the same way.
+All of them run transformers' own assisted generation; `assisted.py` replaces its sampling function and measures the
+time inside it, the metric of Wagner et al. 2024, section 4.1. "transformers" is its own function, measured in the same
+way.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from assisted import AssistedStats, assisted_generation
 from evidence import figure
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers.generation import utils as generation
-
-from torch_specops.hf import AssistedStats, assisted_generation
 
 BASELINE, EXACT, UNIFORM, SIGMOID = "transformers", "exact", "exact, one uniform number", "sigmoid"
 # The constants of the paper's main tables: 1e3 for speech, 1e4 for text; one scale serves both here.

@@ -8,6 +8,7 @@ loop over sequences here; transformers refuses them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +32,17 @@ class Transformers(OneByOne):
     def unavailable(self, device: torch.device) -> str | None:
         try:
             from transformers.generation import utils
-
-            from torch_specops.hf.assisted import KNOWN, NAME, code_digest
         except ImportError as error:
             return f"not installed: {error.name}"
-        function = getattr(utils, NAME, None)
-        if function is None or code_digest(function) not in KNOWN:
-            return f"another version: {NAME} is known as of {', '.join(KNOWN.values())}"
+        function = getattr(utils, "_speculative_sampling", None)
+        names = () if function is None else tuple(inspect.signature(function).parameters)
+        if names[:4] != ("candidate_input_ids", "candidate_logits", "candidate_length", "new_logits"):
+            return f"another version: _speculative_sampling takes {', '.join(names) or 'nothing'}"
+        # transformers 5.17 tells it that the drafts end the text.
+        self._num_arguments = 5 if "is_done_candidate" in names else 4
         self._function = torch.compile(function, dynamic=False) if self.compiled else function
         return None
 
     def sampling_function(self, *arguments: Any) -> tuple[Tensor, int]:
         assert self._function is not None
-        return self._function(*arguments)
+        return self._function(*arguments[: self._num_arguments])

@@ -2,16 +2,13 @@
 
 # First, because it imports transformers.
 from . import quiet_import  # noqa: F401
-from .assisted import AssistedStats, assisted_generation
 from .generate import custom_generate
 from .models import EncoderDecoderModel, TransformersModel, language_model
 from .stopping import stop_string_rule
 
 __all__ = [
-    "AssistedStats",
     "EncoderDecoderModel",
     "TransformersModel",
-    "assisted_generation",
     "custom_generate",
     "language_model",
     "stop_string_rule",
