@@ -24,7 +24,8 @@ from torch_specops.hf import language_model, models
 
 CASE = AttentionCase(3, 4, 2, 3, 40, 16)
 GREEDY = SamplingParams(temperature=0.0)
-DECODERS = ("gemma", "gemma2", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2 sliding", "qwen3")
+# Without Gemma 2, which transformers 5.21 and later give eager attention.
+DECODERS = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2 sliding", "qwen3")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -83,8 +83,9 @@ def test_a_compiled_write_copies_no_buffer(states: tuple[Tensor, Tensor], fresh_
         assert torch.equal(buffer[1, :, 5:7], written[1]) and torch.equal(buffer[2, :, 3:5], written[2])
 
 
-# With grouped queries, transformers repeats the keys for every query head.
-GROUPED_FAMILIES = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma2", "gemma3"]
+# With grouped queries and a mask, transformers' "sdpa" repeats the keys for every query head; 5.23 does so for several
+# tokens, and in a compiled forward. Without Gemma 2, which 5.21 and later give eager attention.
+GROUPED_FAMILIES = ["llama", "qwen2", "qwen2 sliding", "qwen3", "mistral", "gemma", "gemma3"]
 
 
 @pytest.mark.parametrize("family", GROUPED_FAMILIES)
@@ -99,11 +100,11 @@ def test_the_cache_is_not_copied(family: str, monkeypatch: pytest.MonkeyPatch) -
 
     def reads_its_cache(model: TransformersModel) -> bool:
         model.start(2, 40)
+        attended.clear()
         for width in (3, 1):
-            attended.clear()
             model.forward(torch.ones(2, width, dtype=torch.int64), torch.arange(width).expand(2, -1), 1)
         cache = [each for layer in model.key_values for each in (layer.keys, layer.values)]
-        return attended == [each.untyped_storage().data_ptr() for each in cache]
+        return attended == 2 * [each.untyped_storage().data_ptr() for each in cache]
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watching)
     model = language_model(tiny(family))

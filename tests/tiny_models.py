@@ -82,8 +82,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
-def tiny(family: str, seed: int = 0, attention: str = "sdpa", vocab: int = VOCAB, **fields: object) -> PreTrainedModel:
-    """A model whose next token depends on all of its context; without an eos unless `generation_config` gets one."""
+def tiny(
+    family: str, seed: int = 0, attention: str | None = None, vocab: int = VOCAB, **fields: object
+) -> PreTrainedModel:
+    """A model whose next token depends on all of its context; without an eos unless `generation_config` gets one. With
+    no `attention` it has the one that transformers loads it with: "sdpa", or "eager" where a release has no other."""
     prefix, suffix, family_fields = FAMILIES[family]
     config_class = getattr(transformers, prefix + ("TextConfig" if prefix == "Gemma3" else "Config"))
     positions = {} if family in ("gpt2", "whisper", "t5") else {"max_position_embeddings": POSITIONS}
@@ -170,7 +173,7 @@ def greedy_alone(
 
 
 @functools.cache
-def shared_tiny(family: str, seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
+def shared_tiny(family: str, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
     """`tiny`, made once; not to be changed."""
     return tiny(family, seed, attention)
 
