@@ -278,6 +278,7 @@ def test_what_is_not_done_is_an_error() -> None:
     not_done: list[tuple[dict[str, Any], str]] = [
         ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
         ({"use_mtp": True}, "use_mtp: expected None"),
+        ({"speculation_type": "dflash"}, "speculation_type: expected None"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
         ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
     ]

@@ -525,9 +525,15 @@ def around(prefix: str, family: str) -> PreTrainedModel:
 
 
 def test_a_model_around_a_text_model_is_checked() -> None:
-    text = torch_specops.generate(shared_tiny("llama"), TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY)
-    output = torch_specops.generate(around("Llava", "llama"), TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY)
+    model, ids = around("Llava", "llama"), TOKENS[:, :6]
+    text = torch_specops.generate(shared_tiny("llama"), ids, max_new_tokens=8, sampling=GREEDY)
+    output = torch_specops.generate(model, ids, max_new_tokens=8, sampling=GREEDY)
     assert torch.equal(output.sequences, text.sequences)
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    call["custom_generate"] = hf.custom_generate
+    assert torch.equal(model.generate(ids, **call), text.sequences)
+    with pytest.raises(ValueError, match="pixel_values: this loop does not pass"):
+        model.generate(ids, **call, pixel_values=torch.zeros(3, 3, 28, 28, dtype=torch.float64))
     # It lets all tokens of a prompt see each other.
     with pytest.raises(ValueError, match="model: PaliGemmaForConditionalGeneration does not read ragged rows right"):
         hf.language_model(around("PaliGemma", "gemma"))

@@ -224,7 +224,9 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
 
 
 # What transformers prepares for its own loop. Ours has its own cache and needs none of it.
-_PREPARED = frozenset(["cache_position", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"])
+_PREPARED = frozenset(
+    ["cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs", "past_key_values", "use_cache"]
+)
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -235,6 +237,9 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
         raise ValueError(
             "model: a wrapper (PEFT's prompt tuning) changes its inputs, and this loop would not call that"
         )
+    # transformers 5.18 and later encode images and videos first, and pass an empty dict where there are none.
+    if model_kwargs.get("mm_encoder_outputs"):
+        raise ValueError("pixel_values: this loop does not pass images and videos to the model")
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}
     for name, value in model_kwargs.items():
