@@ -386,14 +386,21 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
                 use(refused)
 
 
-def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model() -> None:
-    model = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0})
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"} | LONGROPE])
+def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str, object]) -> None:
+    model = tiny("llama", rope_parameters={"rope_theta": 10_000.0} | rope)
     with torch.no_grad():
         expected = full_logits(model, TOKENS)
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         adapter = hf.language_model(model)
         adapter.start(1, 200)
         adapter.max_length = None
-        adapter.forward(TOKENS.repeat(1, 6)[:1], torch.arange(144).unsqueeze(0))
+        for length in (144, 5):
+            adapter.forward(TOKENS.repeat(1, 6)[:1, :length], torch.arange(length).unsqueeze(0))
+            assert all(torch.equal(buffer, before) for buffer, before in buffers)
         assert torch.equal(full_logits(model, TOKENS), expected)
 
 

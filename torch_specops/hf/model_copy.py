@@ -83,8 +83,9 @@ class ModelCopy:
         attributes["training"] = False
         # What `Module.compile` made calls the original.
         attributes.pop("_compiled_call_impl", None)
-        # Some rotary embeddings register a new buffer in a forward.
-        attributes["_buffers"] = dict(module._buffers)
+        # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
+        writes = "longrope" in str(getattr(module, "rope_type", None))
+        attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
         attributes["_modules"] = {
             name: child if child is None else self._copy_of(child) for name, child in module._modules.items()
         }
