@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import greedy_alone, padded
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -57,6 +59,9 @@ def small_config(kind: str) -> PreTrainedConfig:
     if kind == "lfm2":
         # Its published models have convolutions, its default config has none.
         fields["layer_types"] = ["conv", "full_attention"] * 2
+    if kind == "fuyu":
+        # Its sizes are its own up to transformers 5.17, and its text model's later.
+        fields["text_config"] = small_config("persimmon").to_dict()
     if kind == "gemma3n_text":
         fields |= {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
     return config_class(**fields)
@@ -86,11 +91,13 @@ def families() -> list[str]:
     return re.findall(r"`(\w[\w-]*)`", listed)
 
 
-# They are given masks: Falcon has an attention of its own, the keys of the others are wider than their values.
-NO_SPANS = ("falcon", "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+# They are given masks: Doge and Falcon have an attention of their own, keys of the others are wider than their values.
+NO_SPANS = ("doge", "falcon", "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 # One that rotates in float32, one that transformers decodes otherwise behind padding, one that is refused, and two with
 # and without spans.
 QUICK = ("gptj", "mpt", "mamba", "qwen3_moe", "falcon")
+# transformers 5.17 gives its layers masks of another kind, and it is refused there.
+REFUSED_IN_5_17 = ("doge",)
 KINDS = [
     pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -120,7 +127,8 @@ def test_no_model_gets_other_tokens_than_from_transformers(kind: str) -> None:
             pad_token_id=0,
         )
     except ValueError as error:
-        if is_listed or not str(error).startswith("model: "):
+        is_known = kind in REFUSED_IN_5_17 and Version(transformers.__version__) < Version("5.18")
+        if (is_listed and not is_known) or not str(error).startswith("model: "):
             raise
         return
     assert sum(output.stats.proposed_at) > 0
