@@ -91,7 +91,7 @@ def families() -> list[str]:
     return re.findall(r"`(\w[\w-]*)`", listed)
 
 
-# They are given masks: Doge and Falcon have an attention of their own, keys of the others are wider than their values.
+# They are given masks: Doge and Falcon have an attention of their own, the others wider keys than values.
 NO_SPANS = ("doge", "falcon", "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 # One that rotates in float32, one that transformers decodes otherwise behind padding, one that is refused, and two with
 # and without spans.

@@ -1,8 +1,8 @@
 """Attention of grouped queries over the cache, without a copy of the keys for each query head.
 
-With a mask, transformers' "sdpa" repeats keys and values for every query head of a group. Ragged rows always have a
-mask, so each step would copy the whole cache as many times as a group has heads. Here the query heads of a group become
-further queries of the key head that they share.
+With a mask, transformers' "sdpa" repeats keys and values for every query head of a group, but for eager steps of one
+token since 5.23. Ragged rows always have a mask, so each step would copy the whole cache as many times as a group has
+heads. Here the query heads of a group become further queries of the key head that they share.
 """
 
 from __future__ import annotations

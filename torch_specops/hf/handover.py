@@ -1,9 +1,9 @@
 """Arguments of transformers' `generate` that it keeps to itself when `custom_generate` is a function.
 
-`generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function without
-them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.23). One of its
-methods sees them all before the first token, and it gets an addition here. Only calls with a function that asked for
-it see a difference.
+`generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
+without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.23). One
+of its methods sees them all before the first token, and it gets an addition here. Only calls with a function that asked
+for it see a difference.
 """
 
 from __future__ import annotations
