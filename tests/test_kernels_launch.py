@@ -199,7 +199,7 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch:
         launches.append((current[-1], of.device.index))
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr("torch_specops.tracing.is_fake", lambda tensor: False)
+    monkeypatch.setattr("torch_specops.private.is_fake", lambda tensor: False)
     monkeypatch.setattr(launch, "run", run)
     with FakeTensorMode():
         outputs(op, empty_arguments(op, "filters", device="cuda:1"))

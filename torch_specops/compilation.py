@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import private
+
 __all__ = ["CompiledPieces", "compile_errors_named", "compile_piece"]
 
 
@@ -40,7 +42,7 @@ def compile_errors_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        if not private.is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # A first line such as "backend='inductor' raised:" says nothing without the next one.

@@ -27,24 +27,28 @@ little to gain except before an op with filters.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import operator
 import types
 from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
+
+from . import private
 
 __all__ = ["absorb", "install", "uninstall"]
 
+config: Any
+CustomGraphPass: Any
+config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
 # A graph names an op or its one overload.
 _OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.sample}
@@ -52,6 +56,7 @@ _OPS |= {op.default for op in _OPS}
 # Methods by their names. The dtypes and shapes of input and result tell what a call really does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
 _COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
+_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 _DIVISIONS = {"div", "true_divide", operator.truediv, torch.div, torch.true_divide, _aten.div.Tensor}
 
 
@@ -103,7 +108,7 @@ def _other_passes() -> tuple[Any, ...]:
     return tuple(other for each in passes for other in (each.others if isinstance(each, AbsorbPass) else (each,)))
 
 
-class AbsorbPass(CustomGraphPass):
+class AbsorbPass(CustomGraphPass):  # type: ignore[misc]
     """The other passes at the hook, then ours. It runs before the graph is traced, which decomposes the ops."""
 
     def __init__(self, others: tuple[Any, ...], any_temperature: bool, absorbed: Counter[str]) -> None:
@@ -121,13 +126,13 @@ class AbsorbPass(CustomGraphPass):
     def uuid(self) -> Any:
         """None, which switches Inductor's cache off, if another pass has none."""
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
-        return (get_hash_for_files((__file__,)), self.any_temperature, *uuids) if all(uuids) else None
+        return (_DIGEST, self.any_temperature, *uuids) if all(uuids) else None
 
 
 def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
     """Give the op the logits from before the steps that it can do itself; returns the kinds of these steps."""
     target: Any = op.target
-    parameters = getattr(target, "default", target)._schema.arguments
+    parameters = private.schema(getattr(target, "default", target)).arguments
     given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
     logits = [name for name in given if name.endswith("logits") and given[name] is not None]
     steps = {name: _steps_before(op, given[name]) for name in logits}
@@ -217,10 +222,10 @@ def _unchanged(source: Node, start: Node, end: Node) -> bool:
 def _may_write(node: Node) -> bool:
     """Whether a call may write to its arguments, by its form; unknown forms may."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+    if isinstance(target, type(_aten.clone.default)):
+        return private.schema(target).is_mutable
+    if isinstance(target, type(_aten.clone)):
+        return any(private.schema(getattr(target, overload)).is_mutable for overload in target.overloads())
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name.endswith("_") or name == "setitem" or (name[:1] == "i" and hasattr(operator, name)):
         return True
@@ -239,10 +244,10 @@ def _value(node: Any) -> Tensor | None:
 def _memory(node: Node) -> Any:
     """The storages of a node's tensors; None if they are not known."""
     fake = node.meta.get("example_value", node.meta.get("val"))
-    tensors = [each for each in tree_leaves(fake) if isinstance(each, Tensor)]
+    tensors = [each for each in private.tree_leaves(fake) if isinstance(each, Tensor)]
     if fake is None or any(each.layout != torch.strided for each in tensors):
         return None
-    return {each.untyped_storage()._cdata for each in tensors}
+    return {private.storage_of(each) for each in tensors}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._functorch import config as functorch_config
-from torch._library.triton import set_wrap_triton_enabled
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from . import private
 
 __all__ = ["compiled_sources", "digest", "register_op"]
 
@@ -37,19 +34,15 @@ def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Cal
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
             # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
-            with set_wrap_triton_enabled(False):
+            with private.set_wrap_triton_enabled(False):
                 return body(*args)
-
-        # A compiled caller must not compile the code of the op. `torch.compiler.disable` would do the same, but imports
-        # Dynamo in its first call, for seconds, and costs 10 us in every other.
-        set_code_exec_strategy(run.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """What a compiler sees of the op: its body, or the op itself. An exported program keeps the op."""
             given = dict(zip(parameters, args, strict=False)) | kwargs
-            if not functorch_config.decompose_custom_triton_ops or _is_called_whole(given, whole_from):
+            if not private.inlines_ops() or _is_called_whole(given, whole_from):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
-            if not all(kind in (Tensor, FunctionalTensor) or issubclass(kind, FakeTensor) for kind in types):
+            if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
                 return NotImplemented
             with mode:
                 return body(*args, **kwargs)
@@ -57,9 +50,10 @@ def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Cal
         name = f"specops::{public.__name__}"
         schema = torch.library.infer_schema(public, mutates_args=())
         torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(name, "default", run)
+        torch.library.impl(name, "default", private.leave_uncompiled(run))
         torch.library.register_fake(name, body)
-        torch.library.register_torch_dispatch(name, FunctionalTensorMode, decompose)
+        if private.TRACED:
+            torch.library.register_torch_dispatch(name, private.FunctionalTensorMode, decompose)
         op = getattr(torch.ops.specops, public.__name__).default
         torch.library.register_vmap(name, _map_over_rows(op))
         # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
@@ -76,10 +70,8 @@ def _is_called_whole(given: Mapping[str, Any], whole_from: float) -> bool:
     has_filters = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     if logits.device.type != "cpu" or not is_long or has_filters:
         return False
-    from torch._inductor.virtualized import V
-
     # What AOTInductor makes runs without Python.
-    return not V.aot_compilation
+    return private.makes_python()
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+
+from . import private
 
 __all__ = ["can_read_data", "on_device_of"]
 
@@ -14,15 +15,12 @@ __all__ = ["can_read_data", "on_device_of"]
 def can_read_data(*tensors: Tensor) -> bool:
     """Whether the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
     compiled, exported, recorded, faked or mapped."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or private.num_modes() > 0:
         return False
-    return all(
-        type(x) is Tensor and x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        for x in tensors
-    )
+    return all(type(x) is Tensor and x.device.type == "cpu" and not private.is_mapped(x) for x in tensors)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's device the current one, on which Triton launches. A traced call launches nothing, and the code
     that Inductor generates sets the device itself."""
-    return nullcontext() if is_fake(tensor) else torch.cuda.device(tensor.device)
+    return nullcontext() if private.is_fake(tensor) else torch.cuda.device(tensor.device)

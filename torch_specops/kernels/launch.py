@@ -17,6 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import private
+
 # Smaller tiles give a small batch enough programs to fill the device.
 MAX_TILE = 4096
 MIN_TILE = 1024
@@ -29,7 +31,7 @@ MAX_AXIS = 65_535
 # The threads of a warp. A narrower range would not be faster, and every width is another build.
 MIN_LANES = 32
 
-if triton.knobs.runtime.interpret:
+if private.interprets_kernels():
     # The interpreter runs the kernel itself; wrap_triton would try to trace it.
     def wrap_triton(kernel: Callable[..., Any], /) -> Any:
         return kernel
@@ -71,7 +73,7 @@ def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, i
 
 def hint(size: int | torch.SymInt) -> int:
     """The size, or that of the example if it is symbolic; 1 if there is none. Sets no guard."""
-    return size.node.hint or 1 if isinstance(size, torch.SymInt) else size
+    return private.hint(size) if isinstance(size, torch.SymInt) else size
 
 
 def tile_size(vocab_size: int, num_rows: int) -> int:

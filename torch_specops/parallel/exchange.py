@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import private
 from ..dense.rows import FLOAT32_MAX, draw
 from .shards import Shards
 
@@ -16,9 +17,7 @@ from .shards import Shards
 def all_gather(x: Tensor, shards: Shards) -> Tensor:
     """[...] -> [R, ...] by one functional collective, which eager calls run and the compiler traces."""
     num_ranks = len(shards.sizes)
-    collectives = torch.ops._c10d_functional
-    gathered = collectives.all_gather_into_tensor(x.contiguous(), num_ranks, shards.group.group_name)
-    return collectives.wait_tensor(gathered).view(num_ranks, *x.shape)
+    return private.all_gather(x.contiguous(), num_ranks, shards.group).view(num_ranks, *x.shape)
 
 
 def exchange(own: dict[str, Tensor], shards: Shards) -> dict[str, Tensor]:

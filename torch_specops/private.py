@@ -1,0 +1,125 @@
+"""Every private name of torch and Triton that the package uses: no other module uses one.
+
+Such a name may go in any release, and importing the package needs none. Each entry says what the name is for, and what
+happens without it: the same results, more slowly, but for the opt-in Inductor pass, which raises. All are in torch 2.11
+and Triton 3.6 or before, and still in torch 2.15 and Triton 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def find(name: str) -> Any:
+    """What "module:attribute.attribute" names; None if this release lacks it."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def needed(name: str) -> Any:
+    """The same, or ImportError."""
+    if (found := find(name)) is None:
+        raise ImportError(
+            f"torch_specops.inductor: expected {name.replace(':', '.')}, torch {torch.__version__} has none"
+        )
+    return found
+
+
+# The mode in which AOTAutograd sees an op, and the tensors that it gives it. Without one of them (TRACED is empty), ops
+# have no rule for that mode, and compiled code calls them whole.
+FunctionalTensorMode = find("torch._subclasses.functional_tensor:FunctionalTensorMode")
+_kinds = find("torch._subclasses.fake_tensor:FakeTensor"), find("torch._subclasses.functional_tensor:FunctionalTensor")
+TRACED: tuple[type, ...] = () if None in (FunctionalTensorMode, *_kinds) else _kinds
+
+# Leaves `wrap_triton` out of eager launches. Without it a launch takes ten times as long.
+set_wrap_triton_enabled: Callable[[bool], Any] = find("torch._library.triton:set_wrap_triton_enabled") or nullcontext
+
+# Whether something sees the calls (a tracer), and whether a tensor is mapped. Without one of them no data is read, and
+# eager calls on a CPU run the dense form.
+num_modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 1)
+is_mapped: Callable[[Tensor], bool] = find("torch._C._functorch:is_functorch_wrapped_tensor") or (lambda _: True)
+
+# Whether a CUDA tensor has no data. Without it every one has, once CUDA was used: to trace then sets the device, too.
+is_fake: Callable[[Tensor], bool] = find("torch._subclasses.fake_tensor:is_fake") or (
+    lambda _: not torch.cuda.is_initialized()
+)
+
+# Functional collectives. Without them torch.distributed's own, which write into a tensor.
+_gather = find("torch.ops:_c10d_functional.all_gather_into_tensor")
+_wait = find("torch.ops:_c10d_functional.wait_tensor")
+
+
+def all_gather(x: Tensor, num_ranks: int, group: Any) -> Tensor:
+    """[n, ...] of every rank, one below the other."""
+    if _gather is not None and _wait is not None:
+        return _wait(_gather(x, num_ranks, group.group_name))
+    gathered = x.new_empty(num_ranks * x.shape[0], *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(gathered, x, group=group)
+    return gathered
+
+
+def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep compiled callers from compiling a function. `torch.compiler.disable` does it without these names, but
+    imports Dynamo, for seconds, and takes 10 us in every call."""
+    set_strategy = find("torch._C._dynamo.eval_frame:set_code_exec_strategy")
+    strategy = find("torch._C._dynamo.eval_frame:_FrameExecStrategy")
+    skip = find("torch._C._dynamo.eval_frame:_FrameAction.SKIP")
+    if set_strategy is None or strategy is None or skip is None:
+        return torch.compiler.disable(function)
+    set_strategy(function.__code__, strategy(skip, skip))
+    return function
+
+
+def inlines_ops() -> bool:
+    """Whether what is traced is compiled, not exported. Without the name ops are called whole."""
+    return find("torch._functorch.config:decompose_custom_triton_ops") is True
+
+
+def makes_python() -> bool:
+    """Whether Inductor makes code that runs in Python. Without the name no op is left to such code."""
+    return find("torch._inductor.virtualized:V.aot_compilation") is False
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Without the name, errors of torch's compiler stay as long as they are."""
+    kind = find("torch._dynamo.exc:TorchDynamoException")
+    return kind is not None and isinstance(error, kind)
+
+
+def hint(size: torch.SymInt) -> int:
+    """The size of the example that is traced, 1 if there is none. Without the name 1, which means small tiles."""
+    return getattr(getattr(size, "node", None), "hint", None) or 1
+
+
+def interprets_kernels() -> bool:
+    """Whether Triton's interpreter runs kernels. Without the name, what the variable says that it reads."""
+    found = find("triton.knobs:runtime.interpret")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes") if found is None else found
+
+
+def inductor_hook() -> tuple[Any, Any]:
+    """Inductor's settings, with the hook for passes, and the class of a pass that has a key for its cache."""
+    return needed("torch._inductor:config"), needed("torch._inductor.custom_graph_pass:CustomGraphPass")
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return needed("torch.utils._pytree:tree_leaves")(tree)
+
+
+def schema(op: Any) -> Any:
+    """The schema of an overload. `torch.library` writes schemas and reads none."""
+    return op._schema
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number that tensors share if they share memory, also without data."""
+    return tensor.untyped_storage()._cdata
