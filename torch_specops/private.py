@@ -53,7 +53,7 @@ is_fake: Callable[[Tensor], bool] = find("torch._subclasses.fake_tensor:is_fake"
     lambda _: not torch.cuda.is_initialized()
 )
 
-# Functional collectives. Without them torch.distributed's own, which write into a tensor.
+# Functional collectives. Without them torch.distributed's own, which write into tensors.
 _gather = find("torch.ops:_c10d_functional.all_gather_into_tensor")
 _wait = find("torch.ops:_c10d_functional.wait_tensor")
 
@@ -63,7 +63,7 @@ def all_gather(x: Tensor, num_ranks: int, group: Any) -> Tensor:
     if _gather is not None and _wait is not None:
         return _wait(_gather(x, num_ranks, group.group_name))
     gathered = x.new_empty(num_ranks * x.shape[0], *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(gathered, x, group=group)
+    torch.distributed.all_gather(list(gathered.chunk(num_ranks)), x, group=group)
     return gathered
 
 
