@@ -145,6 +145,48 @@ def test_every_module_has_a_place_in_the_layers() -> None:
     assert not [path for path in MODULES if "utils" in Path(path).stem]
 
 
+# Attributes that look private: those of named tuples, and an operator of the documented Core ATen IR.
+PUBLIC = {"_asdict", "_replace", "_fields", "_to_copy"}
+
+
+def private_names(path: str, source: str) -> set[str]:
+    """The private names of torch and Triton in a module's code: imports, and attributes of anything but `self`.
+
+    Modules that handle transformers read attributes of its objects and of `nn.Module`; there only what hangs on `torch`
+    or `triton` itself counts.
+    """
+    names = {name for name in imports(path, source) if "._" in name and name.startswith(("torch.", "triton."))}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
+            names.update(f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_"))
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        root = ast.unparse(node).split(".")[0]
+        is_checked = root in ("torch", "triton") or (root not in ("self", "cls", "super()") and layer(path) != "hf")
+        names.update({ast.unparse(node)} if is_checked and node.attr not in PUBLIC else ())
+    return names
+
+
+def test_private_names_are_in_one_file() -> None:
+    found = {path: private_names(path, (PACKAGE / path).read_text()) for path in MODULES}
+    # Control: it has some.
+    assert len(found.pop("private.py")) == 2
+    assert {path: names for path, names in found.items() if names} == {}
+    for source in (
+        "from torch._subclasses import fake_tensor",
+        "def f():\n    from torch import _C",
+        "import triton._C.libtriton",
+        "x = torch.compile(torch._C._dynamo)",
+        "def f(op):\n    return getattr(op, 'default', op)._schema",
+    ):
+        assert private_names("ops.py", source), source
+    for path, source in (
+        ("ops.py", "self._pieces = given._asdict() | x.__dict__"),
+        ("hf/models.py", "model.config._attn_implementation"),
+    ):
+        assert private_names(path, source) == set()
+
+
 def test_submodules_are_loaded_when_used() -> None:
     # `hf` is, too, and the test below would see it; importing transformers here takes long.
     names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
