@@ -292,7 +292,25 @@ def test_help_explains_every_option() -> None:
         )
     assert run("--version").stdout == f"torch-specops {torch_specops.__version__}\n"
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
-    assert row(run("env"), "torch") == torch.__version__
+
+
+def test_env_says_which_versions_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("env")
+    assert row(result, "torch").removesuffix(" (not tested)") == torch.__version__
+    assert row(result, "tested").startswith("torch 2.11 to 2.")
+    (oldest, _), (_, newest) = cli.env.TESTED["triton"], cli.env.TESTED["transformers"]
+    for name, version, mark in (
+        ("triton", f"{oldest}.0", ""),
+        ("triton", "3.5.1", " (not tested)"),
+        ("triton", "not installed", ""),
+        ("transformers", f"{newest}.4", ""),
+        # As text 5.9 would come after 5.17.
+        ("transformers", "5.9.0", " (not tested)"),
+        ("transformers", "6.0.0.dev0", " (not tested)"),
+        ("torchao", "99.0", ""),
+    ):
+        monkeypatch.setattr(cli.env, "versions", lambda name=name, version=version: {name: version})
+        assert row(run("env"), name) == version + mark
 
 
 def test_help_imports_no_transformers_and_a_missing_package_is_one_line() -> None:

