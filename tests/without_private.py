@@ -20,6 +20,7 @@ from torch_specops import compilation, parallel, private
 from torch_specops.arguments import Filters
 from torch_specops.kernels.launch import hint
 from torch_specops.kernels.sample import sample as launch_sample
+from torch_specops.tracing import can_read_data
 
 
 class Call(torch.nn.Module):
@@ -87,7 +88,8 @@ def run_the_rest() -> None:
 
 
 def run_all() -> None:
-    assert private.TRACED == ()
+    # A tracer cannot be told from an eager call, so no call reads data.
+    assert private.TRACED == () and not can_read_data(torch.zeros(1))
     for op in OPS:
         run_op(op)
     run_sharded()
