@@ -18,8 +18,8 @@ def check(op: str, arguments: dict[str, Any], utilities: tuple[str, ...] = QUICK
     assert outcome == dict.fromkeys(utilities, "SUCCESS")
 
 
-# opcheck clones its arguments (since torch 2.15), and AOTAutograd asks the clones, no leaves, for their `.grad`. It hides
-# the warning itself, but not from a filter that makes it an error. Ops of `torch.library.custom_op` get it too.
+# opcheck clones its arguments (since torch 2.15), and AOTAutograd asks the clones, no leaves, for their `.grad`. torch
+# hides the warning itself, but not from a filter that makes it an error. Ops of `torch.library.custom_op` get it too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("op", OPS)
 def test_all_utilities(op: str) -> None:

@@ -34,7 +34,7 @@ class Call(torch.nn.Module):
 
 def run_op(op: str) -> None:
     """Eager against the oracle; compiled, exported and mapped against eager."""
-    cases = sample_inputs(op, vocab_sizes=[17], names=case_names(op)[::5])
+    cases = sample_inputs(op, vocab_sizes=[17], names=case_names(op)[::8])
     check(((case, call(op, case.args)) for case in cases), Report())
     arguments = op_arguments(op, batch=3)
     expected = call(op, arguments)
@@ -46,7 +46,7 @@ def run_op(op: str) -> None:
     assert_equal(torch.compile(lambda: _tuple(behind_a_break(**arguments)), backend="eager")(), expected)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     rest = {name: value for name, value in arguments.items() if name not in tensors}
-    for strict in (False, True):
+    for strict in (False, True) if op == "verify_exact" else (False,):
         program = torch.export.export(Call(op, rest), (tensors,), strict=strict)
         assert [node.target for node in program.graph.nodes if "specops" in str(node.target)] == [
             getattr(torch.ops.specops, op).default
