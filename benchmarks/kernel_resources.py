@@ -290,7 +290,7 @@ def compile_kernel(
         num_warps = bounds.cut_warps(constants["BLOCK_G"])
     else:
         num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps, **launch.OPTIONS})
 
 
 def warps(kernel: Any, tile: int) -> int:

@@ -115,7 +115,7 @@ def test_the_kernel_spills_nothing_and_copies_16_bytes_at_a_time(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    compiled = triton.compile(source, target=aot.TARGETS[target], options={"num_warps": 4})
+    compiled = triton.compile(source, target=aot.TARGETS[target], options={"num_warps": 4, **aot.launch.OPTIONS})
     sass = aot.cuobjdump(compiled, "--dump-sass")
     assert "STACK:0 " in aot.cuobjdump(compiled, "--dump-resource-usage")
     assert not re.search(r"\b(?:LDL|STL)\b", sass)

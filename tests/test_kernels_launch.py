@@ -46,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def record(*args: Any, num_warps: int) -> None:
+            def record(*args: Any, num_warps: int, enable_fp_fusion: bool) -> None:
                 values = dict(zip(self.kernel.arg_names, args, strict=True))
                 found.append((self.kernel.fn.__name__, grid, values))
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .rows import rounded_product
 
 # Query heads and new tokens of one program, and how many numbers their sums of values are, by bytes of the dtype: more
 # would spill. The products of float32 are not those of tensor cores.
@@ -127,8 +128,8 @@ def join_kernel(
     sums = tl.load(sums_ptr + place[:, None] * D + d[None, :], (d < D)[None, :], 0.0)
     shift = tl.max(top, 0)
     weights = tl.exp2(top - tl.where(shift == float("-inf"), 0.0, shift))
-    norm = tl.sum(total * weights, 0)
-    output = tl.sum(sums * weights[:, None], 0) / tl.where(norm == 0, 1.0, norm)
+    norm = tl.sum(rounded_product(total, weights), 0)
+    output = tl.sum(rounded_product(sums, weights[:, None]), 0) / tl.where(norm == 0, 1.0, norm)
     output_ptrs = output_ptr + tl.program_id(0).to(tl.int64) * D + d
     tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), d < D)
 

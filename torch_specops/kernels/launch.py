@@ -10,12 +10,14 @@ A size may be symbolic while a call is traced. Tile sizes are then chosen for th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from .. import private
 
@@ -28,6 +30,8 @@ RESIDENT_PROGRAMS = 512
 MAX_TILES_PER_PROGRAM = 8
 # The longest second or third axis of a grid.
 MAX_AXIS = 65_535
+# Of every launch. From release to release Triton's default differs; results are right with both (`rounded_product`).
+OPTIONS = {"enable_fp_fusion": True}
 # The threads of a warp. A narrower range would not be faster, and every width is another build.
 MIN_LANES = 32
 
@@ -53,7 +57,17 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: i
     """Launch `kernel` with those of `values` that it has a parameter for, unless there are no sequences. None = an
     argument that the call lacks: the kernel is built without it."""
     if hint(grid[0]) > 0:
-        wrap_triton(kernel)[grid](*map(values.__getitem__, kernel.arg_names), num_warps=num_warps)
+        arguments = [values[name] for name in kernel.arg_names]
+        with fusion_while_traced() if is_fake(arguments[0]) else nullcontext():
+            wrap_triton(kernel)[grid](*arguments, num_warps=num_warps, **OPTIONS)
+
+
+@contextmanager
+def fusion_while_traced() -> Iterator[None]:
+    """Say OPTIONS where torch asks Triton for a kernel's code, to find what it writes: without those of the launch."""
+    with triton.knobs.language.scope():
+        triton.knobs.language.default_fp_fusion = OPTIONS["enable_fp_fusion"]
+        yield
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

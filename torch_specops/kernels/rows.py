@@ -240,11 +240,20 @@ def load_row_partials(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(x, y):
+    """x * y, which may be summed up."""
+    # A plain product is fused into the first sum of an exchange between lanes, x y + round(x' y') in one of them and
+    # x' y' + round(x y) in the other, so that their copies of the total differ. This is fused already, and stays so:
+    # adding +0 is no identity, as it makes +0 of -0.
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def combine_stats(tile_max, tile_sum):
     """[R, BLOCK_T] partials -> [R] maximum and sum of exponentials of whole rows, in a fixed order."""
     z_max = tl.max(tile_max, 1)
     shift = tl.maximum(z_max, -FLOAT32_MAX)
-    return z_max, tl.sum(tile_sum * exponential(tile_max - shift[:, None]), 1)
+    return z_max, tl.sum(rounded_product(tile_sum, exponential(tile_max - shift[:, None])), 1)
 
 
 @triton.jit

@@ -98,14 +98,13 @@ def rest_kernel(
     num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
-    walking = (num_valid > 0) & (temperature >= 0)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
     draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     i = tl.arange(0, FIRST_ROWS).to(tl.int64)
     accepted = accept_drafts(
         i,
-        walking & (i < num_valid),
+        i < tl.where(temperature >= 0, num_valid, 0),
         b,
         tokens_ptr,
         target,
@@ -183,12 +182,12 @@ def draw_kernel(
     # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
     # out of it made `ptxas` spill.
     n = tl.zeros((), tl.int64)
-    walking = (num_valid > 0) & (temperature >= 0)
+    reachable = tl.where(temperature >= 0, num_valid, 0)
     for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
         i = (start + tl.arange(0, WALK)).to(tl.int64)
         accepted = accept_drafts(
             i,
-            walking & (i < num_valid),
+            i < reachable,
             b,
             tokens_ptr,
             target,
@@ -205,7 +204,7 @@ def draw_kernel(
         )
         run = leading(accepted)
         n += run
-        walking = walking & (run == WALK)
+        reachable = tl.where(run == WALK, reachable, 0)
 
     if first_tile == 0:
         tl.store(num_accepted_ptr + b, n)

@@ -139,7 +139,7 @@ def draw_token(
     draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
     num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     index = tl.arange(0, BLOCK_T)
-    summed = (index < num_tiles) & weighed
+    summed = index < tl.where(weighed, num_tiles, 0)
     residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
     differs = tl.load(mass_ptr + index * 2 + 1, mask=summed, other=0.0)
     has_residual = (tl.sum(residual, 0) > LEAST_RESIDUAL) & (tl.max(differs, 0) > 0)

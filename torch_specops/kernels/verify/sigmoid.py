@@ -143,10 +143,10 @@ def score_kernel(
 
     if temperature > 0:
         n = 0
-        walking = num_valid > 0
+        reachable = num_valid
         for start in range(0, num_drafts, SCORE_WALK):
             i = (start + tl.arange(0, SCORE_WALK)).to(tl.int64)
-            live = walking & (i < num_valid)
+            live = i < reachable
             x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
             z_p = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
             z_q = load_token_logits(draft_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, None, 0)
@@ -154,7 +154,7 @@ def score_kernel(
             accepted = live & accept_scored(u, floor(z_p, lowest), floor(z_q, lowest), alpha, inverse_range)
             run = leading(accepted)
             n += run
-            walking = walking & (run == SCORE_WALK)
+            reachable = tl.where(run == SCORE_WALK, reachable, 0)
 
         row_ptr = target_ptr + n.to(tl.int64) * stride_target_k
         draft_row_ptr = draft_ptr + n.to(tl.int64) * stride_draft_k
@@ -218,15 +218,15 @@ def draw_kernel(
     n = tl.zeros((), tl.int64)
     next_token = -1
     if temperature == 0:
-        walking = num_valid > 0
+        reachable = num_valid
         for start in range(0, num_drafts, WALK):
             i = (start + tl.arange(0, WALK)).to(tl.int64)
-            live = walking & (i < num_valid)
+            live = i < reachable
             x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
             tile_max, token = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
             run = leading(live & (combine_argmax(tile_max, token).to(tl.int64) == x))
             n += run
-            walking = walking & (run == WALK)
+            reachable = tl.where(run == WALK, reachable, 0)
         next_token = row_argmax(partial_ptr, first_row + n, num_tiles, BLOCK_T)
     if temperature > 0:
         n = tl.load(num_accepted_ptr + b)
