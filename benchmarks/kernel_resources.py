@@ -118,7 +118,7 @@ class Resources:
     """What the assembler says. `spill_bytes` is memory that spilled registers went to: stack and local memory, plus 1
     for every local load or store (NVIDIA); the private segment (AMD, where a scalar register that moves to a lane of
     a vector register touches no memory). Loads are counted in the SASS of NVIDIA builds: 128-bit ones, and all
-    narrower ones."""
+    narrower ones. `fused_exchanges` are faults: sums that are not the same number in all lanes."""
 
     kernel: str
     config: str
@@ -127,6 +127,7 @@ class Resources:
     spill_bytes: int
     wide_loads: int | None = None
     narrow_loads: int | None = None
+    fused_exchanges: int | None = None
 
 
 def builds() -> Iterator[Build]:
@@ -267,7 +268,8 @@ def compile_build(build: Build, target: str) -> Resources:
     sass = cuobjdump(compiled, "--dump-sass")
     wide, narrow = count_loads(sass)
     local = int(usage["STACK"]) + int(usage["LOCAL"]) + len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow)
+    fused = fused_exchanges(compiled.asm["ptx"])
+    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow, fused)
 
 
 def compile_kernel(
@@ -312,6 +314,18 @@ def count_loads(sass: str) -> tuple[int, int]:
     loads = re.findall(r"\bLDG(?:STS)?\.[\w.]*", sass)
     wide = sum(".128" in load for load in loads)
     return wide, len(loads) - wide
+
+
+def fused_exchanges(ptx: str) -> int:
+    """How often a product that is not rounded is added to a number of another lane, which adds the rounded one
+    (`rounded_product` in `kernels/rows.py`)."""
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
+    # A float64 is exchanged in halves.
+    for joined, parts in re.findall(r"\b(?:mov|cvt|shl|or)\.[\w.]+\s+(%\w+), ([^;]*);", ptx):
+        if not exchanged.isdisjoint(re.findall(r"%\w+", parts)):
+            exchanged.add(joined)
+    addends = re.findall(r"fma\.rn\.f(?:32|64|32x2)\s+%\w+, %\w+, %\w+, (%\w+)", ptx)
+    return sum(addend in exchanged for addend in addends)
 
 
 def compile_all(chosen: list[Build], target: str, processes: int = 2) -> Iterator[Resources]:

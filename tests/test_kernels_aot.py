@@ -1,4 +1,5 @@
-"""Every kernel compiled ahead of time, with no GPU: registers do not spill, and rows are read 16 bytes at a time."""
+"""Every kernel compiled ahead of time, with no GPU: registers do not spill, rows are read 16 bytes at a time, and all
+lanes have the same sums."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import triton.language as tl  # noqa: E402
 
 from benchmarks import kernel_resources as aot  # noqa: E402
 from torch_specops.kernels import launch  # noqa: E402
+from torch_specops.kernels.rows import rounded_product  # noqa: E402
 
 # (target, first, step): of each kernel, which builds are compiled, so that the suite stays short.
 # `python benchmarks/kernel_resources.py` compiles all of them for any target.
@@ -40,10 +42,10 @@ def test_the_builds_are_those_of_launches() -> None:
 
 
 @pytest.mark.parametrize("target, first, step", SHARES)
-def test_no_register_spills(target: str, first: int, step: int) -> None:
+def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first: int, step: int) -> None:
     results = [aot.compile_build(build, target) for build in aot.share(first, step)]
-    spilled = [result for result in results if result.spill_bytes > aot.SPILL_LIMIT]
-    assert not spilled
+    assert not [result for result in results if result.spill_bytes > aot.SPILL_LIMIT]
+    assert not [result for result in results if result.fused_exchanges]
 
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
@@ -106,6 +108,24 @@ def spilling_kernel(x_ptr, out_ptr, TILE: tl.constexpr):
     v = tl.arange(0, TILE)
     x = tl.load(x_ptr + v)
     tl.store(out_ptr + v, x / tl.sum(x, 0))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_product_fused_into_an_exchange_is_seen(dtype: str) -> None:
+    """The check itself, and the mend."""
+    fused = []
+    for ROUNDED in (False, True):
+        types, constants = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}, {"SIZE": 64, "ROUNDED": ROUNDED}
+        compiled = aot.compile_kernel(summing_kernel, types, constants, "sm_90")
+        fused.append(aot.fused_exchanges(compiled.asm["ptx"]))
+    assert fused == [1, 0]
+
+
+@triton.jit
+def summing_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + i), tl.load(x_ptr + SIZE + i)
+    tl.store(out_ptr, tl.sum(rounded_product(x, y) if ROUNDED else x * y, 0))
 
 
 @pytest.mark.parametrize("name", aot.KERNELS)
