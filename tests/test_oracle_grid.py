@@ -286,6 +286,20 @@ def test_rounding_is_told_from_a_mistake() -> None:
         assert rounding_rows(case).sum() == comparison.rounding
 
 
+@pytest.mark.parametrize("lenience, is_rounding", [(1.0, True), (0.9, False)])
+def test_a_rejection_is_told_from_a_mistake(lenience: float, is_rounding: bool) -> None:
+    """Of drafts with p = q, at uniforms next to 1: sums in another order make p a little less. Without rounding only a
+    uniform of 1 is rejected, and none with a lenience."""
+    (case,) = sample_inputs("verify_exact", vocab_sizes=[17], names=["tie_same"])
+    args = case.args | {"lenience": lenience}
+    one = torch.where(args["accept_uniforms"] > 0.9, 1.0, args["accept_uniforms"].double())
+    comparison = compare(
+        Case("next to 1", "verify_exact", args), reference.verify_exact(**args | {"accept_uniforms": one / lenience})
+    )
+    assert comparison.rounding + len(comparison.wrong) > 0
+    assert (comparison.rounding > 0, comparison.wrong == []) == (is_rounding, is_rounding)
+
+
 def test_wrong_lse_is_caught() -> None:
     """An lse that is off by 2e-5, a hundred times float32's rounding there, or not -inf where no token is."""
     for case in sample_inputs("sample", vocab_sizes=[17]):
