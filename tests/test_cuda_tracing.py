@@ -4,6 +4,7 @@ for the target when torch looks for what a kernel writes, finds a stand-in. Noth
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,6 +85,24 @@ def launches(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
 
 
+SEARCH = [{"top_ptr", "sum_ptr"}, {"part_ptr", "token_ptr", "value_ptr", "bounds_ptr"}]
+STATS = {"partial_ptr", "count_ptr"}
+OUTPUTS = {"num_accepted_ptr", "output_tokens_ptr"}
+# What each launch of an op writes.
+WRITTEN = {
+    "verify_exact": [*SEARCH, STATS, OUTPUTS | {"mass_ptr", "state_ptr", "count_ptr"}],
+    "verify_block": [
+        *SEARCH,
+        STATS,
+        {"state_ptr", "ratio_ptr", "reach_ptr", "count_ptr", "num_accepted_ptr"},
+        OUTPUTS | {"mass_ptr", "count_ptr"},
+    ],
+    "verify_sigmoid": [{"partial_ptr", "num_accepted_ptr"}, OUTPUTS],
+    "sample": [*SEARCH, {"partial_ptr"}, {"tokens_ptr", "lse_ptr"}],
+    "filter_logits": [*SEARCH, {"output_ptr"}],
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_graph_writes_outputs_alone_and_asks_for_no_more_than_the_exported_one(
     op: str, caplog: pytest.LogCaptureFixture
@@ -95,11 +114,13 @@ def test_a_graph_writes_outputs_alone_and_asks_for_no_more_than_the_exported_one
         nodes = [node for node in exported(op, given).graph.nodes if node.op == "placeholder"]
         given = {name: node.meta["val"] for name, node in zip(given, nodes, strict=True)}
     fake = nodes[0].meta["val"].fake_mode
-    guards = len(fake.shape_env.guards)
+    guards, environment = len(fake.shape_env.guards), dict(os.environ)
     with fake, caplog.at_level(logging.WARNING):
         graph = traced(op, given)
     assert fake.shape_env.guards[guards:] == []
-    assert len(launches(graph)) > 1
+    assert dict(os.environ) == environment
+    assert [set(node.kwargs["tensors_to_clone"]) for node in launches(graph)] == WRITTEN[op]
+    assert all(node.kwargs["kwargs"]["enable_fp_fusion"] for node in launches(graph))
     assert not [node for node in graph.graph.nodes if "clone" in str(node.target) or "copy" in str(node.target)]
     # Few drafts, and logits of two dtypes.
     for num_drafts in (0, 1) if op in VERIFY_OPS else ():
