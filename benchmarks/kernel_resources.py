@@ -118,7 +118,8 @@ class Resources:
     """What the assembler says. `spill_bytes` is memory that spilled registers went to: stack and local memory, plus 1
     for every local load or store (NVIDIA); the private segment (AMD, where a scalar register that moves to a lane of
     a vector register touches no memory). Loads are counted in the SASS of NVIDIA builds: 128-bit ones, and all
-    narrower ones. `fused_exchanges` are faults: sums that are not the same number in all lanes."""
+    narrower ones. `instructions` are those of the SASS, padding included. `fused_exchanges` are faults: sums
+    that are not the same number in all lanes."""
 
     kernel: str
     config: str
@@ -128,6 +129,7 @@ class Resources:
     wide_loads: int | None = None
     narrow_loads: int | None = None
     fused_exchanges: int | None = None
+    instructions: int | None = None
 
 
 def builds() -> Iterator[Build]:
@@ -269,7 +271,8 @@ def compile_build(build: Build, target: str) -> Resources:
     wide, narrow = count_loads(sass)
     local = int(usage["STACK"]) + int(usage["LOCAL"]) + len(re.findall(r"\b(?:LDL|STL)\b", sass))
     fused = fused_exchanges(compiled.asm["ptx"])
-    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow, fused)
+    count = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
+    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow, fused, count)
 
 
 def compile_kernel(

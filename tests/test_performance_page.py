@@ -49,6 +49,25 @@ def test_the_page_has_the_registers_of_the_results(page: str) -> None:
     assert len(kernels) == 14
 
 
+def test_the_page_has_what_rounded_products_cost(page: str) -> None:
+    """The same builds before, after, and after with another Triton."""
+    records = [
+        json.loads((RESULTS / f"2026-11-23-kernel-resources-sm_90-{name}.json").read_text())
+        for name in ("fused-3.7.1", "rounded-3.7.1", "rounded-3.9.0")
+    ]
+    before, after, newest = (record["builds"] for record in records)
+    assert len({tuple((b["kernel"], b["config"]) for b in group) for group in (before, after, newest)}) == 1
+    for kernel in dict.fromkeys(build["kernel"] for build in after):
+        groups = [[b for b in group if b["kernel"] == kernel] for group in (before, after, newest)]
+        cells = [kernel, str(len(groups[0])), str(sum(b["fused_exchanges"] > 0 for b in groups[0]))]
+        cells += [f"{sum(b['instructions'] for b in group):,}" for group in groups]
+        cells += [str(max(b["registers"] for b in group)) for group in groups]
+        cells.append(str(max(b["spill_bytes"] for b in groups[2])))
+        assert table_row(cells) in page
+    assert not any(build["fused_exchanges"] for build in after + newest)
+    assert not any(build["spill_bytes"] for build in before + after)
+
+
 def test_the_page_has_the_bytes_of_the_model(page: str) -> None:
     problem = script("problems").Problem
     for batch in (1, 8, 64, 256):
