@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,6 +104,16 @@ def interprets_kernels() -> bool:
     """Whether Triton's interpreter runs kernels. Without the name, what the variable says that it reads."""
     found = find("triton.knobs:runtime.interpret")
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes") if found is None else found
+
+
+@contextmanager
+def fusing_products(enable_fp_fusion: bool) -> Iterator[None]:
+    """Triton's default for code that is asked for inside. Without the name it stays, and Triton 3.9 warns."""
+    knobs = find("triton.knobs:language")
+    with nullcontext() if knobs is None else knobs.scope():
+        if knobs is not None:
+            knobs.default_fp_fusion = enable_fp_fusion
+        yield
 
 
 def inductor_hook() -> tuple[Any, Any]:

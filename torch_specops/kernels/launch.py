@@ -10,14 +10,13 @@ A size may be symbolic while a call is traced. Tile sizes are then chosen for th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from .. import private
 
@@ -58,16 +57,9 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: i
     argument that the call lacks: the kernel is built without it."""
     if hint(grid[0]) > 0:
         arguments = [values[name] for name in kernel.arg_names]
-        with fusion_while_traced() if is_fake(arguments[0]) else nullcontext():
+        # While a launch is traced, torch asks Triton for the kernel's code without the options.
+        with private.fusing_products(**OPTIONS) if private.is_fake(arguments[0]) else nullcontext():
             wrap_triton(kernel)[grid](*arguments, num_warps=num_warps, **OPTIONS)
-
-
-@contextmanager
-def fusion_while_traced() -> Iterator[None]:
-    """Say OPTIONS where torch asks Triton for a kernel's code, to find what it writes: without those of the launch."""
-    with triton.knobs.language.scope():
-        triton.knobs.language.default_fp_fusion = OPTIONS["enable_fp_fusion"]
-        yield
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
