@@ -86,7 +86,8 @@ def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
         any_temperature: absorb divisions by temperatures that are no powers of two; rounding may change a token.
 
     Yields:
-        How many steps were absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted.
+        How many steps were absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted
+            (with torch 2.13 and later).
 
     Example:
         >>> import torch, torch_specops.inductor
