@@ -313,26 +313,28 @@ class Grammar(LogitsProcessor):
         return scores
 
 
-def test_a_processor_that_remembers_its_calls_works_without_a_draft_alone() -> None:
+def test_a_processor_that_remembers_its_calls_works_where_texts_are_asked_about_once() -> None:
     target = shared_tiny("llama")
     options = {**arguments("llama"), "max_new_tokens": NEW}
     synthid = SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)
     remembering: list[tuple[Any, str]] = [
         (
             lambda: processed(Counting()),
-            r"test_hf_processors\.Counting answered one text in two ways; .*without a draft",
+            r"test_hf_processors\.Counting answered one text in two ways; .*decode without them",
         ),
         (lambda: processed(Alternating(), Counting()), "Counting answered one text in two ways"),
-        (lambda: processed(Following()), "Following raised LookupError on a text with drafts"),
+        (lambda: processed(Following()), "Following raised LookupError on a later text"),
         (lambda: processed(Grammar()), r"outlines\.backends\.Grammar remembers its calls"),
         (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor answered one text in two"),
         (lambda: {"watermarking_config": synthid}, "SynthIDTextWatermarkLogitsProcessor remembers its calls"),
     ]
     for given, message in remembering:
         assert torch.equal(ours(target, **options, **given()), plain(target, **options, **given())), message
-        for draft in (PromptLookup(min_ngram=1), perturbed(target), EarlyExit(1)):
+        drafts = (PromptLookup(min_ngram=1), perturbed(target), EarlyExit(1))
+        scores = {"return_dict_in_generate": True, "output_scores": True}
+        for more in (*({"draft_model": draft} for draft in drafts), scores):
             with pytest.raises(NotImplementedError, match=message) as caught:
-                ours(target, **options, **given(), draft_model=draft)
+                ours(target, **options, **given(), **more)
             if "LookupError" in message:
                 cause = caught.value.__cause__
                 assert (

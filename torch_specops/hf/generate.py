@@ -90,8 +90,8 @@ def custom_generate(
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
             of `use_mtp` and `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
-            `assistant_ensemble_weight` below 1. With a draft, a processor that remembers its calls (classifier-free
-            guidance, SynthID, grammars) or that raises on a text with drafts, by name and from its exception.
+            `assistant_ensemble_weight` below 1. With a draft or `output_scores`, a processor that remembers its calls
+            (classifier-free guidance, SynthID, grammars) or that raises on a later text, by name.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -118,6 +118,7 @@ def custom_generate(
     mask = _prompt_mask(model, input_ids, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
+    has_draft = draft_model is not None or generation_config.assistant_early_exit is not None
     sampling = read_processors(
         logits_processor,
         input_ids,
@@ -125,7 +126,7 @@ def custom_generate(
         do_sample=bool(generation_config.do_sample),
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         pad_token_id=pad_token_id,
-        has_draft=draft_model is not None or generation_config.assistant_early_exit is not None,
+        asked_once=not (has_draft or generation_config.output_scores),
     )
     choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")

@@ -74,7 +74,7 @@ class ProcessorSampling(SamplingParams):
         num_ignored: [B] int64, tokens that a repetition penalty leaves out, of padding and prompt the first; None = 0.
         called: processors that are called as they are; None = none.
         pad_token_id: what they see where a row has no token.
-        has_draft: whether they are asked about drafts.
+        asked_once: whether they are asked about each text once, as in transformers: without drafts and `output_scores`.
     """
 
     biases: tuple[Bias, ...] = ()
@@ -83,7 +83,7 @@ class ProcessorSampling(SamplingParams):
     num_ignored: Tensor | None = None
     called: list[LogitsProcessor] | None = None
     pad_token_id: int = 0
-    has_draft: bool = False
+    asked_once: bool = True
 
     @property
     def not_compiled(self) -> str | None:
@@ -98,7 +98,7 @@ class ProcessorSampling(SamplingParams):
         if self.called is not None:
             is_padding = torch.arange(self.input_ids.shape[1]) < self.num_padding.unsqueeze(1)
             padding = torch.where(is_padding, self.input_ids, self.pad_token_id)
-            arguments = prompts["prompt_lengths"], prompts["eos"], self.pad_token_id, self.has_draft
+            arguments = prompts["prompt_lengths"], prompts["eos"], self.pad_token_id, self.asked_once
             return replace(tensors, processors=_Called(self.called, padding, *arguments))
         processors = tensors.processors
         if isinstance(processors, Processors) and self.num_ignored is not None:
@@ -126,7 +126,7 @@ def read_processors(
     do_sample: bool,
     vocab_size: int,
     pad_token_id: int,
-    has_draft: bool,
+    asked_once: bool,
 ) -> ProcessorSampling:
     """The last processors as temperature, filters and the rest of `SamplingParams`; if one before them has no
     counterpart, all up to it are called as they are.
@@ -135,10 +135,11 @@ def read_processors(
         input_ids, attention_mask: [B, P], the prompts with their padding.
 
     Raises:
-        NotImplementedError: a processor that remembers earlier calls.
+        NotImplementedError: a processor that remembers its calls, unless each text is asked about once.
     """
     for processor in processors:
-        if has_draft and (isinstance(processor, _STATEFUL) or type(processor).__module__.split(".")[0] in _GRAMMARS):
+        remembers = isinstance(processor, _STATEFUL) or type(processor).__module__.split(".")[0] in _GRAMMARS
+        if remembers and not asked_once:
             raise _refused(processor, "remembers its calls")
     mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).cpu()
     num_padding = (mask.cumsum(1) == 0).sum(1)
@@ -152,14 +153,13 @@ def read_processors(
         # Temperature and filters do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0.0
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     return ProcessorSampling(
         **values,
         input_ids=input_ids.cpu(),
         num_padding=num_padding,
         called=processors[:num_called] or None,
         pad_token_id=pad_token_id,
-        has_draft=has_draft,
+        asked_once=asked_once,
     )
 
 
@@ -261,8 +261,8 @@ class _Called:
         prompt_lengths: [B], without padding.
         eos: [B, E], tokens that end a row; -1 is none.
         pad_token_id: extends the padding.
-        has_draft: whether the processors are asked about drafts. After the first of them they are then asked the very
-            first text again, and one with another answer is refused.
+        asked_once: whether the processors are asked about each text once. If not, they are asked the first text again
+            behind the first draft or in the second call, and one with another answer is refused.
     """
 
     def __init__(
@@ -272,14 +272,14 @@ class _Called:
         prompt_lengths: Tensor,
         eos: Tensor,
         pad_token_id: int,
-        has_draft: bool,
+        asked_once: bool,
     ) -> None:
         self._processors = [self._of_rows_asked(processor) for processor in processors]
         self._padding = padding
         self._prompt_lengths = prompt_lengths
         self._eos = eos
         self._pad_token_id = pad_token_id
-        self._has_draft = has_draft
+        self._asked_once = asked_once
         # The first question and the answers to it, until it is asked again.
         self._first: tuple[_Question, list[Tensor]] | None = None
         self._has_answered = False
@@ -299,7 +299,7 @@ class _Called:
         # The longest text that each row is asked about: up to an eos, its last draft, or a draft that is excluded.
         lasts = torch.minimum(torch.where(is_end.any(1), is_end.long().argmax(1), width), lengths[:, -1])
         ended = (lasts < lengths[:, -1]) & is_eos[rows, lasts.clamp(max=width - 1)]
-        has_drafts = bool((lasts + ended.long() > firsts).any())
+        goes_on = self._has_answered or bool((lasts + ended.long() > firsts).any())
         processed = logits.to(torch.float32, copy=True)
         for count in (lengths - starts.unsqueeze(1)).unique().tolist():
             ends = starts + count
@@ -309,7 +309,7 @@ class _Called:
             places = (ends - firsts).clamp(0, logits.shape[1] - 1)
             question = self._texts(text, count, lasts, ended), processed[rows, places], asked.tolist()
             *_, scores = answers = self._answers(*question)
-            if self._has_draft and not self._has_answered:
+            if not self._asked_once and not self._has_answered:
                 self._first = question, answers
             self._has_answered = True
             processed[rows[asked], places[asked]] = scores[asked].to(processed)
@@ -317,7 +317,7 @@ class _Called:
             is_excluded = asked & (ends < lengths[:, -1]) & ~(scores.gather(1, drafts).squeeze(1) > -math.inf)
             lasts = torch.where(is_excluded, ends, lasts)
             ended = ended & ~is_excluded
-        if has_drafts and self._first is not None:
+        if goes_on and self._first is not None:
             (question, answers), self._first = self._first, None
             for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
                 # The order of a device's additions may differ from call to call.
@@ -342,9 +342,9 @@ class _Called:
             try:
                 answers.append(processor(texts, answers[-1].clone()))
             except Exception as error:
-                if not (self._has_draft and self._has_answered):
+                if self._asked_once or not self._has_answered:
                     raise
-                raise _refused(processor, f"raised {type(error).__name__} on a text with drafts") from error
+                raise _refused(processor, f"raised {type(error).__name__} on a later text") from error
         return answers[1:]
 
     def _of_rows_asked(self, processor: Any) -> Any:
@@ -363,6 +363,6 @@ class _Called:
 def _refused(processor: object, what: str) -> NotImplementedError:
     kind = type(processor)
     return NotImplementedError(
-        f"logits_processor: {kind.__module__}.{kind.__qualname__} {what}; with a draft, expected a function of the "
-        "text and the scores, because drafts are no steps that it could remember; decode without a draft"
+        f"logits_processor: {kind.__module__}.{kind.__qualname__} {what}; with a draft or output_scores, expected a "
+        "function of the text and the scores, because texts are not asked about once and in order; decode without them"
     )
