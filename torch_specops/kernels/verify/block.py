@@ -268,14 +268,15 @@ def draw_kernel(
                 candidate = reach > 0
                 mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
                 total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
-                # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
-                state = state_ptr + (first_draft + i) * 4
-                p_shift = tl.load(state, mask=candidate, other=0.0)
-                p_weight = tl.load(state + 1, mask=candidate, other=1.0)
-                q_shift = tl.load(state + 2, mask=candidate, other=0.0)
-                q_weight = tl.load(state + 3, mask=candidate, other=0.0)
-                multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
-                total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
+                if draft_ptr is not None:
+                    # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+                    state = state_ptr + (first_draft + i) * 4
+                    p_shift = tl.load(state, mask=candidate, other=0.0)
+                    p_weight = tl.load(state + 1, mask=candidate, other=1.0)
+                    q_shift = tl.load(state + 2, mask=candidate, other=0.0)
+                    q_weight = tl.load(state + 3, mask=candidate, other=0.0)
+                    multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
+                    total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
                 total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
                 u_ptr = accept_uniforms_ptr + first_draft + i - 1
                 u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
