@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -118,6 +120,20 @@ def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.
         first = adapter.first_layers(1)
         first.start(3, CAPACITY)
         assert not torch.equal(first.forward(TOKENS, torch.arange(24).expand(3, -1)), logits)
+
+
+def test_a_forward_that_was_replaced_is_not_kept() -> None:
+    model = tiny("llama")
+    adapter, old = hf.language_model(model), []
+    for _ in range(3):
+        as_the_head_of_trl(model)
+        adapter.start(3, CAPACITY)
+        old.append(weakref.ref(vars(adapter.prepared)["forward"].__func__))
+        del model.forward
+    for _ in range(2):
+        adapter.start(3, CAPACITY)
+    gc.collect()
+    assert [each() for each in old] == [None] * 3
 
 
 def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:

@@ -16,7 +16,8 @@ from .rebinding import NotSeenThroughError, Rebinding
 
 __all__ = ["ModelCopy"]
 
-# Types of most attributes. Nothing in them is copied, and the copy is brought up to date in every call of a decoder.
+# Most attributes are of these types, and refer to nothing that has a copy. They are skipped at once, because every call
+# of a decoder brings its copy up to date.
 PLAIN = {type(None), bool, int, float, str, set, dict, OrderedDict}
 
 
@@ -58,6 +59,7 @@ class ModelCopy:
         """
         self._done.clear()
         self._not_seen_through.clear()
+        self._rebinding.begin()
         copied = self._copy_of(model)
         assert isinstance(copied, PreTrainedModel)
         self._done.clear()
@@ -84,7 +86,7 @@ class ModelCopy:
         # What `Module.compile` made calls the original.
         attributes.pop("_compiled_call_impl", None)
         # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
-        writes = "longrope" in str(getattr(module, "rope_type", None))
+        writes = "longrope" in str(attributes.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
         attributes["_modules"] = {
             name: child if child is None else self._copy_of(child) for name, child in module._modules.items()

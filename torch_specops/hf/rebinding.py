@@ -33,9 +33,16 @@ class Rebinding:
 
     def __init__(self, copy_of: Callable[[nn.Module], nn.Module]) -> None:
         self._copy_of = copy_of
-        # Parts -> what was made of them. Compiled code looks at the identity of a function.
+        # Parts -> what was made of them, for this copy and the one before. Compiled code looks at the identity of a
+        # function.
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._made_before: dict[tuple[Any, ...], Any] = {}
         self._inside: list[FunctionType] = []
+
+    def begin(self) -> None:
+        """Begin a copy of the whole model, and forget what the last one did not use: some trainers wrap a model anew in
+        every step."""
+        self._made_before, self._made = self._made, {}
 
     def of(self, value: Any, owner: nn.Module) -> Any:
         """`value`, which a module `owner` refers to, with copies in place of modules; itself if it refers to none.
@@ -77,7 +84,8 @@ class Rebinding:
             return value
         whole = (type(value), *key, *map(id, new))
         if whole not in self._made:
-            self._made[whole] = make(*new)
+            before = self._made_before
+            self._made[whole] = before[whole] if whole in before else make(*new)
         return self._made[whole]
 
     def _of_partial(self, value: partial[Any], owner: nn.Module) -> Any:
