@@ -37,8 +37,7 @@ from torch_specops.cli.models import encode, load_models
 
 # Where the loop looks up what counts as an op.
 OPS = {
-    "torch_specops.decode.verify": ["verify_exact", "sample"],
-    "torch_specops.decode.step": ["verification_uniforms"],
+    "torch_specops.decode.step": ["verify_exact", "sample", "verification_uniforms"],
     "torch_specops.drafts.model": ["sample", "uniforms"],
 }
 PROMPT = "It was not in her nature to be unkind, and yet she could not help wondering"

@@ -28,7 +28,7 @@ from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, greedy_alone, padde
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput
-from torch_specops.decode.loop import CAPACITY_MULTIPLE
+from torch_specops.decode.runner import CAPACITY_MULTIPLE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
-from torch_specops.decode.verify import Verifier
+from torch_specops.decode.step import Verifier
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, PromptLookup
 from torch_specops.sampling import SamplingTensors
 from torch_specops.uniforms import row_seeds
@@ -179,7 +179,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments_of_a_call() -> None:
     """Refused by `generate`, and by `stream` at the call and not at the first step."""
     decoder = SpeculativeDecoder(PairModel(TABLE))
-    with pytest.raises(RuntimeError, match="nothing was decoded yet"):
+    with pytest.raises(RuntimeError, match="output: the newest call is not generate or stream"):
         decoder.output()
     for call in (decoder.generate, decoder.stream):
         assert (

@@ -27,7 +27,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationStats, Step
-from torch_specops.decode import loop as loop_module
+from torch_specops.decode import batch as batch_module
 from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.hf import language_model
@@ -69,7 +69,7 @@ class Timed(PairModel):
 
 def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    for module in (loop_module, runner_module):
+    for module in (batch_module, runner_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     table = random_table(8, 0)
     decoder = SpeculativeDecoder(

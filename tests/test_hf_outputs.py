@@ -19,7 +19,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from torch_specops.decode import loop
+from torch_specops.decode import batch as batch_module
 from torch_specops.hf import custom_generate
 
 IDS, MASK = padded(PROMPTS, "left")
@@ -65,7 +65,7 @@ def test_greedy_rows_have_the_scores_of_transformers(draft: str, late: bool, mon
     """Rows end at different places, by an eos and by a criterion that looks at the scores; a processor looks at the
     text, and one takes no NaN."""
     if late:
-        monkeypatch.setattr(loop, "RecordReader", Late)
+        monkeypatch.setattr(batch_module, "RecordReader", Late)
     target = shared_tiny("llama")
     free = target.generate(IDS, **CALL).sequences[:, WIDTH:]
     options = {**CALL, "repetition_penalty": 1.5, "eos_token_id": int(free[0, 4])}

@@ -75,6 +75,8 @@ ALLOWED_THIRD_PARTY = {
     "safetensors": {"drafts"},
     "huggingface_hub": {"drafts"},
     "rich": {"cli"},
+    "tqdm": {"decode"},
+    "typing_extensions": {"decode"},
     "typer": {"cli"},
 }
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import torch_specops
 from torch_specops import Completion, Request, SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.decode import loop as loop_module
+from torch_specops.decode import batch as batch_module
 from torch_specops.drafts import HierarchicalDraft, ModelDraft, PromptLookup, SuffixLookup, TokenMap
 from torch_specops.drafts.rows import groups_by_length
 from torch_specops.hf import language_model
@@ -117,7 +117,7 @@ def test_a_record_that_is_read_late_is_of_the_row_as_it_was(draft: str, monkeypa
     """It says that the row has ended, when the row has another request already."""
     decoder = new_decoder(draft)
     expected = texts_alone(decoder)
-    monkeypatch.setattr(loop_module, "RecordReader", Late)
+    monkeypatch.setattr(batch_module, "RecordReader", Late)
     for batch_size in (1, 3):
         assert texts(decoder.generate_many(REQUESTS, batch_size=batch_size)) == expected
         assert decoder.stats.num_tokens == sum(map(len, expected))
@@ -225,7 +225,7 @@ class Derived(PromptLookup):
 
 def test_a_draft_of_ones_own_is_told_of_new_prompts() -> None:
     for draft in (Started(), Derived(), HierarchicalDraft(itself(), Started())):
-        with pytest.raises(ValueError, match="draft: generate_many needs the method restart"):
+        with pytest.raises(ValueError, match="draft: a session needs the method restart"):
             new_decoder(draft).generate_many(REQUESTS, batch_size=2)
     draft = Restarted()
     prompts = [[5, 6], [7], [8, 9, 10]]
@@ -356,8 +356,6 @@ def test_wrong_arguments() -> None:
         ({"requests": iter(REQUESTS)}, ValueError, "max_length: expected a number, because requests that are read"),
     ]
     assert raised(call, cases) == []
-    with pytest.raises(ValueError, match="target: generate_many takes no encoder-decoder model"):
-        SpeculativeDecoder(shared_tiny("t5")).generate_many(REQUESTS, batch_size=2)
 
 
 # The input, and other calls.
@@ -403,7 +401,7 @@ def test_a_decoder_serves_others_before_and_after() -> None:
     batch = decoder.generate(ids, attention_mask=mask, max_new_tokens=20, sampling=GREEDY)
     abandoned = decoder.generate_many(REQUESTS, batch_size=2)
     next(abandoned)
-    with pytest.raises(RuntimeError, match="output: the newest call is generate_many"):
+    with pytest.raises(RuntimeError, match="output: the newest call is not generate or stream"):
         decoder.output()
     again = decoder.generate(ids, attention_mask=mask, max_new_tokens=20, sampling=GREEDY)
     assert torch.equal(again.sequences, batch.sequences)

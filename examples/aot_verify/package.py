@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_specops
-from torch_specops.decode.step import DecodeState, speculative_step
-from torch_specops.decode.verify import Verifier
+from torch_specops.decode.step import DecodeState, Verifier, speculative_step
 from torch_specops.drafts import ModelDraft
 from torch_specops.hf import language_model
 from torch_specops.sampling import SamplingTensors

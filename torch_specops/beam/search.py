@@ -14,18 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
 from ..decode.guard import evaluating
-from ..decode.inputs import (
-    BatchRequest,
-    EosTokenIds,
-    Prompts,
-    as_draft_source,
-    check_pair,
-    check_room,
-    read_prompts,
-)
+from ..decode.inputs import EosTokenIds, Prompts, check_room, read_prompts
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
-from ..drafts.adapter import as_language_model
+from ..drafts.adapter import as_draft_source, as_language_model, check_pair
 from .scorer import BeamScorer
 from .tree import BeamTree, Level, TreeModel
 
@@ -124,14 +116,17 @@ def beam_search(
     model = _tree_model("target", as_language_model("target", target))
     draft_model = _draft_model(draft, model)
 
-    request = BatchRequest(
+    prompts = read_prompts(
+        model,
         input_ids,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
+        # Beams are not drawn.
+        seed=0,
+        min_new_tokens=1,
     )
-    prompts = read_prompts(model, request, min_new_tokens=1)
     check_room(model, draft_model, int(prompts.limits.max()))
     new_tokens = (prompts.limits - prompts.lengths).to(model.device)
     # With one beam, the first eos ends the search, as in greedy decoding.

@@ -1,21 +1,24 @@
 """The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it.
 
-From the outside in: `decoder.py` (calls and prompts), `loop.py` (step after step), `runner.py` (runs a step eagerly,
-compiled or captured), `step.py` (one step), `verify.py` (which op verifies it). Beside them are `inputs.py`,
-`output.py`, `many.py` (more requests than rows), and `ragged.py` (reading rows with different numbers of drafts).
+From the outside in: `decoder.py` (calls and prompts), `batch.py` (rows begin and end, step after step), `runner.py`
+(runs a step eagerly, compiled or captured), `step.py` (one step). `session.py` shares a batch out to requests that
+arrive over time.
 """
 
-from .decoder import SpeculativeDecoder
-from .generate import generate
-from .many import Completion, Request
-from .output import GenerationOutput, GenerationStats, Step
+from .decoder import SpeculativeDecoder, generate
+from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
+from .requests import Completion, Handle, Request
+from .session import Session
 
 __all__ = [
     "Completion",
     "GenerationOutput",
     "GenerationStats",
+    "Handle",
     "Request",
+    "Session",
     "SpeculativeDecoder",
     "Step",
+    "TopLogprobs",
     "generate",
 ]

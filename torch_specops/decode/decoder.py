@@ -1,45 +1,82 @@
-"""The decoding loop as a caller sees it: prompts go in, and steps or sequences come out."""
+"""The decoding loop as a caller sees it: prompts or requests go in, and sequences, steps or completions come out."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import checks, schedules
 from ..drafts import AnyDraft, LanguageModel
-from ..drafts.adapter import as_language_model
-from ..drafts.rows import read_beginnings
+from ..drafts.adapter import as_draft_source, as_language_model, check_pair
 from ..sampling import SamplingParams
 from ..schedules import Schedule
+from .batch import Batch, KeptLogits
 from .guard import Guard
-from .inputs import (
-    BatchRequest,
-    EosTokenIds,
-    Seed,
-    as_draft_source,
-    check_logprobs,
-    check_pair,
-    check_room,
-    checked_sampling,
-    keep_features,
-    read_prompts,
-    read_seeds,
-    read_stopping,
-)
-from .loop import Loop
-from .many import Completion, Request, RequestRows
-from .output import GenerationOutput, GenerationStats, Progress, Step, Streamer, collect, streamer_calls
-from .runner import on_device
+from .inputs import GenerateArguments, check_logprobs, check_room, checked_sampling, read_prompts
+from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
+from .requests import Completion, Request
+from .runner import StepRunner
+from .session import Session, completions_of
 from .state import first_state
-from .verify import Verifier
+from .step import Verifier
+from .stopping import Stopping
 
-__all__ = ["SpeculativeDecoder"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["SpeculativeDecoder", "generate"]
+
+
+def generate(
+    target: LanguageModel | nn.Module,
+    input_ids: Tensor,
+    *,
+    draft: AnyDraft = None,
+    num_draft_tokens: int = 5,
+    schedule: str | Schedule = "constant",
+    verify: str = "exact",
+    lenience: float = 1.0,
+    argmax_lenience: float = 1.0,
+    compile: bool | str = "auto",
+    streamer: Streamer | None = None,
+    **arguments: Unpack[GenerateArguments],
+) -> GenerationOutput:
+    """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
+
+    This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps its compiled code, while
+    every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
+
+    Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
+    transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`.
+
+    Example:
+        >>> import torch, transformers, torch_specops
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> prompts = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])
+        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+        >>> output = torch_specops.generate(target, prompts, attention_mask=mask, max_new_tokens=[8, 4], seed=0,
+        ...     draft=torch_specops.drafts.PromptLookup(), sampling=torch_specops.SamplingParams(temperature=0.0))
+        >>> output.lengths
+        tensor([13,  7])
+    """
+    decoder = SpeculativeDecoder(
+        target,
+        draft,
+        num_draft_tokens=num_draft_tokens,
+        schedule=schedule,
+        verify=verify,
+        lenience=lenience,
+        argmax_lenience=argmax_lenience,
+        compile=compile,
+    )
+    return decoder.generate(input_ids, streamer=streamer, **arguments)
 
 
 class SpeculativeDecoder:
@@ -122,47 +159,46 @@ class SpeculativeDecoder:
         if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
         check_pair(self.target, self.draft)
-        measures_cost = schedule == "optimal" and draft is not None
-        self._loop = Loop(self.target, self.draft, verifier, one_graph, compile, chosen, measures_cost)
-        self._runner = self._loop.runner
+        self._runner = StepRunner(
+            self.target,
+            self.draft,
+            verifier,
+            chosen,
+            measures_cost=schedule == "optimal" and draft is not None,
+            compile=compile,
+            one_graph=one_graph,
+        )
         self._guard = Guard(self.target, self.draft)
-        self._progress = Progress([], [], [], GenerationStats(seeds=[]))
+        # Of the newest call: a batch, or a session.
+        self._newest: Batch | Session | None = None
 
     @property
     def compiled(self) -> bool:
         """Whether steps are compiled. Once they are, they stay compiled."""
-        return self._loop.compiled
+        return self._runner.compiled
 
     @property
     def schedule(self) -> Schedule:
         """The schedule in use; with "optimal" it is replaced once the cost of a draft is measured."""
-        return self._loop.schedule
+        return self._runner.schedule
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times of the newest call so far."""
+        return GenerationStats(seeds=[]) if self._newest is None else self._newest.stats
 
     def generate(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        max_new_tokens: int | Sequence[int] = 128,
-        sampling: SamplingParams | None = None,
-        seed: Seed = None,
-        eos_token_id: EosTokenIds = None,
-        pad_token_id: int | None = None,
-        inputs: Mapping[str, Tensor] | None = None,
-        logprobs: str | None = None,
-        num_return_sequences: int = 1,
-        stop_strings: str | Sequence[str] | None = None,
-        tokenizer: Any = None,
-        streamer: Streamer | None = None,
+        self, input_ids: Tensor, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
     ) -> GenerationOutput:
         """Continue every prompt to its eos or limit.
 
         Args:
             input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
                 the decoder's prompt.
+            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
                 padded.
-            max_new_tokens: the most tokens to emit, one number or one per row, >= 0.
+            max_new_tokens: the most tokens to emit, one number or one per row, >= 0; 128.
             sampling: for this call; None = the decoder's.
             seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
                 tensor, list or array. None draws an int. `stats.seeds` has the rows' seeds: passed as `seed`, they
@@ -175,12 +211,13 @@ class SpeculativeDecoder:
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
-            num_return_sequences: how many sequences each prompt gets. They are adjacent rows, so arguments per row have
-                B * num_return_sequences entries.
-            stop_strings: a string or several, each of which ends a row with the token that completes it, as in
-                transformers: the string may begin in the prompt, and the token stays. None = none.
+            top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens in the place of every new token,
+                with log-probabilities of the same kind ("raw" if `logprobs` is None).
+            num_return_sequences: how many sequences each prompt gets; 1. They are adjacent rows, so arguments per row
+                have B * num_return_sequences entries.
+            stop_strings: a string or several, or a list of them for each row. Each ends a row with the token that
+                completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
-            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
@@ -191,30 +228,23 @@ class SpeculativeDecoder:
             TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what a model can
                 read.
         """
-        request = BatchRequest(
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            inputs=inputs,
-            logprobs=logprobs,
-            num_return_sequences=num_return_sequences,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-        )
-        return self.run(request, streamer)
+        return self.run(input_ids, arguments, streamer)
 
-    def run(self, request: BatchRequest, streamer: Streamer | None = None) -> GenerationOutput:
-        """`generate` with its arguments in one object."""
+    def run(
+        self,
+        input_ids: Tensor,
+        arguments: GenerateArguments,
+        streamer: Streamer | None = None,
+        stopping: Stopping | None = None,
+        logits: KeptLogits | None = None,
+    ) -> GenerationOutput:
+        """`generate`, for callers with other rules for the ends of rows, or that keep the target's logits."""
         with self._guard.working():
-            steps, stream = self._stream(request)
-            put, end = streamer_calls(streamer, request.input_ids, len(self._progress.lengths))
+            batch, stream = self._begin(input_ids, arguments, stopping, logits)
+            put, end = streamer_calls(streamer, input_ids, len(batch.lengths))
             interrupted = False
             try:
-                for step in steps:
+                for step in self._steps(batch, stream):
                     put(step)
             except KeyboardInterrupt:
                 if streamer is None:
@@ -222,46 +252,52 @@ class SpeculativeDecoder:
                 interrupted = True
             end()
             self._guard.check_is_newest(stream)
-            output = self.output(interrupted)
+            output = batch.output(interrupted)
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
 
-    def stream(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        max_new_tokens: int | Sequence[int] = 128,
-        sampling: SamplingParams | None = None,
-        seed: Seed = None,
-        eos_token_id: EosTokenIds = None,
-        pad_token_id: int | None = None,
-        inputs: Mapping[str, Tensor] | None = None,
-        logprobs: str | None = None,
-        num_return_sequences: int = 1,
-        stop_strings: str | Sequence[str] | None = None,
-        tokenizer: Any = None,
-    ) -> Iterator[Step]:
+    def stream(self, input_ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
         The arguments are those of `generate`. They are checked, and the prompts are read, before the first step.
         """
-        request = BatchRequest(
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            inputs=inputs,
-            logprobs=logprobs,
-            num_return_sequences=num_return_sequences,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-        )
-        return self._guarded(self._stream(request)[0])
+        return self._steps(*self._begin(input_ids, arguments))
+
+    def output(self, interrupted: bool = False) -> GenerationOutput:
+        """The sequences and statistics of the newest stream so far."""
+        if not isinstance(self._newest, Batch):
+            raise RuntimeError(
+                "output: the newest call is not generate or stream; the handles of a session have its results"
+            )
+        with self._guard.working():
+            return self._newest.output(interrupted)
+
+    def session(
+        self, batch_size: int, *, max_length: int | None = None, logprobs: str | None = None, top_logprobs: int = 0
+    ) -> Session:
+        """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
+
+        The first request that is sampled, that uses some filter or processor, or that has more than 8 eos tokens
+        compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when this is called.
+
+        Args:
+            batch_size: how many rows there are.
+            max_length: the most tokens that a request may have, prompt included; every row gets room for them. None =
+                the decoder's.
+            logprobs, top_logprobs: as in `generate`, for all requests.
+
+        Raises:
+            TypeError, ValueError: a wrong argument, by name; a draft that cannot read new prompts between two steps
+                (`DraftSource.restart`).
+        """
+        max_length = self.max_length if max_length is None else max_length
+        if max_length is None:
+            raise ValueError("max_length: expected a number, because requests that are read later have no longest one")
+        self._runner.choose_compile(0)
+        arguments = (self.sampling, batch_size, max_length, logprobs, top_logprobs)
+        self._newest = session = Session(self._runner, self._guard, *arguments)
+        return session
 
     def generate_many(
         self,
@@ -270,21 +306,18 @@ class SpeculativeDecoder:
         batch_size: int,
         max_length: int | None = None,
         logprobs: str | None = None,
+        top_logprobs: int = 0,
+        progress: bool = False,
     ) -> Iterator[Completion]:
-        """Continue many prompts, `batch_size` at a time: a row whose sequence has ended takes the next request, and the
-        other rows go on.
-
-        With a constant schedule a request gets the tokens that `generate` gives it alone with the same seed, up to the
-        rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). The first request that is
-        sampled, that uses some filter or processor, or that has more than 8 eos tokens compiles its own pieces, once;
-        no other one compiles anything. `compile="auto"` decides when this is called.
+        """Continue many prompts, `batch_size` at a time, in a `session`: a row whose sequence has ended takes the next
+        request.
 
         Args:
             requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it.
-            batch_size: how many rows there are.
-            max_length: the most tokens that a request may have, prompt included; every row gets room for them. None =
-                the decoder's, or what the longest request of a list (or another collection) needs.
-            logprobs: as in `generate`.
+            batch_size, logprobs, top_logprobs: as in `session`.
+            max_length: as there; None = the decoder's, or what the longest request of a list (or another collection)
+                needs.
+            progress: show a progress bar with the tokens per second (tqdm).
 
         Returns:
             An iterator of `Completion`s in the order in which they finish. The completion of a request that `generate`
@@ -292,108 +325,56 @@ class SpeculativeDecoder:
             counts over all requests.
 
         Raises:
-            TypeError, ValueError: a wrong argument, by name; a target with an encoder; a draft that cannot read new
-                prompts between two steps (`DraftSource.restart`).
+            TypeError, ValueError: a wrong argument, by name.
             RuntimeError: while iterating, if another call has begun with this decoder.
         """
-        longest = self.max_length if max_length is None else max_length
-        rows = RequestRows(self._loop, self.sampling, requests, batch_size, longest, logprobs)
-        with self._working():
-            stream = self._guard.begin_stream()
-            self._progress = rows.start()
+        if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
+            raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
+        checks.check_int("batch_size", batch_size, 1)
+        longest, total = _largest(requests) if isinstance(requests, Collection) else (0, 0)
+        if max_length is None and self.max_length is None and isinstance(requests, Collection):
+            max_length = max(longest, 2)
+        self._runner.choose_compile(total / batch_size)
+        session = self.session(batch_size, max_length=max_length, logprobs=logprobs, top_logprobs=top_logprobs)
+        return completions_of(session, requests, progress)
 
-        @contextmanager
-        def step() -> Iterator[None]:
-            with self._working():
+    def _begin(
+        self,
+        input_ids: Tensor,
+        arguments: GenerateArguments,
+        stopping: Stopping | None = None,
+        logits: KeptLogits | None = None,
+    ) -> tuple[Batch, int]:
+        """Check a call, and read its prompts; returns the batch and the number of the stream."""
+        settings: dict[str, Any] = dict(arguments)
+        logprobs, top_logprobs = settings.pop("logprobs", None), settings.pop("top_logprobs", 0)
+        settings["sampling"] = checked_sampling(settings.get("sampling")) or self.sampling
+        with self._guard.computing():
+            stream = self._guard.begin_stream()
+            prompts = read_prompts(self.target, input_ids, **settings)
+            check_logprobs(logprobs, top_logprobs, self.target.vocab_size)
+            self._runner.choose_compile(int((prompts.limits - prompts.lengths).max()))
+            longest = int(prompts.limits.max())
+            check_room(self.target, self.draft, longest, self.max_length)
+            values = first_state(prompts, self._runner.capacity(self.max_length or longest), logprobs, top_logprobs)
+            self._newest = batch = Batch(self._runner, values, prompts, stopping, logits)
+        return batch, stream
+
+    def _steps(self, batch: Batch, stream: int) -> Iterator[Step]:
+        while not all(batch.finished):
+            with self._guard.computing():
                 self._guard.check_is_newest(stream)
-                yield
-
-        return rows.completions(step)
-
-    @property
-    def stats(self) -> GenerationStats:
-        """Counts and times of the newest call so far."""
-        return self._progress.stats
-
-    # Outside inference mode, because users train on what was generated.
-    @torch.inference_mode(False)
-    def output(self, interrupted: bool = False) -> GenerationOutput:
-        """The sequences and statistics of the newest stream so far."""
-        with self._guard.working():
-            state, progress = self._runner.state, self._progress
-            if progress.num_refills:
-                raise RuntimeError("output: the newest call is generate_many, whose iterator has the results")
-            return collect(state, progress, self._prompt_lengths, self._pad_token_id, interrupted)
-
-    def _stream(self, request: BatchRequest) -> tuple[Iterator[Step], int]:
-        """The steps, and the number of the stream."""
-        with self._working():
-            stream = self._guard.begin_stream()
-            self._start(request)
-        return self._steps(stream), stream
-
-    def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, each under the lock. If another thread uses the decoder in between, the stream ends."""
-        while True:
-            with self._guard.working():
-                step = next(steps, None)
-            if step is None:
-                return
+                step = batch.step()
             yield step
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Excludes other threads; inference mode, on the target's device."""
-        with self._guard.working(), torch.inference_mode(), on_device(self.target.device):
-            yield
 
-    def _start(self, request: BatchRequest) -> None:
-        """Check the request, make room in the models, and read the prompts."""
-        prompts = read_prompts(self.target, request)
-        stopping = read_stopping(request, prompts)
-        batch, longest = prompts.tokens.shape
-        seeds = read_seeds(request.seed, batch)
-        sampling = (checked_sampling(request.sampling) or self.sampling).tensors(
-            batch, prompt_lengths=prompts.lengths, eos=prompts.eos, vocab_size=self.target.vocab_size
-        )
-        check_logprobs(request.logprobs)
-        self._loop.choose_compile(int((prompts.limits - prompts.lengths).max()))
-        longest_end = int(prompts.limits.max())
-        check_room(self.target, self.draft, longest_end, self.max_length)
-        capacity = self._loop.capacity(self.max_length or longest_end)
-        self._pad_token_id = prompts.pad_token_id
-
-        started = time.perf_counter()
-        values = first_state(prompts, sampling, seeds, capacity, request.logprobs)
-        state = self._runner.start(values, prompts.inputs or {})
-        self._prompt_lengths = state.lengths.clone()
-        stats = GenerationStats(seeds=seeds.tolist(), compiled=self._loop.compile_reason)
-        limits, lengths, finished = (each.tolist() for each in (values.limits, values.lengths, values.finished))
-        self._progress = Progress(limits, lengths, finished, stats, stopping, request.logits)
-        self._runner.keep_logits = None if request.logits is None else request.logits.push
-        keeps_features = keep_features(self.target, self.draft)
-        self.target.start(batch, capacity, prompts.inputs)
-        is_even = bool((prompts.lengths == longest).all())
-        reads_first = keeps_features or request.num_return_sequences > 1
-        if not self.compiled and self._loop.cost_is_measured and is_even and not reads_first:
-            # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
-            self._runner.unread_length = longest
-        else:
-            # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
-            read_beginnings(self.target, state.tokens, max(longest - 1, 1))
-        self._loop.start_draft(capacity, prompts.inputs)
-        self._runner.synchronize()
-        stats.prefill_seconds = time.perf_counter() - started
-
-    @torch.inference_mode()
-    def _steps(self, stream: int) -> Iterator[Step]:
-        self._guard.check_is_newest(stream)
-        if all(self._progress.finished):
-            return
-        for step in self._loop.steps(self._progress):
-            if all(step.finished) and self.draft is not None:
-                self.draft.end(self._runner.state.tokens, self._runner.state.lengths)
-            yield step
-            if all(step.finished):
-                return
-            self._guard.check_is_newest(stream)
+def _largest(requests: Collection[Any]) -> tuple[int, int]:
+    """The tokens of the longest request, prompt included, and the new tokens of all. Those that cannot be read are
+    skipped."""
+    longest = total = 0
+    for request in requests:
+        given = request if isinstance(request, Request) else Request(request)
+        with suppress(TypeError, ValueError):
+            length, new = len(given.input_ids), int(given.max_new_tokens)
+            longest, total = max(longest, length + new), total + new
+    return longest, total

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from ..drafts import DraftSource, LanguageModel, TokenMap
@@ -16,15 +16,15 @@ from ..drafts.checked import CheckedDraft
 __all__ = ["Guard", "evaluating"]
 
 
-@dataclass(eq=False)
 class _Use:
-    """What all decoders of a target share, because it has one cache. A transformers model gets an adapter, and with it
-    a cache, for each decoder."""
+    """Shared by all decoders of a target, because it has one cache. A transformers model gets an adapter, and with it a
+    cache, for each decoder."""
 
-    # The thread at work, under the key None. A lock would not tell whose it is: an interrupt right after it was taken
-    # would leave it taken.
-    thread: dict[None, int] = field(default_factory=dict)
-    num_streams: int = 0
+    def __init__(self) -> None:
+        # The thread at work, under the key None. A lock would not tell whose it is: an interrupt right after it was
+        # taken would leave it taken.
+        self.thread: dict[None, int] = {}
+        self.num_streams = 0
 
     def release(self, thread: int) -> None:
         if self.thread.get(None) == thread:
@@ -36,8 +36,7 @@ _uses_lock = threading.Lock()
 
 
 class Guard:
-    """Lets one thread at a time work with a target and a draft, in evaluation mode, and lets only the newest stream
-    continue."""
+    """Lets one thread at a time work with a target and a draft, and only the newest stream or session continue."""
 
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
@@ -51,13 +50,25 @@ class Guard:
         return Guard, self._parts
 
     def begin_stream(self) -> int:
-        """Begin a stream, which ends all others; returns its number."""
+        """Begin a stream or a session, which ends all others; returns its number."""
         self._use.num_streams += 1
         return self._use.num_streams
 
+    def is_newest(self, stream: int) -> bool:
+        return stream == self._use.num_streams
+
     def check_is_newest(self, stream: int) -> None:
-        if stream != self._use.num_streams:
+        if not self.is_newest(stream):
             raise RuntimeError("stream: another one has begun with this decoder or its target, which has one state")
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """`working`, in inference mode and on the target's device: Triton launches on the current one, and streams
+        belong to it."""
+        device = self._parts[0].device
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self.working(), torch.inference_mode(), on_device:
+            yield
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -4,79 +4,138 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
-from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
-from ..drafts.adapter import as_language_model, refuse_class
-from ..drafts.base import feature_model
-from ..drafts.checked import CheckedDraft
-from ..sampling import SamplingParams
+from ..drafts import DraftSource, LanguageModel
+from ..sampling import SamplingParams, SamplingTensors
 from ..uniforms import row_seeds
-from .output import KeptLogits
-from .stopping import Stopping
+from .stopping import RowRule
 
 __all__ = [
-    "BatchRequest",
     "EosTokenIds",
+    "GenerateArguments",
     "Prompts",
     "Seed",
-    "as_draft_source",
     "check_logprobs",
-    "check_pair",
     "check_room",
     "checked_sampling",
-    "keep_features",
     "read_prompts",
-    "read_seeds",
-    "read_stopping",
 ]
 
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
+StopStrings = str | Sequence[str] | Sequence[Sequence[str]] | None
 
 
-def as_draft_source(draft: AnyDraft) -> DraftSource | None:
-    """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
-    if draft is None:
-        return None
-    refuse_class("draft", draft)
-    if not hasattr(draft, "propose"):
-        if isinstance(draft, nn.Module) or hasattr(draft, "forward"):
-            return ModelDraft(as_language_model("draft", draft))
-        raise TypeError(f"draft: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
-    is_own = isinstance(draft, DraftSource) and type(draft).propose.__module__.startswith("torch_specops.")
-    return cast(DraftSource, draft) if is_own else CheckedDraft(draft)
+class GenerateArguments(TypedDict, total=False):
+    """The keywords that `SpeculativeDecoder.generate` documents; `read_prompts` has the defaults."""
+
+    attention_mask: Tensor | None
+    max_new_tokens: int | Sequence[int]
+    sampling: SamplingParams | None
+    seed: Seed
+    eos_token_id: EosTokenIds
+    pad_token_id: int | None
+    inputs: Mapping[str, Tensor] | None
+    logprobs: str | None
+    top_logprobs: int
+    num_return_sequences: int
+    stop_strings: StopStrings
+    tokenizer: Any
 
 
-def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the draft's vocabulary or device is known and differs from the target's."""
-    if draft is None:
-        return
-    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "
-            "(torch_specops.drafts.TokenMap reads a draft with other tokens, or with padded logits)"
-        )
-    if draft.device is not None and draft.device != target.device:
-        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts, checked; tensors on the CPU.
+
+    Args:
+        tokens: [B, P] int64, each prompt from index 0 on, then zeros.
+        lengths: [B] int64 >= 1, tokens of each prompt.
+        limits: [B] int64, the length at which each sequence ends.
+        eos: [B, E] int64, tokens that end a sequence; -1 is none.
+        seeds: [B] int64.
+        sampling: of each row.
+        rules: what ends each row besides its eos and limit.
+        pad_token_id: fills a sequence after its end.
+        inputs: the input of the target's encoder for each sequence, by name; None = nothing.
+        num_copies: sequences of each prompt, which stand together.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    limits: Tensor
+    eos: Tensor
+    seeds: Tensor
+    sampling: SamplingTensors
+    rules: list[list[RowRule]]
+    pad_token_id: int = 0
+    inputs: Mapping[str, Tensor] | None = None
+    num_copies: int = 1
 
 
-def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
-    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
-    if draft is not None and draft.feature_layers:
-        feature_model(target).keep_features(draft.feature_layers)
-        # Another decoder may have bound it in between.
-        draft.bind(target)
-        return True
-    if hasattr(target, "keep_features"):
-        target.keep_features(())
-    return False
+def read_prompts(
+    target: LanguageModel,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    sampling: SamplingParams | None = None,
+    seed: Seed = None,
+    eos_token_id: EosTokenIds = None,
+    pad_token_id: int | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    num_return_sequences: int = 1,
+    stop_strings: StopStrings = None,
+    tokenizer: Any = None,
+    min_new_tokens: int = 0,
+) -> Prompts:
+    """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
+    those of the target.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
+    """
+    tokens, lengths = _align(input_ids, attention_mask, target.vocab_size)
+    checks.check_int("num_return_sequences", num_return_sequences, 1)
+    batch = tokens.shape[0] * num_return_sequences
+    new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
+    if eos_token_id is None:
+        eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
+    else:
+        eos = _eos_tensor(eos_token_id, batch)
+        if int(eos.max()) >= target.vocab_size:
+            raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
+    if pad_token_id is not None:
+        checks.check_int("pad_token_id", pad_token_id, 0)
+    else:
+        pad_token_id = getattr(target, "pad_token_id", None)
+    if attention_mask is None and pad_token_id is not None:
+        _warn_of_padding(tokens, pad_token_id)
+    if pad_token_id is None:
+        pad_token_id = max(int(eos[0, 0]), 0)
+    if num_return_sequences > 1:
+        tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
+        inputs = inputs and {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
+    return Prompts(
+        tokens,
+        lengths,
+        lengths + new_tokens,
+        eos,
+        _read_seeds(seed, batch),
+        (checked_sampling(sampling) or SamplingParams()).tensors(
+            batch, prompt_lengths=lengths, eos=eos, vocab_size=target.vocab_size
+        ),
+        _read_rules(stop_strings, tokenizer, batch),
+        pad_token_id,
+        inputs,
+        num_return_sequences,
+    )
 
 
 def check_room(
@@ -97,109 +156,46 @@ def check_room(
             )
 
 
-@dataclass(frozen=True)
-class BatchRequest:
-    """The arguments of one call of `SpeculativeDecoder.generate` or `stream`, which documents them."""
-
-    input_ids: Tensor
-    _: KW_ONLY
-    attention_mask: Tensor | None = None
-    max_new_tokens: int | Sequence[int] = 128
-    sampling: SamplingParams | None = None
-    seed: Seed = None
-    eos_token_id: EosTokenIds = None
-    pad_token_id: int | None = None
-    inputs: Mapping[str, Tensor] | None = None
-    logprobs: str | None = None
-    num_return_sequences: int = 1
-    stop_strings: str | Sequence[str] | None = None
-    tokenizer: Any = None
-    # Set by `hf.custom_generate`: its stopping criteria, which replace stop strings, and where to keep the logits.
-    stopping: Stopping | None = None
-    logits: KeptLogits | None = None
+def check_logprobs(logprobs: str | None, top_logprobs: int, vocab_size: int) -> None:
+    if logprobs not in (None, "raw", "processed"):
+        raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {logprobs!r}")
+    checks.check_int("top_logprobs", top_logprobs, 0)
+    if top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs: expected at most the {vocab_size} tokens of the target, got {top_logprobs}")
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """A batch of prompts, checked; tensors on the CPU.
-
-    Args:
-        tokens: [B, P] int64, each prompt from index 0 on, then zeros.
-        lengths: [B] int64 >= 1, tokens of each prompt.
-        limits: [B] int64, the length at which each sequence ends.
-        eos: [B, E] int64, tokens that end a sequence; -1 is none.
-        pad_token_id: what fills a sequence after its end.
-        inputs: what the target's encoder reads for each sequence, by name; None = nothing.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    limits: Tensor
-    eos: Tensor
-    pad_token_id: int
-    inputs: Mapping[str, Tensor] | None = None
+def checked_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
+    return sampling
 
 
-def read_prompts(target: LanguageModel, request: BatchRequest, min_new_tokens: int = 0) -> Prompts:
-    """Check prompts and limits; None for eos or pad tokens means those of the target. With `num_return_sequences`, the
-    copies of a prompt stand together.
+def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[list[RowRule]]:
+    """The rule of each row, one object for all rows with the same strings."""
+    given = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
+    is_per_row = bool(given) and not any(isinstance(each, str) for each in given)
+    rows: list[Any] = given if is_per_row else [given] * batch
+    if len(rows) != batch:
+        raise ValueError(f"stop_strings: expected strings for each of {batch} rows, got {len(rows)} lists")
+    rules: dict[tuple[str, ...], list[RowRule]] = {(): []}
+    found = []
+    for row in rows:
+        strings = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
+        if not all(isinstance(string, str) and string for string in strings):
+            raise TypeError(f"stop_strings: expected strings that are not empty, got {stop_strings!r}")
+        if strings not in rules:
+            if not hasattr(tokenizer, "get_vocab"):
+                raise TypeError(
+                    f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
+                )
+            from ..hf import stop_string_rule
 
-    Raises:
-        TypeError, ValueError: a wrong dtype or shape, an empty prompt, a mask with holes, a token out of range, fewer
-            than `min_new_tokens` new tokens.
-    """
-    tokens, lengths = _align(request.input_ids, request.attention_mask, target.vocab_size)
-    copies = request.num_return_sequences
-    checks.check_int("num_return_sequences", copies, 1)
-    batch = tokens.shape[0] * copies
-    max_new_tokens = _per_row("max_new_tokens", request.max_new_tokens, batch, min_new_tokens)
-    if request.eos_token_id is None:
-        eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
-    else:
-        eos = _eos_tensor(request.eos_token_id, batch)
-        if int(eos.max()) >= target.vocab_size:
-            raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
-    pad_token_id = request.pad_token_id
-    if pad_token_id is not None:
-        checks.check_int("pad_token_id", pad_token_id, 0)
-    else:
-        pad_token_id = getattr(target, "pad_token_id", None)
-    if request.attention_mask is None and pad_token_id is not None:
-        _warn_of_padding(tokens, pad_token_id)
-    if pad_token_id is None:
-        pad_token_id = max(int(eos[0, 0]), 0)
-    inputs = request.inputs
-    if copies > 1:
-        tokens, lengths = tokens.repeat_interleave(copies, 0), lengths.repeat_interleave(copies)
-        inputs = inputs and {name: values.repeat_interleave(copies, 0) for name, values in inputs.items()}
-    return Prompts(tokens, lengths, lengths + max_new_tokens, eos, pad_token_id, inputs)
+            rules[strings] = [stop_string_rule(tokenizer, strings)]
+        found.append(rules[strings])
+    return found
 
 
-def read_stopping(request: BatchRequest, prompts: Prompts) -> Stopping | None:
-    """What ends the rows of a batch besides eos and limit; None = nothing.
-
-    Raises:
-        TypeError: a stop string that is empty or not a string; no tokenizer.
-    """
-    strings = request.stop_strings
-    if strings is None or request.stopping is not None:
-        return request.stopping
-    strings = [strings] if isinstance(strings, str) else list(strings)
-    if not all(isinstance(string, str) and string for string in strings):
-        raise TypeError(f"stop_strings: expected strings that are not empty, got {request.stop_strings!r}")
-    if not strings:
-        return None
-    if not hasattr(request.tokenizer, "get_vocab"):
-        raise TypeError(
-            f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(request.tokenizer)}"
-        )
-    from ..hf import stop_string_rule
-
-    texts = [row[:length] for row, length in zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)]
-    return Stopping(texts, [stop_string_rule(request.tokenizer, strings)])
-
-
-def read_seeds(seed: Seed, batch: int) -> Tensor:
+def _read_seeds(seed: Seed, batch: int) -> Tensor:
     """[B] int64: the seeds given, or those that `uniforms.row_seeds` makes of an int. None draws an int from torch's
     default generator."""
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
@@ -217,17 +213,6 @@ def read_seeds(seed: Seed, batch: int) -> Tensor:
     if len(numbers) != batch:
         raise ValueError(f"{expected}, got {len(numbers)} numbers")
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def checked_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
-    return sampling
-
-
-def check_logprobs(logprobs: str | None) -> None:
-    if logprobs not in (None, "raw", "processed"):
-        raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {logprobs!r}")
 
 
 def _of_numpy(value: Any) -> Any:

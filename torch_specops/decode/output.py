@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .step import DecodeState, unpack_record
-from .stopping import Stopping
-
 __all__ = [
     "GenerationOutput",
     "GenerationStats",
-    "KeptLogits",
-    "Progress",
     "RecordReader",
     "Step",
     "Streamer",
-    "collect",
+    "TopLogprobs",
     "streamer_calls",
 ]
 
@@ -46,12 +40,19 @@ class Step:
     seconds: float
 
 
+class TopLogprobs(NamedTuple):
+    """The most likely tokens in the place of each token, in descending order; of equal ones the lower index first."""
+
+    tokens: Tensor  # [B, L, N] int64, -1 where no token was generated; of a `Completion` [n, N]
+    values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
+
+
 @dataclass
 class GenerationStats:
     """Counts and times, summed over all steps.
 
     Args:
-        seeds: one per row; empty for `generate_many`. Passed as `seed`, they reproduce the output.
+        seeds: one per row; empty for sessions and `generate_many`. Passed as `seed`, they reproduce the output.
         num_steps: steps of the batch.
         num_row_steps: the steps that each row took part in, summed over the rows.
         num_tokens: emitted tokens of all rows, without those that were cut.
@@ -136,6 +137,7 @@ class GenerationOutput:
         interrupted: True if a KeyboardInterrupt ended decoding. The output then holds the tokens generated so far.
         logprobs: [B, L] float32, the log-probability of every new token in `sequences` under the target, NaN elsewhere;
             None if not asked for.
+        top_logprobs: the most likely tokens in the place of every new token; None if not asked for.
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
 
@@ -156,147 +158,11 @@ class GenerationOutput:
     interrupted: bool = False
     logprobs: Tensor | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
+    top_logprobs: TopLogprobs | None = None
 
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""
         return self.sequences[row, int(self.prompt_lengths[row]) : int(self.lengths[row])].tolist()
-
-
-@dataclass
-class Progress:
-    """What the host knows from the records read so far. On CUDA the state on the device may be one step ahead.
-
-    Args:
-        limits: the length at which each row ends.
-        lengths: tokens of each row.
-        finished: whether each row has ended.
-        stats: counts and times.
-        stopping: other rules that end rows; None = there are none.
-        logits: keeps the target's logits; None = they are not kept.
-        num_refills: how many sequences each row had before its current one; empty in a batch without refills.
-    """
-
-    limits: list[int]
-    lengths: list[int]
-    finished: list[bool]
-    stats: GenerationStats
-    stopping: Stopping | None = None
-    logits: KeptLogits | None = None
-    num_refills: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._prompt_lengths = self.lengths
-
-    @property
-    def room(self) -> int:
-        """The most tokens that any row may still get."""
-        rows = zip(self.limits, self.lengths, self.finished, strict=True)
-        return max(0 if ended else limit - length for limit, length, ended in rows)
-
-    def cuts(self) -> dict[int, int]:
-        """Rows that a rule of `stopping` ended in the newest step -> their lengths."""
-        if self.stopping is None:
-            return {}
-        return {row: self._prompt_lengths[row] + kept for row, kept in self.stopping.cuts.items()}
-
-    def add(self, record: Tensor, seconds: float) -> tuple[Step, list[int], list[int]]:
-        """Count a step.
-
-        Returns:
-            The step, and the numbers of drafts proposed and accepted in the rows that took part.
-        """
-        step = Step(*unpack_record(record), seconds)
-        active = [row for row, ended in enumerate(self.finished) if not ended]
-        if self.stopping is not None:
-            # On CUDA a stopped row has taken part in one more step.
-            for row, is_stopped in enumerate(self.stopping.stopped):
-                if is_stopped:
-                    step.tokens[row], step.num_accepted[row], step.num_proposed[row] = [], 0, 0
-        self.stats.add(step)
-        if self.logits is not None:
-            self.logits.keep(list(map(len, step.tokens)))
-        if self.stopping is not None:
-            tokens, finished = self.stopping.add(step.tokens, step.finished)
-            self.stats.num_tokens += sum(map(len, tokens)) - sum(map(len, step.tokens))
-            step = replace(step, tokens=tokens, finished=finished)
-        self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, step.tokens, strict=True)]
-        self.finished = step.finished
-        return step, [step.num_proposed[row] for row in active], [step.num_accepted[row] for row in active]
-
-    def refill(self, row: int, length: int, limit: int) -> None:
-        """Begin to count another sequence in this row."""
-        self.lengths[row], self.limits[row], self.finished[row] = length, limit, False
-        self.num_refills[row] += 1
-
-    def without_earlier(self, record: Tensor, num_refills: list[int]) -> Tensor:
-        """The record of a step that began when `num_refills` were counted, cleared in rows that were refilled since:
-        there it is about sequences that had already ended."""
-        rows = [row for row, both in enumerate(zip(num_refills, self.num_refills, strict=True)) if both[0] != both[1]]
-        if rows:
-            record = record.clone()
-            record[rows, :-3] = -1
-            record[rows, -3:] = 0
-        return record
-
-
-def collect(
-    state: DecodeState, progress: Progress, prompt_lengths: Tensor, pad_token_id: int, interrupted: bool
-) -> GenerationOutput:
-    """The output of a batch, up to the newest record read: on CUDA the state may be one step ahead."""
-    lengths = torch.tensor(progress.lengths, device=state.tokens.device)
-    width = int(lengths.max())
-    inside = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
-    sequences = torch.where(inside, state.tokens[:, :width], pad_token_id)
-    logprobs = None if state.logprobs is None else torch.where(inside, state.logprobs[:, :width], math.nan)
-    newest = state.tokens.gather(1, (lengths - 1).unsqueeze(1))
-    ends_with_eos = ((newest == state.eos).any(1) & (lengths > prompt_lengths)).tolist()
-    errors: dict[int, str] = {}
-    reasons: list[str | None] = []
-    for row, (ended, failed) in enumerate(zip(progress.finished, state.failed.tolist(), strict=True)):
-        # On the device, a stopped row may have gone on and failed.
-        stopped = progress.stopping is not None and progress.stopping.stopped[row]
-        if ended and failed and not stopped:
-            errors[row] = f"target: no finite logit after {progress.lengths[row]} tokens"
-        early = "error" if row in errors else "eos" if ends_with_eos[row] else "stop" if stopped else None
-        reasons.append(early or ("length" if ended else None))
-    return GenerationOutput(
-        sequences=sequences,
-        prompt_lengths=prompt_lengths.clone(),
-        lengths=lengths,
-        stats=progress.stats,
-        errors=errors,
-        interrupted=interrupted,
-        logprobs=logprobs,
-        finish_reasons=reasons,
-    )
-
-
-class KeptLogits:
-    """The target's logits of every new token, B x L x V x 4 bytes.
-
-    An eager step pushes all of its logits; once the host has read the step's record, only those of the emitted tokens
-    are kept.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self._steps: list[Tensor] = []
-        self._rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
-
-    def push(self, logits: Tensor) -> None:
-        """Add the logits of a step [B, K+1, V]."""
-        self._steps.append(logits)
-
-    def keep(self, num_tokens: list[int]) -> None:
-        """Of the oldest step that was pushed, keep the first `num_tokens` logits of each row."""
-        logits = self._steps.pop(0)
-        for row, count in enumerate(num_tokens):
-            self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
-
-    def at(self, place: int) -> Tensor:
-        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
-        found = [own[place] if place < len(own) else None for own in self._rows]
-        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
-        return torch.stack([none if logits is None else logits for logits in found])
 
 
 class RecordReader:

@@ -13,13 +13,14 @@ from torch import Tensor
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
-from ..schedules import Trim
+from ..schedules import Schedule, Trim
 from .state import constants_of, moved, refilled, tensors_of
-from .step import DecodeState, propose, speculative_step, verify_and_commit
-from .verify import Verifier
+from .step import DecodeState, Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner", "on_device", "resolve_compile"]
 
+# The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
+CAPACITY_MULTIPLE = 64
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000
@@ -61,23 +62,42 @@ class StepRunner:
 
     Args:
         target, draft, verify: the parts of a step.
+        schedule: chooses the number of drafts.
+        measures_cost: the cost of a draft is to be measured before the first step.
+        compile: as `SpeculativeDecoder` takes it.
         one_graph: compile a step as a single graph instead of in pieces.
 
     Attributes:
-        compiled: whether steps are compiled.
+        compiled, compile_reason: whether steps are compiled, and why.
+        schedule: the one in use.
+        cost_is_measured: False until a cost that is to be measured has been.
         unread_length: the length of every row if the next step must read the prompts too; None = the target has read
             them.
         keep_logits: as `verify_and_commit` takes it.
     """
 
-    def __init__(self, target: LanguageModel, draft: DraftSource | None, verify: Verifier, one_graph: bool) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: DraftSource | None,
+        verify: Verifier,
+        schedule: Schedule,
+        *,
+        measures_cost: bool = False,
+        compile: bool | str = False,
+        one_graph: bool = False,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.verify = verify
+        self.schedule = schedule
+        self.cost_is_measured = not measures_cost
         self.compiled = False
         self.unread_length: int | None = None
         self.keep_logits: Callable[[Tensor], object] | None = None
-        self.verify = verify
-        self._target = target
-        self._draft = draft
+        self._compile = compile
         self._one_graph = one_graph
+        self._num_eager_steps = 0
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
@@ -90,6 +110,7 @@ class StepRunner:
         self._captured: list[Tensor] = []
         # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
         self._capture_stream: torch.cuda.Stream | None = None
+        self.choose_compile(0)
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process.
@@ -101,11 +122,20 @@ class StepRunner:
             raise RuntimeError("nothing was decoded yet: call generate or stream first")
         return self._state
 
-    @property
-    def draft_shape(self) -> Hashable | None:
-        """The key of the batch's shapes, under which a draft compiles its own pieces; None = it runs eagerly, or as a
-        part of one graph."""
-        return self._shape if self.compiled and not self._one_graph else None
+    def choose_compile(self, num_new_tokens: float) -> None:
+        """Decide whether to compile. Once steps are compiled, they stay compiled.
+
+        Args:
+            num_new_tokens: of the longest row of the batch to come.
+        """
+        if not self.compiled:
+            steps = self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1)
+            self.compiled, self.compile_reason = resolve_compile(self._compile, self.target, self.draft, steps)
+
+    def capacity(self, longest: int) -> int:
+        """Slots for the longest sequence, and for the drafts of a step beyond it."""
+        slots = longest + max(self.schedule.buckets) + 1
+        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
     def start(self, values: DecodeState, inputs: Mapping[str, Tensor]) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
@@ -124,8 +154,32 @@ class StepRunner:
                 for name, tensor in new.items():
                     old[name].copy_(tensor)
                 return self._state
-        self._state = moved(values, self._target.device)
+        self._state = moved(values, self.target.device)
         return self._state
+
+    def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
+        """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it.
+
+        Args:
+            inputs: as in `DraftSource.start`.
+        """
+        state, draft = self.state, self.draft
+        if draft is not None:
+            self._compile_draft(draft)
+            draft.expect(max(self.schedule.buckets))
+            draft.start(state.tokens, state.lengths, state.capacity, inputs)
+        self.keep_valid_graphs()
+        self.schedule.reset()
+
+    def restart_draft(self, rows: Tensor) -> None:
+        """Let the draft read the new texts of these rows."""
+        if self.draft is not None:
+            self._compile_draft(self.draft)
+            self.draft.restart(self.state.tokens, self.state.lengths, rows)
+
+    def _compile_draft(self, draft: DraftSource) -> None:
+        # As a part of one graph the draft has no pieces of its own.
+        draft.compile(self._shape if self.compiled and not self._one_graph else None)
 
     def refill(self, row: int, values: DecodeState) -> None:
         """Put another sequence into a row of the batch, as `refilled` does."""
@@ -140,9 +194,9 @@ class StepRunner:
     def keep_valid_graphs(self) -> None:
         """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
         batch: a model has a new cache if another decoder used it in between."""
-        if self._target.device.type != "cuda":
+        if self.target.device.type != "cuda":
             return
-        parts = [self._target] if self._draft is None else [self._target, self._draft]
+        parts = [self.target] if self.draft is None else [self.target, self.draft]
         tensors = static_tensors_of(*parts)
         static = [part for tensor in tensors or () for part in _parts_of(tensor)]
         found = [*tensors_of(self.state).values(), *static]
@@ -164,12 +218,13 @@ class StepRunner:
                 padding included.
         """
         state = self.state
+        self._num_eager_steps += not self.compiled
         with on_device(state.tokens.device):
             if num_draft_tokens == 0:
                 self._num_undrafted += 1
             elif self._num_undrafted > 0:
-                assert self._draft is not None
-                self._draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
+                assert self.draft is not None
+                self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
                 self._num_undrafted = 0
             if num_draft_tokens in self._graphs:
                 graph, record = self._graphs[num_draft_tokens]
@@ -195,7 +250,7 @@ class StepRunner:
             return 0.0
         started = time.perf_counter()
         with on_device(self.state.tokens.device), self._all_finished(), compile_errors_named():
-            if self._target.device.type == "cuda":
+            if self.target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
                 self._step(num_draft_tokens)
@@ -215,22 +270,22 @@ class StepRunner:
         return sorted(times)[1]
 
     def synchronize(self) -> None:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
 
     def _step(self, num_draft_tokens: int, trim: Trim | None = None) -> Tensor:
         state = self.state
         if self.compiled and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
-            return step(self._target, self._draft, state, num_draft_tokens, self.verify)
-        compiles_itself = self._draft is None or self._draft.compiles_itself
+            return step(self.target, self.draft, state, num_draft_tokens, self.verify)
+        compiles_itself = self.draft is None or self.draft.compiles_itself
         draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
-        proposal = draft(self._draft, state, num_draft_tokens)
+        proposal = draft(self.draft, state, num_draft_tokens)
         if self.compiled or state.tokens.device.type != "cpu":
             trim = None
         unread_length, self.unread_length = self.unread_length, None
         return self._piece(verify_and_commit, num_draft_tokens)(
-            self._target, state, proposal, self.verify, unread_length, trim, self.keep_logits
+            self.target, state, proposal, self.verify, unread_length, trim, self.keep_logits
         )
 
     def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
@@ -252,7 +307,7 @@ class StepRunner:
         """Capture the whole step as one CUDA graph. Graphs of different K share a memory pool: they never run at the
         same time."""
         if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self._target.device)
+            self._capture_stream = torch.cuda.Stream(self.target.device)
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None

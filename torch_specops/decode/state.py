@@ -19,15 +19,18 @@ from .step import DecodeState
 __all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
 
 # What fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
-_FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1}
+_FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1, "top_tokens": -1, "top_values": math.nan}
 
 
-def first_state(
-    prompts: Prompts, sampling: SamplingTensors, seeds: Tensor, capacity: int, logprobs: str | None = None
-) -> DecodeState:
-    """The state before the first step, with room for `capacity` tokens in a row. A row without new tokens has ended."""
+def first_state(prompts: Prompts, capacity: int, logprobs: str | None = None, top_logprobs: int = 0) -> DecodeState:
+    """The state before the first step, with room for `capacity` tokens in a row. A row without new tokens has ended.
+
+    Args:
+        logprobs, top_logprobs: as `SpeculativeDecoder.generate` takes them, checked.
+    """
     tokens = pad(prompts.tokens, (0, capacity - prompts.tokens.shape[1]))
     finished = prompts.limits <= prompts.lengths
+    top = (*tokens.shape, top_logprobs)
     return DecodeState(
         tokens=tokens,
         lengths=prompts.lengths,
@@ -35,11 +38,13 @@ def first_state(
         eos=prompts.eos,
         finished=finished,
         failed=torch.zeros_like(finished),
-        seeds=seeds,
-        sampling=sampling,
-        is_sampled=bool((sampling.temperature > 0).any()),
+        seeds=prompts.seeds,
+        sampling=prompts.sampling,
+        is_sampled=bool((prompts.sampling.temperature > 0).any()),
         logprobs=None if logprobs is None else torch.full(tokens.shape, math.nan),
-        logprobs_of=logprobs,
+        logprobs_of=logprobs or ("raw" if top_logprobs else None),
+        top_tokens=torch.full(top, -1) if top_logprobs else None,
+        top_values=torch.full(top, math.nan) if top_logprobs else None,
     )
 
 

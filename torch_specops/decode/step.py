@@ -1,4 +1,4 @@
-"""One step of the loop: draft, read the drafts with the target, verify them, and commit what is emitted.
+"""One step of the loop: draft, let the target read the drafts, verify them with an op, and commit what is emitted.
 
 Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address, so a step
 can be compiled as one graph, or captured into a CUDA graph and replayed.
@@ -9,20 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.rows import can_read_rows
+from ..drafts.rows import can_read_rows, read_ragged
+from ..ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
 from ..schedules import Trim
 from ..uniforms import verification_uniforms
-from .ragged import read_ragged
-from .verify import Verifier, log_probabilities
 
 __all__ = [
     "DecodeState",
+    "LogProbabilities",
+    "Verifier",
+    "log_probabilities",
     "propose",
     "speculative_step",
     "unpack_record",
@@ -47,6 +51,8 @@ class DecodeState:
         logprobs: [B, W] float32, the log-probability of every emitted token under the target, NaN elsewhere; None = not
             wanted.
         logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
+        top_tokens, top_values: [B, W, N] int64 and float32, the N most likely tokens at each emitted token and their
+            log-probabilities, -1 and NaN elsewhere; None = not wanted.
     """
 
     tokens: Tensor
@@ -60,6 +66,78 @@ class DecodeState:
     is_sampled: bool
     logprobs: Tensor | None = None
     logprobs_of: str | None = None
+    top_tokens: Tensor | None = None
+    top_values: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """W, slots for the tokens of a row."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Calls one of the verify ops with the tensors of a step.
+
+    Args:
+        op: "exact", "block" or "sigmoid".
+        lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
+    """
+
+    op: str = "exact"
+    lenience: float = 1.0
+    argmax_lenience: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.check_numbers(lenience=self.lenience, argmax_lenience=self.argmax_lenience)
+        for name, value in (("lenience", self.lenience), ("argmax_lenience", self.argmax_lenience)):
+            checks.check_fraction(name, value)
+            if value < 1.0 and self.op != "exact":
+                raise ValueError(
+                    f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {self.op!r}"
+                )
+        if self.op not in ("exact", "block", "sigmoid"):
+            raise ValueError(f"verify: expected 'exact', 'block' or 'sigmoid', got {self.op!r}")
+
+    def __call__(
+        self, target_logits: Tensor, draft: Draft, uniforms: tuple[Tensor, Tensor], sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Accept drafts, and draw the next token.
+
+        Args:
+            target_logits: [B, K+1, V].
+            draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled.
+            uniforms: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token.
+            sampling: temperature and filters of each row.
+
+        Returns:
+            output_tokens [B, K+1] int64: accepted drafts, the next token, then -1.
+            num_accepted [B] int64.
+
+        Raises:
+            ValueError: logits of another shape, as from a model that ignores `num_logits`.
+        """
+        expected = (draft.tokens.shape[0], draft.tokens.shape[1] + 1)
+        if target_logits.shape[:-1] != expected:
+            raise ValueError(
+                f"target: expected logits {[*expected, 'V']} from forward with num_logits = {expected[1]}, "
+                f"got shape {list(target_logits.shape)}"
+            )
+        temperature, filters = sampling.temperature, sampling.filters
+        if draft.tokens.shape[1] == 0:
+            # Without drafts every op draws from the target's row, which `sample` does with less work.
+            tokens, _ = sample(target_logits[:, 0], uniforms[1], temperature, **filters)
+            return tokens.unsqueeze(1), torch.zeros_like(tokens)
+        if self.op == "sigmoid":
+            # This op takes no filters, so both sides are filtered first.
+            target_logits, filters = _filtered(target_logits, sampling), {}
+            if draft.logits is not None:
+                draft_logits = _filtered(draft.logits, sampling)
+                return verify_sigmoid(target_logits, draft.tokens, draft_logits, *uniforms, temperature=temperature)
+        arguments = (target_logits, draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
+        if self.op == "block":
+            return verify_block(*arguments, **filters)
+        return verify_exact(*arguments, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
 
 
 def speculative_step(
@@ -119,7 +197,8 @@ def verify_and_commit(
     logprobs = None
     if state.logprobs_of is not None:
         logits = target_logits if state.logprobs_of == "raw" else processed
-        logprobs = log_probabilities(logits, output_tokens, state.sampling, state.logprobs_of)
+        num_top = 0 if state.top_tokens is None else state.top_tokens.shape[2]
+        logprobs = log_probabilities(logits, output_tokens, state.sampling, state.logprobs_of, num_top)
     return _commit(state, room, output_tokens, num_accepted, num_proposed, logprobs)
 
 
@@ -178,10 +257,10 @@ def _commit(
     output_tokens: Tensor,
     num_accepted: Tensor,
     num_proposed: Tensor,
-    logprobs: Tensor | None,
+    logprobs: LogProbabilities | None,
 ) -> Tensor:
-    """Append what was accepted and drawn [B, K+1], and its log-probabilities [B, K+1] if they are wanted, to the
-    unfinished rows. Returns the step's record."""
+    """Append what was accepted and drawn [B, K+1], and its log-probabilities if they are wanted, to the unfinished
+    rows. Returns the step's record."""
     width = output_tokens.shape[1]
     index = torch.arange(width, device=output_tokens.device)
     num_tokens = (output_tokens >= 0).sum(1)
@@ -197,9 +276,79 @@ def _commit(
     emitted = torch.where(is_emitted, output_tokens, -1)
     slots = state.lengths.unsqueeze(1) + index
     state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
-    if logprobs is not None and state.logprobs is not None:
-        state.logprobs.scatter_(1, slots, torch.where(is_emitted, logprobs, math.nan))
+    if logprobs is not None:
+        for kept, new, nothing in zip(
+            (state.logprobs, state.top_tokens, state.top_values), logprobs, (math.nan, -1, math.nan), strict=True
+        ):
+            if kept is not None:
+                # Top log-probabilities have one more dimension.
+                places, is_new = slots, is_emitted
+                if new.dim() == 3:
+                    places, is_new = (each.unsqueeze(2).expand_as(new) for each in (slots, is_emitted))
+                kept.scatter_(1, places, torch.where(is_new, new, nothing))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
     return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)
+
+
+class LogProbabilities(NamedTuple):
+    """Of emitted tokens, and of the most likely tokens in their places."""
+
+    of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
+    top_tokens: Tensor  # [B, n, N] int64, the most likely one first; of equal ones the lower index
+    top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
+
+
+def log_probabilities(
+    target_logits: Tensor, tokens: Tensor, sampling: SamplingTensors, logprobs: str, num_top: int = 0
+) -> LogProbabilities:
+    """The log-probability of each token under its row of logits.
+
+    Args:
+        target_logits: [B, n, V]; for "processed", after the processors.
+        tokens: [B, n] int64.
+        sampling: temperature and filters of each row.
+        logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.
+        num_top: N <= V.
+    """
+    temperature = torch.ones_like(sampling.temperature)
+    if logprobs == "processed":
+        target_logits = _filtered(target_logits, sampling)
+        temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # As the ops read logits: NaN masks a token, and infinity is the largest float32.
+    largest = torch.finfo(torch.float32).max
+    z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
+    lse = z.logsumexp(2, keepdim=True)
+    found = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
+    top_tokens = _most_likely(z, num_top)
+    top_values = z.gather(2, top_tokens) - lse
+    if logprobs == "processed":
+        is_greedy = (sampling.temperature == 0).unsqueeze(1)
+        found = torch.where(is_greedy, 0.0, found)
+        # The distribution of a greedy row has one token.
+        one_hot = torch.where(torch.arange(num_top, device=z.device) == 0, 0.0, -math.inf)
+        top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
+    return LogProbabilities(found, top_tokens, top_values)
+
+
+def _most_likely(z: Tensor, count: int) -> Tensor:
+    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
+    equal ones the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
+    its own: an integer of the same order, and behind it the index."""
+    if count == 0:
+        return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
+    bits = (z + 0.0).view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = torch.arange(z.shape[2], device=z.device)
+    return (ordered * 2**32 + (2**32 - 1 - index)).topk(count, 2).indices
+
+
+def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """[B, n, V] logits, with -inf for what top-k, top-p and min-p of each row remove."""
+    if not sampling.filters:
+        return logits
+    num_logits = logits.shape[1]
+    filters = {name: values.repeat_interleave(num_logits) for name, values in sampling.filters.items()}
+    temperature = sampling.temperature.repeat_interleave(num_logits)
+    return filter_logits(logits.flatten(0, 1), temperature, **filters).unflatten(0, logits.shape[:2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ RowRule = Callable[[list[list[int]]], list[bool]]
 BatchRule = Callable[[Tensor], Any]
 
 
-@dataclass
 class Stopping:
     """Asks the rules about every new token in order, and holds back tokens that a rule may still cut.
 
@@ -27,38 +25,46 @@ class Stopping:
 
     Args:
         prompts: the tokens that the rules see before the new ones; of equal lengths if there is a `BatchRule`.
-        row_rules, batch_rules: the rules.
+        row_rules: for all rows.
+        batch_rules: for all rows together.
         pad_token_id: as in `Prompts`.
         device: where a `BatchRule` gets its tensor.
 
     Attributes:
-        stopped: whether a rule ended the row.
         cuts: row -> how many new tokens it keeps, for the rows that the newest call of `add` ended.
     """
 
-    prompts: list[list[int]]
-    row_rules: Sequence[RowRule] = ()
-    batch_rules: Sequence[BatchRule] = ()
-    pad_token_id: int = 0
-    device: torch.device | str = "cpu"
-    stopped: list[bool] = field(init=False)
-    cuts: dict[int, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        batch = len(self.prompts)
-        self.stopped = [False] * batch
-        self._texts: list[list[int]] = [[] for _ in range(batch)]
-        self._ended = [False] * batch
-        self._num_shown = [0] * batch
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        row_rules: Sequence[RowRule] = (),
+        batch_rules: Sequence[BatchRule] = (),
+        pad_token_id: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.cuts: dict[int, int] = {}
+        self._batch_rules = batch_rules
+        self._pad_token_id = pad_token_id
+        self._device = device
+        num_rows = len(prompts)
+        self._prompts = prompts
+        self._rules = [row_rules] * num_rows
+        self._texts: list[list[int]] = [[] for _ in range(num_rows)]
+        self._ended = [False] * num_rows
+        self._num_shown = [0] * num_rows
         self._num_asked = 0
-        if self.batch_rules:
-            self._seen = torch.tensor(self.prompts, device=self.device)
+        self._seen: Tensor | None = None
+
+    def begin(self, row: int, prompt: list[int], rules: Sequence[RowRule]) -> None:
+        """Begin another text in a row, with rules of its own."""
+        self._rules[row], self._prompts[row], self._texts[row] = rules, prompt, []
+        self._ended[row], self._num_shown[row] = False, 0
 
     def add(self, tokens: list[list[int]], ended: list[bool]) -> tuple[list[list[int]], list[bool]]:
         """Ask the rules about a step.
 
         Args:
-            tokens: what each row emitted.
+            tokens: the tokens that each row emitted.
             ended: whether each row has reached its eos or limit.
 
         Returns:
@@ -68,41 +74,39 @@ class Stopping:
         for row, new in enumerate(tokens):
             self._texts[row] += new
             self._ended[row] |= ended[row]
-        self._ask_of_rows([len(new) for new in tokens])
+        self._ask_of_rows(tokens)
         self._ask_of_batch()
         lengths = [len(text) for text in self._texts]
-        settled = [min(length, self._num_asked) for length in lengths] if self.batch_rules else lengths
-        ends = zip(self._texts, self._num_shown, settled, strict=True)
-        shown = [text[start:stop] for text, start, stop in ends]
+        settled = [min(length, self._num_asked) for length in lengths] if self._batch_rules else lengths
+        shown = [text[start:stop] for text, start, stop in zip(self._texts, self._num_shown, settled, strict=True)]
         self._num_shown = settled
         finished = [end and stop == length for end, stop, length in zip(self._ended, settled, lengths, strict=True)]
         return shown, finished
 
-    def _ask_of_rows(self, num_new: list[int]) -> None:
-        places, texts = [], []
-        for row, count in enumerate(num_new):
-            whole = self.prompts[row] + self._texts[row]
-            for left in reversed(range(count)):
-                places.append((row, len(self._texts[row]) - left))
-                texts.append(whole[: len(whole) - left])
-        if not texts:
-            return
-        answers = [rule(texts) for rule in self.row_rules]
-        for (row, length), *answer in zip(places, *answers, strict=True):
-            if any(answer):
-                self._stop(row, length)
+    def _ask_of_rows(self, tokens: list[list[int]]) -> None:
+        # Rows with the same rule are asked about together.
+        asked: dict[RowRule, list[tuple[int, int]]] = {}
+        for row, new in enumerate(tokens):
+            length = len(self._texts[row])
+            for rule in self._rules[row]:
+                asked.setdefault(rule, []).extend((row, length - left) for left in reversed(range(len(new))))
+        for rule, places in asked.items():
+            texts = [self._prompts[row] + self._texts[row][:length] for row, length in places]
+            for (row, length), ends in zip(places, rule(texts) if texts else (), strict=True):
+                if ends:
+                    self._stop(row, length)
 
     def _ask_of_batch(self) -> None:
-        if not self.batch_rules:
-            return
-        while self._num_asked < self._num_known():
+        while self._batch_rules and self._num_asked < self._num_known():
             asked = self._num_asked = self._num_asked + 1
-            column = [text[asked - 1] if asked <= len(text) else self.pad_token_id for text in self._texts]
-            self._seen = torch.cat([self._seen, torch.tensor(column, device=self.device).unsqueeze(1)], 1)
-            answers = [torch.as_tensor(rule(self._seen)).bool().expand(len(column)) for rule in self.batch_rules]
-            for row, answer in enumerate(zip(*(each.tolist() for each in answers), strict=True)):
-                if any(answer):
-                    self._stop(row, asked)
+            column = [text[asked - 1] if asked <= len(text) else self._pad_token_id for text in self._texts]
+            before = torch.tensor(self._prompts, device=self._device) if self._seen is None else self._seen
+            self._seen = torch.cat([before, torch.tensor(column, device=self._device).unsqueeze(1)], 1)
+            for rule in self._batch_rules:
+                answer = torch.as_tensor(rule(self._seen)).bool().expand(len(column))
+                for row, ends in enumerate(answer.tolist()):
+                    if ends:
+                        self._stop(row, asked)
 
     def _num_known(self) -> int:
         """How many new tokens every row has; a row that has ended counts as if it had as many as the longest."""
@@ -115,5 +119,5 @@ class Stopping:
         if length > len(self._texts[row]):
             return
         del self._texts[row][length:]
-        self._ended[row] = self.stopped[row] = True
+        self._ended[row] = True
         self.cuts[row] = length

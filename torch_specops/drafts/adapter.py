@@ -1,4 +1,4 @@
-"""Adapts a user's model to `LanguageModel`."""
+"""Adapts what a user passes as target and draft."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import cast
 
 from torch import nn
 
-from .base import LanguageModel
+from .base import AnyDraft, DraftSource, LanguageModel, feature_model
+from .checked import CheckedDraft
+from .model import ModelDraft
 
-__all__ = ["as_language_model", "refuse_class"]
+__all__ = ["as_draft_source", "as_language_model", "check_pair", "keep_features", "refuse_class"]
 
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
@@ -38,3 +40,41 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
 def refuse_class(name: str, given: object) -> None:
     if isinstance(given, type):
         raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
+
+
+def as_draft_source(draft: AnyDraft) -> DraftSource | None:
+    """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
+    if draft is None:
+        return None
+    refuse_class("draft", draft)
+    if not hasattr(draft, "propose"):
+        if isinstance(draft, nn.Module) or hasattr(draft, "forward"):
+            return ModelDraft(as_language_model("draft", draft))
+        raise TypeError(f"draft: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
+    is_own = isinstance(draft, DraftSource) and type(draft).propose.__module__.startswith("torch_specops.")
+    return cast(DraftSource, draft) if is_own else CheckedDraft(draft)
+
+
+def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
+    """Raise ValueError if the draft's vocabulary or device is known and differs from the target's."""
+    if draft is None:
+        return
+    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "
+            "(torch_specops.drafts.TokenMap reads a draft with other tokens, or with padded logits)"
+        )
+    if draft.device is not None and draft.device != target.device:
+        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
+
+
+def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
+    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
+    if draft is not None and draft.feature_layers:
+        feature_model(target).keep_features(draft.feature_layers)
+        # Another decoder may have bound it in between.
+        draft.bind(target)
+        return True
+    if hasattr(target, "keep_features"):
+        target.keep_features(())
+    return False

@@ -25,6 +25,7 @@ __all__ = [
     "clear_rows",
     "feature_model",
     "first_layers",
+    "replace_inputs",
     "static_tensors_of",
 ]
 
@@ -104,14 +105,21 @@ class DraftSource(ABC):
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Some rows have new prompts: forget what was read of these rows, and read the prompts. Called between two
-        steps of `generate_many`, also for the first prompts: `start` then gets rows of one meaningless token. Runs
-        eagerly and may wait for the device.
+        steps of a session, also for the first prompts: `start` then gets rows of one meaningless token. Runs eagerly
+        and may wait for the device.
 
-        A source with a `start` of its own needs a `restart` for `generate_many`.
+        A source with a `start` of its own needs a `restart` for sessions and `generate_many`.
 
         Args:
             tokens, lengths: as in `propose`.
             rows: [A] int64.
+        """
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        """Called before `restart` if the target reads something besides the tokens: what it reads for this row.
+
+        Args:
+            inputs: as in `start`, with a batch of one.
         """
 
     @property
@@ -121,8 +129,7 @@ class DraftSource(ABC):
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with sequences that have ended: once every row of a batch has, or in `generate_many` as rows end; not
-        if the caller stops earlier. Runs eagerly.
+        """Called with sequences as they end; not if the caller stops earlier. Runs eagerly.
 
         Args:
             tokens, lengths: as in `propose`, for these sequences only, with all emitted tokens.
@@ -163,10 +170,11 @@ class LanguageModel(Protocol):
     while it decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait
     for the device.
 
-    Three methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
+    Four methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
     batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model that
     stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64 that
     begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
+    `replace_inputs(row, inputs)` gives a row other inputs [1, ...] than `start` did; sessions call it.
     """
 
     @property
@@ -276,6 +284,13 @@ def clear_rows(model: LanguageModel, rows: Tensor) -> None:
     clear = getattr(model, "clear_rows", None)
     if clear is not None:
         clear(rows)
+
+
+def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:
+    """Let a model read other inputs [1, ...] for a row, if it reads something besides the tokens."""
+    replace = getattr(model, "replace_inputs", None)
+    if replace is not None:
+        replace(row, inputs)
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:

@@ -68,6 +68,9 @@ class CheckedDraft(DraftSource):
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         getattr(self.source, "restart", super().restart)(tokens, lengths, rows)
 
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        getattr(self.source, "replace_inputs", super().replace_inputs)(row, inputs)
+
     @property
     def can_restart(self) -> bool:
         if isinstance(self.source, DraftSource):

@@ -101,6 +101,10 @@ class HierarchicalDraft(ModelDraft):
         super().restart(tokens, lengths, rows)
         self.inner.restart(tokens, lengths, rows)
 
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        super().replace_inputs(row, inputs)
+        self.inner.replace_inputs(row, inputs)
+
     @property
     def can_restart(self) -> bool:
         return self.inner.can_restart

@@ -15,7 +15,7 @@ from ..ops import sample
 from ..sampling import SamplingTensors
 from ..tracing import can_read_data
 from ..uniforms import uniforms
-from .base import Draft, DraftSource, LanguageModel, static_tensors_of
+from .base import Draft, DraftSource, LanguageModel, replace_inputs, static_tensors_of
 from .rows import read_beginnings, read_texts
 
 __all__ = ["ModelDraft", "SequentialDraft"]
@@ -128,6 +128,9 @@ class ModelDraft(SequentialDraft):
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        replace_inputs(self.model, row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.

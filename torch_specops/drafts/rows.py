@@ -10,8 +10,20 @@ from torch import Tensor
 
 from .base import LanguageModel, clear_rows
 
-__all__ = ["FORWARD_COST", "RowReader", "can_read_rows", "groups_by_length", "read_beginnings", "read_texts"]
+__all__ = [
+    "RowReader",
+    "can_read_rows",
+    "groups_by_length",
+    "read_beginnings",
+    "read_ragged",
+    "read_texts",
+    "row_groups",
+]
 
+# Rows that are read together, and how many tokens of each.
+Group = tuple[list[int], int]
+# Groups must cost less than this share of the padded forward, because their rows are gathered from the cache.
+MAX_RELATIVE_COST = 0.75
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
@@ -58,6 +70,9 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         groups = groups_by_length(counts, FORWARD_COST if tokens.device.type == "cpu" else None)
     for group in groups:
         width = max(counts[index] for index in group)
+        if not can_read_rows(model):
+            # It may have new inputs, which the first forward reads, and compiled steps do not.
+            width = max(width, 1)
         if width <= 0:
             continue
         # A shorter text is read beyond its end; its next tokens will overwrite those slots.
@@ -111,3 +126,52 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
             groups.append([index])
             padding = 0
     return groups
+
+
+def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:
+    """The groups in which to read the active rows in an eager step on a CPU, where the time of a forward grows with the
+    number of tokens: all together, or rows with drafts apart from those without.
+
+    Args:
+        num_proposed: drafts of each row.
+        active: whether each row has not ended.
+
+    Returns:
+        The cheaper grouping; None if one padded forward over all rows is about as cheap.
+    """
+    width = max(num_proposed, default=0) + 1
+    rows = [row for row, is_active in enumerate(active) if is_active]
+    drafting = [row for row in rows if num_proposed[row] > 0]
+    others = [row for row in rows if num_proposed[row] == 0]
+    # If one of the two groups is empty, the single group is the cheaper one.
+    groups = min(([(rows, width)], [(drafting, width), (others, 1)]), key=_cost)
+    padded = [(list(range(len(active))), width)]
+    return groups if rows and _cost(groups) <= MAX_RELATIVE_COST * _cost(padded) else None
+
+
+def _cost(groups: Sequence[Group]) -> int:
+    return sum(len(rows) * width + FORWARD_COST for rows, width in groups)
+
+
+def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor) -> Tensor:
+    """[B, n, V] logits of each row's newest token and drafts.
+
+    Rows that have ended, and padding among the drafts, may not be read; their logits are then 0.
+
+    Args:
+        tokens, positions: [B, n] int64, the newest token and the drafts.
+        num_proposed: [B] int64, drafts of each row.
+        finished: [B] bool.
+    """
+    groups = row_groups(num_proposed.tolist(), (~finished).tolist())
+    if groups is None:
+        return target.forward(tokens, positions, tokens.shape[1])
+    logits = None
+    for members, width in groups:
+        rows = torch.tensor(members)
+        part = target.forward(tokens[rows, :width], positions[rows, :width], width, rows)
+        if logits is None:
+            logits = part.new_zeros(*tokens.shape, part.shape[2])
+        logits[rows, :width] = part
+    assert logits is not None
+    return logits

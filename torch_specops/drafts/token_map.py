@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, clear_rows, first_layers, static_tensors_of
+from .base import LanguageModel, clear_rows, first_layers, replace_inputs, static_tensors_of
 from .rows import can_read_rows
 
 __all__ = ["TokenMap", "twin_tokens"]
@@ -104,6 +104,9 @@ class TokenMap:
 
     def clear_rows(self, rows: Tensor) -> None:
         clear_rows(self.model, rows)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        replace_inputs(self.model, row, inputs)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)

@@ -19,15 +19,14 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
-from ..decode.inputs import BatchRequest, Seed
-from ..decode.output import KeptLogits
+from ..decode.inputs import GenerateArguments, Seed
 from ..decode.stopping import Stopping
 from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
 from .models import EncoderDecoderModel, language_model
-from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
+from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, KeptLogits, Predictions
 from .processors import read_processors
 from .stopping import read_criteria
 
@@ -137,11 +136,8 @@ def custom_generate(
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     stopping = None
     if stops.row_rules or stops.batch_rules:
-        stopping = Stopping(
-            input_ids.tolist(), stops.row_rules, stops.batch_rules, pad_token_id=pad_token_id, device=input_ids.device
-        )
-    request = BatchRequest(
-        input_ids,
+        stopping = Stopping(input_ids.tolist(), stops.row_rules, stops.batch_rules, pad_token_id, input_ids.device)
+    arguments = GenerateArguments(
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
         max_new_tokens=max(stops.max_length - input_ids.shape[1], 1),
@@ -151,10 +147,9 @@ def custom_generate(
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,
-        stopping=stopping,
-        logits=None if predictions is None else predictions.kept,
     )
-    output = kept.decoder.run(request, token_streamer)
+    kept_logits = None if predictions is None else predictions.kept
+    output = kept.decoder.run(input_ids, arguments, token_streamer, stopping, kept_logits)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
@@ -345,6 +346,29 @@ class EncoderDecoderModel(TransformersModel):
         self._start_cache(batch, capacity)
         if self._cross_cache is None or self._encoder_states is not before:
             self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
+        self._cross_cache.reset()
+        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        """Let the encoder read other inputs [1, ...] for a row. The next forward computes its keys and values."""
+        new, states = self._encode(1, inputs), self._encoder_states
+        assert states is not None and self._cross_cache is not None
+        length = max(new.shape[1], states.shape[1])
+        if self._is_t5:
+            mask = torch.ones(states.shape[:2]) if self._encoder_mask is None else self._encoder_mask
+            new_mask = inputs.get("attention_mask", torch.ones(new.shape[:2]))
+            mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
+            mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
+            self._encoder_mask = _placed(self._encoder_mask, mask)
+        elif new.shape[1] != states.shape[1]:
+            raise ValueError(
+                f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
+            )
+        if length > states.shape[1]:
+            states = pad(states, (0, 0, 0, length - states.shape[1]))
+            self._cross_cache = Cache(layers=[StaticLayer(length) for _ in range(self.num_layers)])
+        states[row] = pad(new, (0, 0, 0, length - new.shape[1]))
+        self._encoder_states = states
         self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
 

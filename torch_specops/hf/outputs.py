@@ -14,9 +14,9 @@ from transformers.generation import (
     LogitsProcessorList,
 )
 
-from ..decode.output import GenerationStats, KeptLogits
+from ..decode.output import GenerationStats
 
-__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "Predictions"]
+__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "KeptLogits", "Predictions"]
 
 
 @dataclass
@@ -32,6 +32,34 @@ class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder model."""
 
     stats: GenerationStats | None = None
+
+
+class KeptLogits:
+    """The target's logits of every new token, B x L x V x 4 bytes.
+
+    An eager step pushes all of its logits; once the host has read the step's record, only those of the emitted tokens
+    are kept.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._steps: list[Tensor] = []
+        self._rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
+
+    def push(self, logits: Tensor) -> None:
+        """Add the logits of a step [B, K+1, V]."""
+        self._steps.append(logits)
+
+    def keep(self, num_tokens: list[int]) -> None:
+        """Of the oldest step that was pushed, keep the first `num_tokens` logits of each row."""
+        logits = self._steps.pop(0)
+        for row, count in enumerate(num_tokens):
+            self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
+
+    def at(self, place: int) -> Tensor:
+        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
+        found = [own[place] if place < len(own) else None for own in self._rows]
+        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
+        return torch.stack([none if logits is None else logits for logits in found])
 
 
 class Predictions:

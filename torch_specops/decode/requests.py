@@ -1,0 +1,220 @@
+"""A request for a row of a batch, the handle of one that was submitted, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..drafts import LanguageModel
+from ..sampling import SamplingParams
+from .inputs import Prompts, Seed, read_prompts
+from .output import TopLogprobs
+
+__all__ = ["Completion", "Handle", "Request", "Submission", "read_request"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt for a session or `SpeculativeDecoder.generate_many`, and how to continue it.
+
+    Args:
+        input_ids: [P] int64, a tensor, an array of numpy or a list, P >= 1, without padding.
+        max_new_tokens: the most tokens to emit, >= 0.
+        sampling: None = the decoder's.
+        seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
+            list or tensor of one. None draws an int when the request is submitted.
+        eos_token_id: a token or several; () = none; None = those of the target's generation config.
+        stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
+        max_time: seconds from the request's admission to a row until the step that ends it; None = no limit.
+        inputs: the input of the target's encoder, by name, with a batch of one.
+
+    Example:
+        >>> import transformers, torch_specops
+        >>> from torch_specops import Request, SamplingParams
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> greedy = SamplingParams(temperature=0.0)
+        >>> requests = [Request([5, 6], 9, seed=1), Request([7], 2, greedy), Request([8, 9], 3, greedy)]
+        >>> for completion in decoder.generate_many(requests, batch_size=2):
+        ...     print(completion.index, len(completion.tokens), completion.finish_reason)
+        1 3 length
+        2 5 length
+        0 11 length
+    """
+
+    input_ids: Tensor | Sequence[int]
+    max_new_tokens: int = 128
+    sampling: SamplingParams | None = None
+    seed: Seed = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    tokenizer: Any = None
+    max_time: float | None = None
+    inputs: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """The result of a request. Its tensors are on the CPU.
+
+    Args:
+        index: the request's place in the input, from 0 on.
+        tokens: [P + n] int64, the prompt and the new tokens; the last one may be an eos token.
+        new_tokens: [n] int64.
+        logprobs: [n] float32, the log-probability of every new token under the target; None if not asked for.
+        seed: the row's seed; a request with `seed=[completion.seed]` gets the same tokens. None if the request was
+            refused.
+        finish_reason: "eos", "length", "stop" (a stop string), "time" (`max_time`), "cancelled" or "error".
+        error: why the request was refused or ended early; None = it ended normally or was cancelled.
+        top_logprobs: the most likely tokens [n, N] in the place of every new token; None if not asked for.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> tokens = torch.tensor([5, 6, 7, 2])
+        >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos").error is None
+        True
+    """
+
+    index: int
+    tokens: Tensor
+    new_tokens: Tensor
+    logprobs: Tensor | None
+    seed: int | None
+    finish_reason: str
+    error: str | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+@dataclass(eq=False)
+class Submission:
+    """A request in a session.
+
+    Args:
+        prompt: the request, checked; a text if it was refused: why.
+        max_time: seconds; infinite if there is no limit.
+        deadline: when they are over.
+        is_cancelled: whether it is to end before the next step.
+        tokens, completion: so far.
+        changed: is notified of these.
+    """
+
+    index: int
+    prompt: Prompts | str
+    max_time: float
+    deadline: float = math.inf
+    is_cancelled: bool = False
+    tokens: list[int] = field(default_factory=list)
+    completion: Completion | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def add(self, tokens: list[int]) -> None:
+        with self.changed:
+            self.tokens += tokens
+            self.changed.notify_all()
+
+    def end(self, completion: Completion) -> None:
+        with self.changed:
+            self.completion = completion
+            self.changed.notify_all()
+
+
+class Handle:
+    """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
+
+    Attributes:
+        index: the request's place in the order of submission.
+    """
+
+    def __init__(self, submission: Submission, cancel: Callable[[Submission], object]) -> None:
+        self.index = submission.index
+        self._submission = submission
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._submission.completion is not None
+
+    def tokens(self) -> Iterator[int]:
+        """The new tokens as they come, from the first one on; ends with the request."""
+        place, submission = 0, self._submission
+        while True:
+            with submission.changed:
+                while len(submission.tokens) == place and not self.done:
+                    submission.changed.wait()
+                new = submission.tokens[place:]
+            if not new:
+                return
+            yield from new
+            place += len(new)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The completion, once the request has ended.
+
+        Args:
+            timeout: seconds to wait; None = until the request ends.
+
+        Raises:
+            TimeoutError: it has not ended in time; it goes on.
+        """
+        with self._submission.changed:
+            self._submission.changed.wait_for(lambda: self.done, timeout)
+        if self._submission.completion is None:
+            raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
+        return self._submission.completion
+
+    def cancel(self) -> None:
+        """End the request before the next step, with the tokens so far; at once if it waits for a row."""
+        self._cancel(self._submission)
+
+
+def read_request(request: Request, target: LanguageModel, sampling: SamplingParams) -> Prompts:
+    """Check a request as `generate` would.
+
+    Args:
+        sampling: of a request that has none.
+
+    Raises:
+        TypeError, ValueError: a wrong field, by name.
+    """
+    if request.max_time is not None:
+        checks.check_number("max_time", request.max_time)
+    inputs, has_encoder = request.inputs, getattr(target, "reads_inputs", False)
+    if (inputs is not None) != has_encoder:
+        expected = "those of the target's encoder" if has_encoder else "None, because the target has no encoder"
+        raise ValueError(f"inputs: expected {expected}, got {type(inputs)}")
+    for name, value in (inputs or {}).items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (1,):
+            raise ValueError(f"inputs: expected {name} with a batch of one, got {getattr(value, 'shape', type(value))}")
+    return read_prompts(
+        target,
+        _as_row(request.input_ids),
+        max_new_tokens=request.max_new_tokens,
+        sampling=sampling if request.sampling is None else request.sampling,
+        seed=request.seed,
+        eos_token_id=request.eos_token_id,
+        inputs=inputs,
+        stop_strings=request.stop_strings,
+        tokenizer=request.tokenizer,
+    )
+
+
+def _as_row(input_ids: Any) -> Tensor:
+    """[1, P] of a prompt [P]."""
+    try:
+        tokens = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"input_ids: expected an int64 tensor [P] or a list of tokens, got {type(input_ids)}"
+        ) from error
+    if tokens.dim() != 1 or len(tokens) == 0:
+        raise ValueError(f"input_ids: expected [P] with P >= 1, got shape {list(tokens.shape)}")
+    return tokens.unsqueeze(0)

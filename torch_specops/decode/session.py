@@ -1,0 +1,327 @@
+"""Requests that arrive over time: a row whose request has ended takes the next one, and the other rows go on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..sampling import SamplingParams, SamplingTensors
+from .batch import Batch
+from .guard import Guard
+from .inputs import Prompts, check_logprobs, check_room
+from .output import GenerationStats, TopLogprobs
+from .requests import Completion, Handle, Request, Submission, read_request
+from .runner import StepRunner
+from .state import first_state
+from .step import DecodeState
+
+__all__ = ["Session", "completions_of"]
+
+# A request with more eos tokens widens the state, and its pieces are compiled again.
+EOS_TOKENS = 8
+
+
+class Session:
+    """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes one.
+
+    With a constant schedule a request gets the tokens that `generate` gives it alone with the same seed, up to the
+    rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). An error of a model ends all
+    requests and closes the session; that of one request is in its completion. As a context manager it closes itself.
+
+    Example:
+        >>> import threading, transformers, torch_specops
+        >>> from torch_specops import Request, SamplingParams
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> with decoder.session(batch_size=4, max_length=32) as session:
+        ...     threading.Thread(target=session.run).start()
+        ...     text = session.submit(Request([5, 6, 7], 8, SamplingParams(temperature=0.0)))
+        ...     tokens = list(text.tokens())
+        >>> handle.result().finish_reason, text.result().new_tokens.tolist() == tokens
+        ('length', True)
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        guard: Guard,
+        sampling: SamplingParams,
+        batch_size: int,
+        max_length: int,
+        logprobs: str | None,
+        top_logprobs: int,
+    ) -> None:
+        checks.check_int("batch_size", batch_size, 1)
+        checks.check_int("max_length", max_length, 2)
+        check_logprobs(logprobs, top_logprobs, runner.target.vocab_size)
+        if runner.draft is not None and not runner.draft.can_restart:
+            raise ValueError("draft: a session needs the method restart (DraftSource) of a draft that has start")
+        self._runner = runner
+        self._guard = guard
+        self._sampling = sampling
+        self._max_length = max_length
+        self._logprobs = logprobs
+        self._top_logprobs = top_logprobs
+        self._rows: list[Submission | None] = [None] * batch_size
+        # What any thread may change is changed under this lock; only the thread that has the other one runs steps.
+        self._changed = threading.Condition()
+        self._stepping = threading.RLock()
+        self._waiting: deque[Submission] = deque()
+        self._ended: list[Completion] = []
+        self._num_submitted = 0
+        self._is_closed = False
+        self._batch: Batch | None = None
+        with guard.computing():
+            self._stream = guard.begin_stream()
+            if not getattr(runner.target, "reads_inputs", False):
+                self._batch = self._free_rows(None)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times over all requests so far."""
+        return GenerationStats(seeds=[]) if self._batch is None else self._batch.stats
+
+    @property
+    def num_free(self) -> int:
+        """How many requests could get a row now."""
+        with self._changed:
+            return self._rows.count(None) - len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is in a row."""
+        with self._changed:
+            return not self._waiting and all(text is None for text in self._rows)
+
+    def submit(self, request: Request | Tensor | Sequence[int]) -> Handle:
+        """Queue a request, or a prompt [P] for one with the defaults. Returns at once; may be called from any thread.
+
+        Raises:
+            RuntimeError: the session is closed.
+        """
+        given = request if isinstance(request, Request) else Request(request)
+        prompt: Prompts | str
+        try:
+            prompt = read_request(given, self._runner.target, self._sampling)
+            check_room(self._runner.target, self._runner.draft, int(prompt.limits), self._max_length)
+        except (TypeError, ValueError) as error:
+            prompt = str(error)
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("submit: the session is closed")
+            max_time = math.inf if given.max_time is None else given.max_time
+            submission = Submission(self._num_submitted, prompt, max_time)
+            self._num_submitted += 1
+            self._waiting.append(submission)
+            self._changed.notify_all()
+        return Handle(submission, self._cancel)
+
+    def step(self) -> list[Completion]:
+        """Give free rows to waiting requests, and run a step if any row has one. Never waits for requests.
+
+        Returns:
+            The completions of the requests that have ended since the last call.
+
+        Raises:
+            RuntimeError: another call has begun with this decoder; it ends all requests and closes the session.
+        """
+        with self._stepping:
+            try:
+                if not self.is_idle:
+                    with self._guard.computing():
+                        self._guard.check_is_newest(self._stream)
+                        self._admit()
+                        self._advance()
+            except BaseException as error:
+                # The state may be half a step ahead, and is read no more.
+                self._stream = -1
+                self._close("error", f"{type(error).__name__}: {error}")
+                raise
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def run(self) -> None:
+        """Run steps in this thread until the session is closed; waits while there are no requests."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or not self.is_idle)
+                if self._is_closed:
+                    return
+            self.step()
+
+    def close(self) -> None:
+        """End all requests, with the finish reason "cancelled"; may be called from any thread."""
+        with self._changed:
+            # A request that is submitted now is refused.
+            self._is_closed = True
+            self._changed.notify_all()
+        with self._stepping:
+            self._close("cancelled")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _cancel(self, text: Submission) -> None:
+        with self._changed:
+            text.is_cancelled = True
+            is_waiting = text in self._waiting
+            if is_waiting:
+                self._waiting.remove(text)
+        if is_waiting:
+            self._end(text, "cancelled")
+
+    def _close(self, reason: str, error: str | None = None) -> None:
+        with self._changed:
+            self._is_closed = True
+            left = [text for text in [*self._rows, *self._waiting] if text is not None]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for text in left:
+            if text.completion is None:
+                self._end(text, reason, error)
+
+    def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
+        """Make room in the models for rows that are free: finished sequences of one token."""
+        runner, batch = self._runner, len(self._rows)
+        readable = [model.max_length for model in (runner.target, runner.draft) if model is not None]
+        capacity = runner.capacity(min(length for length in (self._max_length, *readable) if length is not None))
+        ones = torch.ones(batch, dtype=torch.int64)
+        zeros, greedy = torch.zeros_like(ones), SamplingTensors(torch.zeros(batch))
+        eos = torch.full((batch, EOS_TOKENS), -1)
+        prompts = Prompts(zeros[:, None], ones, ones, eos, zeros, greedy, [], inputs=inputs)
+        made = Batch(runner, self._values(prompts, capacity), prompts)
+        made.stats.seeds = []
+        return made
+
+    def _values(self, prompts: Prompts, capacity: int) -> DecodeState:
+        return first_state(prompts, capacity, self._logprobs, self._top_logprobs)
+
+    def _admit(self) -> None:
+        """End cancelled requests and, at most a batch of them, those that need no row; give free rows to others."""
+        for row, text in enumerate(self._rows):
+            if text is not None and text.is_cancelled:
+                self._end_row(row, "cancelled")
+        admitted: dict[int, Prompts] = {}
+        free = [row for row, text in enumerate(self._rows) if text is None]
+        for _ in self._rows:
+            with self._changed:
+                prompt = self._waiting[0].prompt if self._waiting else None
+                needs_row = isinstance(prompt, Prompts) and bool(prompt.limits > prompt.lengths)
+                if prompt is None or (needs_row and not free):
+                    break
+                text = self._waiting.popleft()
+                if needs_row:
+                    row = free.pop(0)
+                    self._rows[row] = text
+            if not isinstance(prompt, Prompts) or not needs_row:
+                self._end(text, "length" if isinstance(prompt, Prompts) else "error")
+                continue
+            text.deadline = time.monotonic() + text.max_time
+            try:
+                self._replace_inputs(row, prompt.inputs)
+                admitted[row] = prompt
+            except (TypeError, ValueError, RuntimeError) as error:
+                self._end(text, "error", str(error))
+        if admitted:
+            assert self._batch is not None
+            texts = {row: self._values(prompt, prompt.tokens.shape[1]) for row, prompt in admitted.items()}
+            self._batch.fill(texts, {row: prompt.rules[0] for row, prompt in admitted.items()})
+
+    def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
+        if inputs is None:
+            return
+        if self._batch is None:
+            # Until other rows have requests, all have the inputs of the first one.
+            copies = {name: value.expand(len(self._rows), *value.shape[1:]) for name, value in inputs.items()}
+            self._batch = self._free_rows(copies)
+        else:
+            self._batch.replace_inputs(row, inputs)
+
+    def _advance(self) -> None:
+        """Run a step; ends the requests that end with it."""
+        if self._batch is None or all(text is None for text in self._rows):
+            return
+        step, now = self._batch.step(), time.monotonic()
+        for row, text in enumerate(self._rows):
+            if text is None:
+                continue
+            text.add(step.tokens[row])
+            if step.finished[row]:
+                self._end(text, self._batch.reasons[row] or "error", self._batch.errors.get(row))
+            elif now >= text.deadline:
+                self._end_row(row, "time")
+
+    def _end_row(self, row: int, reason: str) -> None:
+        text = self._rows[row]
+        assert text is not None and self._batch is not None
+        self._batch.end(row, reason)
+        self._end(text, reason)
+
+    # Outside inference mode, because users train on what was generated.
+    @torch.inference_mode(False)
+    def _end(self, text: Submission, reason: str, error: str | None = None) -> None:
+        """Complete a request, and free its row."""
+        prompt, new = text.prompt, torch.tensor(text.tokens, dtype=torch.int64)
+        logprobs = torch.full((len(new),), torch.nan)
+        top = TopLogprobs(
+            torch.full((len(new), self._top_logprobs), -1), torch.full((len(new), self._top_logprobs), torch.nan)
+        )
+        with self._changed:
+            if text in self._rows:
+                row = self._rows.index(text)
+                # Another call may have begun with the decoder, which has one state.
+                if self._batch is not None and self._guard.is_newest(self._stream):
+                    self._batch.copy_logprobs(row, logprobs, top)
+                self._rows[row] = None
+            completion = Completion(
+                text.index,
+                new.clone() if isinstance(prompt, str) else torch.cat([prompt.tokens[0], new]),
+                new,
+                logprobs if self._logprobs else None,
+                None if isinstance(prompt, str) else int(prompt.seeds),
+                reason,
+                prompt if isinstance(prompt, str) else error,
+                top if self._top_logprobs else None,
+            )
+            self._ended.append(completion)
+        text.end(completion)
+
+
+def completions_of(
+    session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool
+) -> Iterator[Completion]:
+    """The completions of requests, each of which is read when a row is free for it; closes the session."""
+    bar: Any = nullcontext()
+    if progress:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+        bar = tqdm(total=len(requests) if isinstance(requests, Collection) else None, unit=" requests")
+    remaining, is_open = iter(requests), True
+    with session, bar:
+        while is_open or not session.is_idle:
+            while is_open and session.num_free > 0:
+                try:
+                    request = next(remaining)
+                except StopIteration:
+                    is_open = False
+                else:
+                    session.submit(request)
+            for completion in session.step():
+                if progress:
+                    bar.set_postfix_str(f"{session.stats.tokens_per_second:.1f} tokens/s", refresh=False)
+                    bar.update()
+                yield completion
