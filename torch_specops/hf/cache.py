@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..kv_cache import RaggedKeyValues
+from ..kv_cache import RaggedKeyValues, shared_slots
 
 __all__ = ["RaggedCache"]
 
@@ -23,6 +23,7 @@ class RaggedCache(Cache):
         self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
+        self.shared: slice | None = None
         self.width: int | None = None
         self.rows: Tensor | None = None
 
@@ -32,6 +33,7 @@ class RaggedCache(Cache):
         `width` slots of these sequences, None = all.
         """
         self.slots, self.width, self.rows = slots, width, rows
+        self.shared = shared_slots(slots) if rows is None else None
         yield
         self.slots = self.width = self.rows = None
 
@@ -59,7 +61,7 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self._cache.slots is not None
-        self.write(key_states, value_states, self._cache.slots, self._cache.rows)
+        self.write(key_states, value_states, self._cache.shared or self._cache.slots, self._cache.rows)
         return self.read(self._cache.width, self._cache.rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
