@@ -242,7 +242,7 @@ class TransformersModel:
         with cache.writing_at(positions, width, rows):
             if takes_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
-            elif self._sees_all and cache.shared == slice(width - 1, width):
+            elif self._sees_all and cache.first == width - 1:
                 seen = ALL_SEEN
             else:
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
