@@ -36,7 +36,7 @@ class RaggedCache(Cache):
         self.slots, self.width, self.rows = slots, width, rows
         self.first = first_slot(slots) if rows is None else None
         yield
-        self.slots = self.width = self.rows = None
+        self.slots = self.first = self.width = self.rows = None
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:

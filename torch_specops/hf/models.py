@@ -243,6 +243,7 @@ class TransformersModel:
             if takes_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
             elif self._sees_all and cache.first == width - 1:
+                # One token of every row, at the last slot that is read.
                 seen = ALL_SEEN
             else:
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
