@@ -30,6 +30,9 @@ TESTED_FAMILIES = {
     *("t5", "whisper"),
 }
 
+# The mask of a token that sees every slot, which `grouped_attention` leaves out.
+ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
+
 # What attention takes: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
 Seen = Tensor | dict[str, Tensor]
 
@@ -109,6 +112,7 @@ class TransformersModel:
         self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
         self.can_take_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
+        self._sees_all = self.can_take_spans and set(self._windows.values()) == {None}
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
@@ -236,11 +240,14 @@ class TransformersModel:
         if width is None:
             # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
             width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
-        if takes_spans:
-            seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
-        else:
-            seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
         with cache.writing_at(positions, width, rows):
+            if takes_spans:
+                seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
+            elif self._sees_all and cache.first == width - 1:
+                # One token of every row, at the last slot that is read.
+                seen = ALL_SEEN
+            else:
+                seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
             return self._read(tokens, positions, seen, num_logits)
 
     def forward_tree(
