@@ -151,16 +151,20 @@ def test_cancelled_requests_leave_their_rows(late: bool, monkeypatch: pytest.Mon
         assert [each.index for each in found] == [2, 0] and long[0].done
         found += until_done(session, *others)
         assert not long[1].done
+        # Nobody takes its row, while the other one goes on.
+        last = session.submit(given[2])
         long[1].cancel()
         long[1].cancel()
-        found += session.step()
+        found += until_done(session, last)
     for index in range(2):
         whole = alone(decoder, Request([5, 6], 50, seed=index)).new_tokens(0)
         completion = next(each for each in found if each.index == index)
         count = len(completion.new_tokens)
         assert completion.finish_reason == "cancelled" and completion.error is None and 0 < count < 50
         assert completion.new_tokens.tolist() == whole[:count]
-    assert texts([each for each in found if each.index > 2]) == expected[1:]
+    assert texts([each for each in found if each.index > 2]) == [*expected[1:], expected[2]]
+    # No step counts what a row would have emitted after its request was cancelled.
+    assert session.stats.num_tokens == sum(len(each.new_tokens) for each in found)
 
 
 def test_requests_that_end_at_once_let_others_step() -> None:
@@ -233,6 +237,8 @@ def test_another_call_ends_a_session() -> None:
     handle = session.submit(Request([5, 6], 50))
     session.step()
     [expected] = texts_alone(decoder, requests(0.0)[:1])
+    # Its log-probabilities are not those of the session's request.
+    alone(decoder, requests(0.0)[1], logprobs="raw")
     with pytest.raises(RuntimeError, match="another one has begun"):
         session.step()
     assert "another one has begun" in str(handle.result(0).error)

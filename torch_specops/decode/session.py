@@ -46,7 +46,7 @@ class Session:
         >>> with decoder.session(batch_size=4, max_length=32) as session:
         ...     threading.Thread(target=session.run).start()
         ...     handle = session.submit(Request([5, 6, 7], 8, SamplingParams(temperature=0.0)))
-        ...     tokens = list(text.tokens())
+        ...     tokens = list(handle.tokens())
         >>> handle.result().finish_reason, handle.result().new_tokens.tolist() == tokens
         ('length', True)
     """
