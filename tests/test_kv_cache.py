@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 from torch_specops.drafts.rows import read_beginnings
 from torch_specops.hf import TransformersModel, language_model
+from torch_specops.hf.cache import first_slot
 from torch_specops.kv_cache import RaggedKeyValues
 
 BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4
@@ -48,6 +49,20 @@ def test_some_rows_are_written_and_read_apart_from_the_others(states: tuple[Tens
     # CUDA graphs know the addresses.
     apart.clear()
     assert all(bool((buffer == 0).all()) for buffer in own) and apart.keys is own[0] and apart.values is own[1]
+
+
+# A text of one token is read twice at position 0; trees have slots in any order.
+@pytest.mark.parametrize("slots", [[[3, 4]] * 3, [[0, 0]] * 3, [[4, 3]] * 3, [[3, 5]] * 3, [[3, 4], [3, 4], [4, 5]]])
+def test_neighbouring_slots_of_all_rows_have_a_first(slots: list[list[int]], states: tuple[Tensor, Tensor]) -> None:
+    first = first_slot(torch.tensor(slots))
+    assert first == (3 if slots == [[3, 4]] * 3 else None)
+    if first is not None:
+        by_slots, by_first = (RaggedKeyValues(*states, CAPACITY) for _ in range(2))
+        by_slots.write(*states, torch.tensor(slots))
+        by_first.write(*states, first)
+        assert torch.equal(by_slots.keys, by_first.keys) and torch.equal(by_slots.values, by_first.values)
+        with pytest.raises(RuntimeError):
+            by_first.write(*states, CAPACITY - 1)
 
 
 def test_what_rows_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

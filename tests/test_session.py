@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_specops
-from torch_specops import Completion, Handle, Request, SamplingParams, Session, SpeculativeDecoder, compilation
+from torch_specops import Completion, Request, SamplingParams, Session, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
+from torch_specops.decode import Handle
 from torch_specops.decode import batch as batch_module
 from torch_specops.decode import session as session_module
 from torch_specops.drafts import PromptLookup

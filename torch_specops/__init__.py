@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from . import drafts, ops
-from .decode import Completion, GenerationOutput, Handle, Request, Session, SpeculativeDecoder, TopLogprobs, generate
+from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
 from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from .sampling import SamplingParams
 from .uniforms import uniforms
@@ -19,12 +19,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Completion",
     "GenerationOutput",
-    "Handle",
     "Request",
     "SamplingParams",
     "Session",
     "SpeculativeDecoder",
-    "TopLogprobs",
     "drafts",
     "filter_logits",
     "generate",

@@ -5,7 +5,7 @@ Names, order, defaults and meaning are those of the public functions in `ops.py`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,12 +45,6 @@ class VerifyArguments(NamedTuple):
     min_p: Tensor | None = None  # [B]
     argmax_lenience: float = 1.0
     filter_draft: bool = True
-
-    @classmethod
-    def of_block(cls, *args: Any) -> VerifyArguments:
-        """From the arguments of `verify_block` in their order."""
-        names = (name for name in cls._fields if name != "argmax_lenience")
-        return cls(**dict(zip(names, args, strict=False)))
 
     @property
     def filters(self) -> Filters:

@@ -88,8 +88,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
     return attend_masked(queries, keys, values, seen.unsqueeze(1), scale)
 
 
-def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """As `attend`, where queries see the slots of a mask [B or 1, 1, n, W] bool."""
+def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As `attend`, where queries see the slots of a mask [B or 1, 1, n, W] bool; None = all."""
     batch, num_heads, count, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     if count > head_dim:

@@ -54,8 +54,14 @@ class RaggedKeyValues:
         for buffer in (self.keys, self.values):
             buffer[:, :, :width] = buffer[sources, :, :width]
 
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
-        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A]; None = all."""
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor | int, rows: Tensor | None = None) -> None:
+        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], None = all; or at n neighbouring
+        slots of all sequences, given the first."""
+        if isinstance(slots, int):
+            # A quarter of the time of an index assignment.
+            for buffer, new in ((self.keys, keys), (self.values, values)):
+                buffer.narrow(2, slots, new.shape[2]).copy_(new)
+            return
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
         # Inductor writes an index assignment in place, but turns `scatter_` into two copies of the whole buffer.
@@ -89,12 +95,12 @@ def visible_slots(
     return visible.unsqueeze(1)
 
 
-def fold_groups(queries: Tensor, num_key_heads: int, mask: Tensor) -> tuple[Tensor, Tensor]:
+def fold_groups(queries: Tensor, num_key_heads: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The query heads of a group as further queries of the key head that they share, so that no key is copied.
 
     Args:
         queries: [B, G * num_key_heads, n, D].
-        mask: [B or 1, 1, n, W].
+        mask: [B or 1, 1, n, W]; None = none.
 
     Returns:
         [B, num_key_heads, G * n, D] and [B, 1, G * n, W]: the queries of a group one head after another.
@@ -102,4 +108,6 @@ def fold_groups(queries: Tensor, num_key_heads: int, mask: Tensor) -> tuple[Tens
     batch, num_heads, count, head_dim = queries.shape
     group = num_heads // num_key_heads
     folded = queries.reshape(batch, num_key_heads, group * count, head_dim)
-    return folded, mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
+    if mask is not None:
+        mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
+    return folded, mask

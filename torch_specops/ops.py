@@ -101,14 +101,8 @@ def verify_exact(
     """
     filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    given = VerifyArguments(
-        *step,
-        **filters._asdict(),
-        draft_lse=draft_lse,
-        lenience=lenience,
-        argmax_lenience=argmax_lenience,
-        filter_draft=filter_draft,
-    )
+    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    given = VerifyArguments(*args, argmax_lenience, filter_draft)
     checks.check_kinds(given)
     if torch.compiler.is_compiling():
         checks.check_verify_exact(given)
@@ -175,13 +169,12 @@ def verify_block(
     """
     filters = checks.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    given = VerifyArguments(
-        *step, **filters._asdict(), draft_lse=draft_lse, lenience=lenience, filter_draft=filter_draft
-    )
+    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    given = VerifyArguments(*args, filter_draft=filter_draft)
     checks.check_kinds(given)
     if torch.compiler.is_compiling():
         checks.check_verify_block(given)
-    return torch.ops.specops.verify_block.default(*given[:-2], filter_draft)
+    return torch.ops.specops.verify_block.default(*args, filter_draft)
 
 
 def verify_sigmoid(
@@ -341,44 +334,57 @@ def filter_logits(
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     checks.check_verify_exact(given)
-    return _verify("verify_exact", given)
+    if given.target_logits.device.type == "cuda":
+        from .kernels import verify
+
+        with on_device_of(given.target_logits):
+            return verify.verify_exact(given)
+    if can_read_data(given.target_logits):
+        return eager.verify_exact(given)
+    return dense.verify_exact(given)
 
 
 @register_op(verify_block, whole_from=2**15)
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
-    given = VerifyArguments.of_block(*args)
+    # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
+    given = VerifyArguments(*args[:11])._replace(filter_draft=all(args[11:]))
     checks.check_verify_block(given)
-    return _verify("verify_block", given)
+    if given.target_logits.device.type == "cuda":
+        from .kernels import verify
+
+        with on_device_of(given.target_logits):
+            return verify.verify_block(given)
+    if can_read_data(given.target_logits):
+        return eager.verify_block(given)
+    return dense.verify_block(given)
 
 
 @register_op(verify_sigmoid)
 def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
     given = SigmoidArguments(*args)
     checks.check_verify_sigmoid(given)
-    return _verify("verify_sigmoid", given)
+    if given.target_logits.device.type == "cuda":
+        from .kernels import verify
 
-
-def _verify(op: str, given: VerifyArguments | SigmoidArguments) -> tuple[Tensor, Tensor]:
-    """The branch on the device: the function named `op` of eager/, dense/ or kernels/verify/."""
-    if given.target_logits.device.type != "cuda":
-        return getattr(eager if can_read_data(given.target_logits) else dense, op)(given)
-    from .kernels import verify
-
-    with on_device_of(given.target_logits):
-        return getattr(verify, op)(given)
+        with on_device_of(given.target_logits):
+            return verify.verify_sigmoid(given)
+    if can_read_data(given.target_logits):
+        return eager.verify_sigmoid(given)
+    return dense.verify_sigmoid(given)
 
 
 @register_op(sample, whole_from=2**16)
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     filters = Filters(*args)
     checks.check_sample(logits, uniforms, filters)
-    if logits.device.type != "cuda":
-        form = eager if can_read_data(logits) else dense
-        return form.sample(logits, uniforms, filters)
-    from .kernels import sample as kernel
+    if logits.device.type == "cuda":
+        from .kernels import sample as kernel
 
-    with on_device_of(logits):
-        return kernel.sample(logits, uniforms, filters)
+        with on_device_of(logits):
+            return kernel.sample(logits, uniforms, filters)
+    if can_read_data(logits):
+        return eager.sample(logits, uniforms, filters)
+    return dense.sample(logits, uniforms, filters)
 
 
 @register_op(filter_logits)

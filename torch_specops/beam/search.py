@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..decode.guard import evaluating
+from ..decode.guard import evaluating, modules_of
 from ..decode.inputs import EosTokenIds, Prompts, check_room, read_prompts
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
@@ -141,7 +141,7 @@ def beam_search(
         )
 
     search = _Search(model, draft_model, scorer, width, num_draft_tokens)
-    with evaluating(model, draft_model):
+    with evaluating(modules_of(model, draft_model)):
         search.start(prompts.tokens.to(model.device), prompts.lengths.to(model.device), inputs)
         search.run()
     output = _output(search, prompts, num_return_sequences)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ from torch import nn
 from ..drafts import DraftSource, LanguageModel, TokenMap
 from ..drafts.checked import CheckedDraft
 
-__all__ = ["Guard", "evaluating"]
+__all__ = ["Guard", "evaluating", "modules_of"]
 
 
 class _Use:
@@ -79,6 +79,9 @@ class Guard:
         """
         use, thread = self._use, threading.get_ident()
         is_outermost = use.thread.get(None) != thread
+        if not is_outermost:
+            yield
+            return
         try:
             try:
                 # Atomic: of several threads one is stored.
@@ -87,22 +90,19 @@ class Guard:
                         "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; "
                         "make a decoder for each thread (they may share transformers models)"
                     )
-                with evaluating(*self._parts):
+                with evaluating(modules_of(*self._parts)):
                     yield
             finally:
-                if is_outermost:
-                    use.release(thread)
+                use.release(thread)
         finally:
             # Once more, because an interrupt may have come in between.
-            if is_outermost:
-                use.release(thread)
+            use.release(thread)
 
 
 @contextmanager
-def evaluating(*parts: object) -> Iterator[None]:
-    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards.
-    A transformers model is not touched: its adapter reads a copy."""
-    training = [module for part in parts for own in _modules_of(part) for module in own.modules() if module.training]
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
+    training = [module for own in modules for module in own.modules() if module.training]
     try:
         for module in training:
             module.training = False
@@ -112,11 +112,14 @@ def evaluating(*parts: object) -> Iterator[None]:
             module.training = True
 
 
-def _modules_of(part: object) -> Iterator[nn.Module]:
-    if isinstance(part, nn.Module):
-        yield part
-    if isinstance(part, CheckedDraft):
-        yield from _modules_of(part.source)
-    elif isinstance(part, (DraftSource, TokenMap)):
-        for name in ("model", "inner"):
-            yield from _modules_of(getattr(part, name, None))
+def modules_of(*parts: object) -> list[nn.Module]:
+    """The models and drafts that are modules. A transformers model is none of them: its adapter reads a copy."""
+    found: list[nn.Module] = []
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found.append(part)
+        if isinstance(part, CheckedDraft):
+            found += modules_of(part.source)
+        elif isinstance(part, (DraftSource, TokenMap)):
+            found += modules_of(*(getattr(part, name, None) for name in ("model", "inner")))
+    return found

@@ -45,9 +45,9 @@ class Session:
         >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
         >>> with decoder.session(batch_size=4, max_length=32) as session:
         ...     threading.Thread(target=session.run).start()
-        ...     text = session.submit(Request([5, 6, 7], 8, SamplingParams(temperature=0.0)))
+        ...     handle = session.submit(Request([5, 6, 7], 8, SamplingParams(temperature=0.0)))
         ...     tokens = list(text.tokens())
-        >>> handle.result().finish_reason, text.result().new_tokens.tolist() == tokens
+        >>> handle.result().finish_reason, handle.result().new_tokens.tolist() == tokens
         ('length', True)
     """
 

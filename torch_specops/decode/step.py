@@ -183,8 +183,9 @@ def verify_and_commit(
     num_unread = unread_length or 1
     index = torch.arange(num_unread + num_draft_tokens, device=room.device)
     positions = (state.lengths - num_unread).unsqueeze(1) + index
-    newest = state.tokens.gather(1, positions[:, :num_unread])
-    unread = torch.cat([newest, proposal.tokens.clamp(min=0)], 1)
+    unread = state.tokens.gather(1, positions[:, :num_unread])
+    if num_draft_tokens > 0:
+        unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
     may_group = trim is not None and unread_length is None and unread.shape[0] > 1
     if may_group and can_read_rows(target):
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
@@ -275,7 +276,8 @@ def _commit(
     is_emitted = index < count.unsqueeze(1)
     emitted = torch.where(is_emitted, output_tokens, -1)
     slots = state.lengths.unsqueeze(1) + index
-    state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
+    # Behind the emitted tokens may stand any token, but it must be one: texts of other rows are read up to there.
+    state.tokens.scatter_(1, slots, output_tokens.clamp(min=0))
     if logprobs is not None:
         for kept, new, nothing in zip(
             (state.logprobs, state.top_tokens, state.top_values), logprobs, (math.nan, -1, math.nan), strict=True

@@ -9,12 +9,15 @@ from .. import dense
 from ..arguments import VerifyArguments
 from ..dense.walk import LEAST_RESIDUAL
 from .drafts import Drafts
-from .rows import Rows, inverse_of, read_rows
-from .walk import Outcome, next_tokens, num_leading, verify
+from .rows import Rows, inverse_of, prefers_dense, read_rows
+from .walk import Outcome, next_tokens, num_leading, output_of, parts, verify_greedy
 
 
 def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    return verify(given, _verify_sampled, dense.verify_block)
+    if prefers_dense(given.target_logits, given.temperature):
+        return dense.verify_block(given)
+    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
+    return output_of(given.draft_tokens, outcomes)
 
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:

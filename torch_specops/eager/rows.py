@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import Filters
 from ..dense.filters import is_kept, row_bounds, scale_kept
-from ..dense.rows import FLOAT32_MAX, argmax, inverse_temperature
+from ..dense.rows import FLOAT32_MAX, FLOAT32_TINY, argmax
 
 # A batch with more than MANY sampled sequences, and rows shorter than SHORT, uses the dense form, which does not handle
 # sequences one by one.
@@ -24,38 +24,42 @@ READ = 2**16
 SMALL = 2.0**-100
 # Vocabulary entries per tile of the two-level search in `draw`.
 TILE = 1024
-# Vocabulary entries per tile of `argmax_by_tiles`.
-ARGMAX_TILE = 128
+# Vocabulary entries per tile of `argmax_by_tiles`, and the most logits that are searched without tiles.
+ARGMAX_TILE, FEW = 128, 2**15
 
 
 def rows_at_a_time(vocab_size: int) -> int:
     return max(1, READ * torch.get_num_threads() // vocab_size)
 
 
-def is_dense(temperatures: Sequence[float], vocab_size: int) -> bool:
-    """Whether computing whatever might be needed costs less than finding out what is needed."""
-    return vocab_size < SHORT and sum(t > 0 for t in temperatures) > MANY
+def prefers_dense(logits: Tensor, temperature: Tensor | None) -> bool:
+    """True where computing whatever might be needed costs less than finding out what is needed."""
+    if logits.shape[-1] >= SHORT or len(logits) <= MANY:
+        return False
+    return temperature is None or int((temperature > 0).sum()) > MANY
 
 
-def runs(temperatures: Sequence[float]) -> Iterator[tuple[bool, int, int]]:
-    """Runs of neighbouring sequences of one kind, as (whether they are sampled, first, last + 1). Those that are not
-    sampled are greedy, or have a negative or NaN temperature."""
+def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
+    """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): of sampled ones as
+    many as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
+    temperatures = [1.0] * len(logits) if temperature is None else temperature.tolist()
+    size = max(1, rows_at_a_time(logits.shape[-1]) // logits.shape[1:-1].numel())
     start = 0
     for is_sampled, run in groupby(temperatures, lambda t: t > 0):
         stop = start + len(list(run))
-        yield is_sampled, start, stop
+        step = size if is_sampled else stop - start
+        for first in range(start, stop, step):
+            yield is_sampled, slice(first, min(first + step, stop))
         start = stop
 
 
-def temperatures_of(temperature: Tensor | None, batch: int) -> list[float]:
-    return [1.0] * batch if temperature is None else temperature.tolist()
-
-
 def inverse_of(temperature: Tensor | None) -> Tensor | None:
-    """1 / T; None if every T is 1."""
+    """1 / T of sampled sequences, as `inverse_temperature` has it; None if every T is 1."""
     if temperature is None or all(t == 1 for t in temperature.tolist()):
         return None
-    return inverse_temperature(temperature)
+    # Python's float64 takes a fifth of the time for one number, and rounds to the same float32.
+    inverse = [min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature.tolist()]
+    return torch.tensor(inverse, dtype=torch.float32, device=temperature.device)
 
 
 class Rows(NamedTuple):
@@ -173,19 +177,20 @@ def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax` in a third of the time: torch vectorises the maximum but not argmax, which therefore gets only one tile
-    per row."""
+    """`argmax`, of many logits in a third of the time: torch vectorises the maximum but not its index, which is
+    therefore looked for in one tile per row."""
     vocab_size = logits.shape[-1]
-    size = min(ARGMAX_TILE, vocab_size)
-    whole = vocab_size // size * size
-    tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
-    if whole < vocab_size:
-        tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
-    row_max = tile_max.amax(-1)
+    if logits.numel() <= FEW:
+        row_max, best = logits.max(-1)
+    else:
+        size = min(ARGMAX_TILE, vocab_size)
+        whole = vocab_size // size * size
+        tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
+        if whole < vocab_size:
+            tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
+        row_max, tile = tile_max.max(-1, keepdim=True)
+        # Indices beyond the vocabulary read the last entry again, which then is never the lowest index of a maximum.
+        index = tile * size + torch.arange(size, device=logits.device)
+        best = tile[..., 0] * size + logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
     # NaN and infinite logits are left to the plain form, which replaces them, and may make ties.
-    if not bool((row_max.float() < FLOAT32_MAX).all()):
-        return argmax(logits)
-    # Indices beyond the vocabulary read the last entry again, which then is never the lowest index of a maximum.
-    index = tile_max.argmax(-1, keepdim=True) * size + torch.arange(size, device=logits.device)
-    inside = logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    return torch.where(row_max > -math.inf, index[..., 0] + inside, -1)
+    return best if all(-math.inf < each < FLOAT32_MAX for each in row_max.flatten().tolist()) else argmax(logits)

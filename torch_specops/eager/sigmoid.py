@@ -9,12 +9,15 @@ from ..arguments import Filters, SigmoidArguments
 from ..dense.rows import scale
 from ..dense.sigmoid import floor, residual, score
 from ..dense.walk import accepts, draft_indices, logits_of, residual_or_target
-from .rows import draw, inverse_of, pick_rows, read_rows
-from .walk import Outcome, num_leading, verify
+from .rows import draw, inverse_of, pick_rows, prefers_dense, read_rows
+from .walk import Outcome, num_leading, output_of, parts, verify_greedy
 
 
 def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
-    return verify(given, _verify_sampled, dense.verify_sigmoid)
+    if prefers_dense(given.target_logits, given.temperature):
+        return dense.verify_sigmoid(given)
+    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
+    return output_of(given.draft_tokens, outcomes)
 
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:

@@ -1,10 +1,10 @@
-"""What the verify ops share: runs of sampled and greedy sequences, greedy verification, the next token, the output."""
+"""Shared by the verify ops: the sequences in parts, greedy verification, the next token, the output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -13,63 +13,52 @@ from torch import Tensor
 from ..arguments import SigmoidArguments, VerifyArguments
 from ..dense.rows import scale
 from ..dense.walk import LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of
-from .rows import Rows, argmax_by_tiles, draw, is_dense, pick_rows, rows_at_a_time, runs, temperatures_of
+from .rows import Rows, argmax_by_tiles, draw, pick_rows, runs
 
 Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
 # For one sequence: how many drafts are accepted, and the next token.
 Outcome = tuple[int, int]
 
 
-def verify(
-    given: Given,
-    verify_sampled: Callable[[Given], list[Outcome]],
-    verify_dense: Callable[[Given], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. `verify_sampled` gets sequences with a temperature above 0: as many
-    as stay in the cache, but at least one."""
-    batch, num_drafts = given.draft_tokens.shape
-    vocab_size = given.target_logits.shape[2]
-    size = max(1, rows_at_a_time(vocab_size) // (num_drafts + 1))
-    temperatures = temperatures_of(given.temperature, batch)
-    if is_dense(temperatures, vocab_size):
-        return verify_dense(given)
-    outcomes: list[Outcome] = []
-    for is_sampled, first, last in runs(temperatures):
-        if not is_sampled:
-            outcomes += _verify_greedy(_sequences(given, first, last))
+def parts(given: Given) -> Iterator[tuple[bool, Given]]:
+    """The sequences in the runs that `runs` gives, as (True if they are sampled, their arguments)."""
+    logits = given.target_logits
+    for is_sampled, where in runs(logits, given.temperature):
+        if where == slice(0, len(logits)):
+            yield is_sampled, given
         else:
-            for start in range(first, last, size):
-                outcomes += verify_sampled(_sequences(given, start, min(start + size, last)))
+            part: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
+            yield is_sampled, given._replace(**part)
+
+
+def output_of(draft_tokens: Tensor, outcomes: Iterable[list[Outcome]]) -> tuple[Tensor, Tensor]:
+    """output_tokens [B, K+1] and num_accepted [B], from the outcomes of each part."""
+    batch, num_drafts = draft_tokens.shape
     output: list[int] = []
     num_accepted: list[int] = []
-    for drafts, (n, token) in zip(given.draft_tokens.tolist(), outcomes, strict=True):
+    for drafts, (n, token) in zip(draft_tokens.tolist(), chain.from_iterable(outcomes), strict=True):
         output += drafts[:n] + [token] + [-1] * (num_drafts - n)
         num_accepted.append(n)
-    integers = partial(torch.tensor, dtype=torch.int64, device=given.draft_tokens.device)
+    integers = partial(torch.tensor, dtype=torch.int64, device=draft_tokens.device)
     return integers(output).view(batch, num_drafts + 1), integers(num_accepted)
 
 
-def _sequences(given: Given, start: int, stop: int) -> Given:
-    if stop - start == given.draft_tokens.shape[0]:
-        return given
-    tensors = ((name, value) for name, value in given._asdict().items() if isinstance(value, Tensor))
-    part: dict[str, Any] = {name: value[start:stop] for name, value in tensors}
-    return given._replace(**part)
-
-
-def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
+def verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
     """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
     `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
     assert given.temperature is not None
     target_logits, draft_tokens = given.target_logits, given.draft_tokens
     best = argmax_by_tiles(target_logits)
-    matches = (draft_tokens == best[:, :-1]) & (draft_tokens >= 0)
+    greedy_tokens = best.tolist()
     if isinstance(given, VerifyArguments) and given.argmax_lenience < 1:
         x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
         z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0)))
-        matches = in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)
+        matches = (in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)).tolist()
+    else:
+        rows = zip(draft_tokens.tolist(), greedy_tokens, strict=True)
+        matches = [[x == y >= 0 for x, y in zip(drafts, tokens, strict=False)] for drafts, tokens in rows]
     outcomes = []
-    for t, tokens, accepted in zip(given.temperature.tolist(), best.tolist(), matches.tolist(), strict=True):
+    for t, tokens, accepted in zip(given.temperature.tolist(), greedy_tokens, matches, strict=True):
         n = num_leading(accepted)
         outcomes.append((n, tokens[n]) if t == 0 else (0, -1))
     return outcomes

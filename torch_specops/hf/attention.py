@@ -40,7 +40,9 @@ def grouped_attention(
     scale = scaling or query.shape[3] ** -0.5
     if attention_mask.dtype == torch.int64:
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
-    return attend_masked(query, key, value, attention_mask, scale), None
+    # Every token sees itself, so a mask over one slot hides nothing.
+    mask = None if attention_mask.shape[3] == 1 else attention_mask
+    return attend_masked(query, key, value, mask, scale), None
 
 
 # By this name a config asks for it, and for the masks of "sdpa".

@@ -11,8 +11,9 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..kv_cache import RaggedKeyValues
+from ..tracing import can_read_data
 
-__all__ = ["RaggedCache"]
+__all__ = ["RaggedCache", "first_slot"]
 
 
 class RaggedCache(Cache):
@@ -23,6 +24,7 @@ class RaggedCache(Cache):
         self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
+        self.first: int | None = None
         self.width: int | None = None
         self.rows: Tensor | None = None
 
@@ -32,8 +34,9 @@ class RaggedCache(Cache):
         `width` slots of these sequences, None = all.
         """
         self.slots, self.width, self.rows = slots, width, rows
+        self.first = first_slot(slots) if rows is None else None
         yield
-        self.slots = self.width = self.rows = None
+        self.slots = self.first = self.width = self.rows = None
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
@@ -58,8 +61,9 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._cache.slots is not None
-        self.write(key_states, value_states, self._cache.slots, self._cache.rows)
+        slots = self._cache.slots if self._cache.first is None else self._cache.first
+        assert slots is not None
+        self.write(key_states, value_states, slots, self._cache.rows)
         return self.read(self._cache.width, self._cache.rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -71,3 +75,14 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 
     def get_max_length(self) -> int:
         return self._cache.capacity
+
+
+def first_slot(slots: Tensor) -> int | None:
+    """The first of slots [B, n] if an eager call on a CPU writes the same n neighbouring slots of every sequence, from
+    the first on; else None."""
+    if not can_read_data(slots) or slots.numel() == 0:
+        return None
+    rows = slots.tolist()
+    first: int = rows[0][0]
+    neighbours = list(range(first, first + len(rows[0])))
+    return first if all(row == neighbours for row in rows) else None

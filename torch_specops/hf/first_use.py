@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention import DTYPES
-
-if TYPE_CHECKING:
-    from .models import TransformersModel
+from .models import TransformersModel
 
 __all__ = ["check_reading", "has_own_forward"]
 

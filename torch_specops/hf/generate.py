@@ -23,9 +23,10 @@ from ..decode.inputs import GenerateArguments, Seed
 from ..decode.stopping import Stopping
 from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
+from .adapter import language_model
+from .encoder_decoder import EncoderDecoderModel
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
-from .models import EncoderDecoderModel, language_model
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, KeptLogits, Predictions
 from .processors import read_processors
 from .stopping import read_criteria

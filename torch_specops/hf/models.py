@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import Cache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import StaticLayer
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..attention import spans_of, spans_serve
 from ..kv_cache import RaggedKeyValues, Window, visible_slots
 from ..tracing import can_read_data
-from .architecture import check_can_decode, layers_of, max_length, relative_bias, unwrapped, why_not_compiled, windows
+from .architecture import check_can_decode, layers_of, max_length, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .features import FeatureBuffer
-from .first_use import check_reading, has_own_forward
 from .model_copy import ModelCopy
 from .regions import compile_once
 
-__all__ = ["EncoderDecoderModel", "TransformersModel", "language_model"]
+__all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel", "as_float"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -30,36 +27,11 @@ TESTED_FAMILIES = {
     *("t5", "whisper"),
 }
 
+# The mask of a token that sees every slot, which `grouped_attention` leaves out.
+ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
+
 # What attention takes: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
 Seen = Tensor | dict[str, Tensor]
-
-
-def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
-    """The adapter that reads ragged rows with an unmodified transformers model.
-
-    Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one: its base
-            with the active adapter.
-
-    Raises:
-        TypeError: no transformers model.
-        ValueError: a model that cannot be rolled back (recurrent layers), one without a language head, offloaded or on
-            several devices, an attention implementation that takes no mask, a `forward` set on a module that may run
-            modules in training mode, or an encoder-decoder model other than Whisper and T5.
-    """
-    model = unwrapped(model)
-    # Not by its text model: what is around that may read in its own way.
-    is_tested = model.config.model_type in TESTED_FAMILIES
-    if model.config.is_encoder_decoder:
-        if not is_tested:
-            raise ValueError(
-                f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
-            )
-        return EncoderDecoderModel(model)
-    adapter = TransformersModel(model)
-    if not is_tested or has_own_forward(model):
-        check_reading(adapter)
-    return adapter
 
 
 class TransformersModel:
@@ -109,6 +81,7 @@ class TransformersModel:
         self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
         self.can_take_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
+        self._sees_all = self.can_take_spans and set(self._windows.values()) == {None}
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
@@ -236,11 +209,14 @@ class TransformersModel:
         if width is None:
             # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
             width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
-        if takes_spans:
-            seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
-        else:
-            seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
         with cache.writing_at(positions, width, rows):
+            if takes_spans:
+                seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
+            elif self._sees_all and cache.first == width - 1:
+                # One token of every row, at the last slot that is read.
+                seen = ALL_SEEN
+            else:
+                seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
             return self._read(tokens, positions, seen, num_logits)
 
     def forward_tree(
@@ -268,7 +244,7 @@ class TransformersModel:
             use_cache=True,
             logits_to_keep=num_logits or 0,
         )
-        return _as_float(output.logits)
+        return as_float(output.logits)
 
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.
@@ -308,117 +284,5 @@ class TransformersModel:
         return self._for_layers(mask)
 
 
-class EncoderDecoderModel(TransformersModel):
-    """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
-
-    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
-    """
-
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
-        super().__init__(model, num_layers)
-        # The output of the encoder, where it has run already; `start` then does not run it.
-        self.encoder_outputs: Tensor | None = None
-        self._encoder_states: Tensor | None = None
-        self._encoder_mask: Tensor | None = None
-        # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
-        self._cross_cache: Cache | None = None
-        self._relative_bias = relative_bias(self.prepared)
-        self._is_t5 = self._relative_bias is not None
-        if self._is_t5:
-            self.max_length = None
-
-    # It would copy the encoder's keys and values, which are most of what a step reads.
-    reads_rows = False
-    reads_inputs = True
-
-    @property
-    def num_layers(self) -> int:
-        return len(layers_of(self.prepared))
-
-    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self._prepare()
-        inputs = inputs or {}
-        states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
-        mask = inputs.get("attention_mask") if self._is_t5 else None
-        before = self._encoder_states
-        self._encoder_states = _placed(before, states.clone())
-        self._encoder_mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
-        self._start_cache(batch, capacity)
-        if self._cross_cache is None or self._encoder_states is not before:
-            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
-        self._cross_cache.reset()
-        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
-
-    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Let the encoder read other inputs [1, ...] for a row. The next forward computes its keys and values."""
-        new, states = self._encode(1, inputs), self._encoder_states
-        assert states is not None and self._cross_cache is not None
-        length = max(new.shape[1], states.shape[1])
-        if self._is_t5:
-            mask = torch.ones(states.shape[:2]) if self._encoder_mask is None else self._encoder_mask
-            new_mask = inputs.get("attention_mask", torch.ones(new.shape[:2]))
-            mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
-            mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
-            self._encoder_mask = _placed(self._encoder_mask, mask)
-        elif new.shape[1] != states.shape[1]:
-            raise ValueError(
-                f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
-            )
-        if length > states.shape[1]:
-            states = pad(states, (0, 0, 0, length - states.shape[1]))
-            self._cross_cache = Cache(layers=[StaticLayer(length) for _ in range(self.num_layers)])
-        states[row] = pad(new, (0, 0, 0, length - new.shape[1]))
-        self._encoder_states = states
-        self._cross_cache.reset()
-        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
-
-    def static_tensors(self) -> list[Tensor]:
-        """Weights, caches, and the output of the encoder."""
-        encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
-        layers = [] if self._cross_cache is None else self._cross_cache.layers
-        cross = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
-        return [*super().static_tensors(), *encoder, *cross]
-
-    def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
-        name = self.model.main_input_name
-        if name not in inputs:
-            raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
-        if inputs[name].shape[0] != batch:
-            raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
-        # The sequences of one prompt have one input.
-        repeats = [all(each[row].equal(each[row - 1]) for each in inputs.values()) for row in range(1, batch)]
-        is_new = ~torch.tensor([False, *repeats])
-        own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
-        return self.prepared.get_encoder()(**own)[0][is_new.cumsum(0) - 1]
-
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
-        if self._is_t5:
-            arguments = {"attention_mask": self._encoder_mask}
-        else:
-            arguments = {"decoder_position_ids": self._position_ids(positions)}
-        output = self.prepared(
-            decoder_input_ids=tokens,
-            decoder_attention_mask=mask,
-            encoder_outputs=(self._encoder_states,),
-            past_key_values=self._both,
-            use_cache=True,
-            **arguments,
-        )
-        logits = _as_float(output.logits)
-        return logits if num_logits is None else logits[:, -num_logits:]
-
-    def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
-        if self._relative_bias is None:
-            return super()._mask(positions, slot_positions, own_text)
-        bias = self._relative_bias(positions, slot_positions)
-        visible = visible_slots(positions, slot_positions, own_text=own_text)
-        return torch.where(visible, bias, torch.finfo(bias.dtype).min)
-
-
-def _as_float(logits: Tensor) -> Tensor:
+def as_float(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.float64 else logits
-
-
-def _placed(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
-    return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)

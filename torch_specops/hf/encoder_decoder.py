@@ -1,0 +1,129 @@
+"""Transformers models whose decoder attends to an encoder (Whisper, T5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+
+from ..kv_cache import visible_slots
+from .architecture import layers_of, relative_bias
+from .models import Seen, TransformersModel, as_float
+
+__all__ = ["EncoderDecoderModel"]
+
+
+class EncoderDecoderModel(TransformersModel):
+    """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
+
+    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
+        super().__init__(model, num_layers)
+        # The output of the encoder, where it has run already; `start` then does not run it.
+        self.encoder_outputs: Tensor | None = None
+        self._encoder_states: Tensor | None = None
+        self._encoder_mask: Tensor | None = None
+        # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
+        self._cross_cache: Cache | None = None
+        self._relative_bias = relative_bias(self.prepared)
+        self._is_t5 = self._relative_bias is not None
+        if self._is_t5:
+            self.max_length = None
+
+    # It would copy the encoder's keys and values, which are most of what a step reads.
+    reads_rows = False
+    reads_inputs = True
+
+    @property
+    def num_layers(self) -> int:
+        return len(layers_of(self.prepared))
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self._prepare()
+        inputs = inputs or {}
+        states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
+        mask = inputs.get("attention_mask") if self._is_t5 else None
+        before = self._encoder_states
+        self._encoder_states = _placed(before, states.clone())
+        self._encoder_mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
+        self._start_cache(batch, capacity)
+        if self._cross_cache is None or self._encoder_states is not before:
+            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
+        self._cross_cache.reset()
+        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        """Let the encoder read other inputs [1, ...] for a row. The next forward computes its keys and values."""
+        new, states = self._encode(1, inputs), self._encoder_states
+        assert states is not None and self._cross_cache is not None
+        length = max(new.shape[1], states.shape[1])
+        if self._is_t5:
+            mask = torch.ones(states.shape[:2]) if self._encoder_mask is None else self._encoder_mask
+            new_mask = inputs.get("attention_mask", torch.ones(new.shape[:2]))
+            mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
+            mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
+            self._encoder_mask = _placed(self._encoder_mask, mask)
+        elif new.shape[1] != states.shape[1]:
+            raise ValueError(
+                f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
+            )
+        if length > states.shape[1]:
+            states = pad(states, (0, 0, 0, length - states.shape[1]))
+            self._cross_cache = Cache(layers=[StaticLayer(length) for _ in range(self.num_layers)])
+        states[row] = pad(new, (0, 0, 0, length - new.shape[1]))
+        self._encoder_states = states
+        self._cross_cache.reset()
+        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Weights, caches, and the output of the encoder."""
+        encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
+        layers = [] if self._cross_cache is None else self._cross_cache.layers
+        cross = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
+        return [*super().static_tensors(), *encoder, *cross]
+
+    def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        name = self.model.main_input_name
+        if name not in inputs:
+            raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
+        if inputs[name].shape[0] != batch:
+            raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
+        # The sequences of one prompt have one input.
+        repeats = [all(each[row].equal(each[row - 1]) for each in inputs.values()) for row in range(1, batch)]
+        is_new = ~torch.tensor([False, *repeats])
+        own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
+        return self.prepared.get_encoder()(**own)[0][is_new.cumsum(0) - 1]
+
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
+        if self._is_t5:
+            arguments = {"attention_mask": self._encoder_mask}
+        else:
+            arguments = {"decoder_position_ids": self._position_ids(positions)}
+        output = self.prepared(
+            decoder_input_ids=tokens,
+            decoder_attention_mask=mask,
+            encoder_outputs=(self._encoder_states,),
+            past_key_values=self._both,
+            use_cache=True,
+            **arguments,
+        )
+        logits = as_float(output.logits)
+        return logits if num_logits is None else logits[:, -num_logits:]
+
+    def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
+        if self._relative_bias is None:
+            return super()._mask(positions, slot_positions, own_text)
+        bias = self._relative_bias(positions, slot_positions)
+        visible = visible_slots(positions, slot_positions, own_text=own_text)
+        return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+def _placed(old: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
+    return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)
