@@ -2,6 +2,8 @@
 
 python examples/server.py
 curl -N localhost:8000/v1/completions -d '{"prompt": "It was ", "max_tokens": 40, "seed": 1, "stream": true}'
+
+The other fields are stop, whose strings stay in the text, and those of `SamplingParams`. `model` is ignored.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from socket import MSG_PEEK
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_specops import Handle, Request, SamplingParams, Session, SpeculativeDecoder
+from torch_specops import Request, SamplingParams, Session, SpeculativeDecoder
+from torch_specops.decode import Handle
 
 
 class Server(ThreadingHTTPServer):
@@ -38,7 +41,9 @@ class Server(ThreadingHTTPServer):
                 if connection.fileno() < 0 or (select([connection], [], [], 0)[0] and not connection.recv(1, MSG_PEEK)):
                     handle.cancel()
 
-    def submit(self, prompt=None, max_tokens=16, seed=None, stop=None, logit_bias=None, **sampling) -> Handle:
+    def submit(
+        self, prompt=None, max_tokens=16, seed=None, stop=None, logit_bias=None, model=None, **sampling
+    ) -> Handle:
         if not isinstance(prompt, str):
             raise TypeError(f"prompt: expected a string, got {prompt!r}")
         biases = {int(token): bias for token, bias in dict(logit_bias or {}).items()}

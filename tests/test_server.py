@@ -1,10 +1,11 @@
-"""examples/server.py: whoever asks, in whatever order, gets the text that `generate` gives the request alone."""
+"""examples/server.py: every client gets the text that `generate` gives its request alone. And the page on serving."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import random
+import re
 import runpy
 import signal
 import socket
@@ -23,7 +24,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_specops import Handle, SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import Handle
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "server.py"
 WAIT = 60.0
@@ -138,7 +140,7 @@ def alone(decoder: SpeculativeDecoder, tokenizer: Any, body: Body) -> tuple[str,
 
 def ask(server: Any, body: Body, stream: bool) -> tuple[str, str, int]:
     """Text, finish reason and number of tokens, as the server gives them."""
-    with posted(server, body | {"stream": stream}) as response:
+    with posted(server, body | {"model": "any", "stream": stream}) as response:
         assert response.status == 200
         answers = list(events(response)) if stream else [json.loads(response.read())]
     *deltas, last = answers
@@ -220,6 +222,14 @@ def test_a_dead_session_is_an_error_of_the_server(
         for stream, message in ((False, "another one has begun"), (True, "the session is closed")):
             with posted(server, REQUESTS[0] | {"stream": stream}) as response:
                 assert response.status == 500 and message in json.loads(response.read())["error"]["message"]
+
+
+def test_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "serving.md").read_text()
+    found = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    exec(found[1], {})
+    assert capsys.readouterr().out == found[2]
 
 
 def test_an_interrupt_closes_the_server() -> None:
