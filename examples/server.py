@@ -9,7 +9,6 @@ The other fields are stop, whose strings stay in the text, and those of `Samplin
 import argparse
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -19,19 +18,18 @@ from socket import MSG_PEEK
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_specops import Request, SamplingParams, Session, SpeculativeDecoder
-from torch_specops.decode import Handle
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
-    def __init__(self, port: int, session: Session, tokenizer) -> None:
+    def __init__(self, port, session, tokenizer):
         super().__init__(("127.0.0.1", port), Handler)
         self.session, self.tokenizer, self.connections = session, tokenizer, {}
         threading.Thread(target=session.run).start()
 
-    def service_actions(self) -> None:
+    def service_actions(self):
         """Cancel the requests of clients that have disconnected; `serve_forever` calls this after every wait."""
         for handle, connection in list(self.connections.items()):
             if handle.done:
@@ -41,16 +39,14 @@ class Server(ThreadingHTTPServer):
                 if connection.fileno() < 0 or (select([connection], [], [], 0)[0] and not connection.recv(1, MSG_PEEK)):
                     handle.cancel()
 
-    def submit(
-        self, prompt=None, max_tokens=16, seed=None, stop=None, logit_bias=None, model=None, **sampling
-    ) -> Handle:
+    def submit(self, prompt=None, max_tokens=16, seed=None, stop=None, logit_bias=None, model=None, **sampling):
         if not isinstance(prompt, str):
             raise TypeError(f"prompt: expected a string, got {prompt!r}")
         biases = {int(token): bias for token, bias in dict(logit_bias or {}).items()}
         params, ids = SamplingParams(logit_bias=biases, **sampling), self.tokenizer(prompt)["input_ids"]
         return self.session.submit(Request(ids, max_tokens, params, seed, stop_strings=stop, tokenizer=self.tokenizer))
 
-    def answers(self, handle: Handle, stream: bool) -> Iterator[dict]:
+    def answers(self, handle, stream):
         """The text, in pieces if it is streamed. A character is held back until it is complete or the text ends."""
         body, tokens, sent = {"id": f"cmpl-{handle.index}", "object": "text_completion"}, [], 0
         for token in handle.tokens() if stream else ():
@@ -70,7 +66,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
+    def do_POST(self):
         if self.path != "/v1/completions":
             return self.send_error(404)
         status, stream, answers = 200, False, iter(())
@@ -96,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"data: [DONE]\n\n")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main():
     folder = files("torch_specops") / "data" / "austen_bytes"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=folder / "target")
@@ -104,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=1024)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     target, draft = (AutoModelForCausalLM.from_pretrained(each) for each in (args.target, args.draft))
     session = SpeculativeDecoder(target, draft, num_draft_tokens=4).session(args.batch_size, max_length=args.max_length)
     with session, Server(args.port, session, AutoTokenizer.from_pretrained(args.target)) as server:
