@@ -286,6 +286,38 @@ def test_rounding_is_told_from_a_mistake() -> None:
         assert rounding_rows(case).sum() == comparison.rounding
 
 
+@pytest.mark.parametrize("op", DRAWING_OPS)
+def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
+    """Two likely tokens, between them others of 1e-9 down to 1e-26, and excluded ones: row b draws token b."""
+    logits = torch.full((67, 67), -math.inf)
+    logits[:, [0, 66]] = 0.0
+    logits[:, 2:66:2] = torch.linspace(-60.0, -20.0, 32)
+    tokens = torch.arange(67)
+    for distance, rounding, wrong in ((1e-5, 33, range(1, 66, 2)), (1e-4, 0, range(1, 67))):
+        s = torch.full((67,), 0.5 - distance)
+        args: dict[str, Any] = {"logits": logits, "uniforms": s}
+        got = tokens, logits.logsumexp(1)
+        if op != "sample":
+            drafts = {"draft_tokens": tokens.new_zeros(67, 0), "draft_logits": logits.new_zeros(67, 0, 67)}
+            args = {"target_logits": logits.unsqueeze(1), **drafts, "accept_uniforms": s.new_zeros(67, 0)}
+            args["sample_uniforms"] = s
+            got = tokens.unsqueeze(1), torch.zeros_like(tokens)
+        case = Case("unlikely tokens", op, args)
+        comparison = compare(case, got)
+        assert (comparison.rounding, comparison.wrong) == (rounding, list(wrong))
+        assert rounding_rows(case).tolist() == [rounding > 0] * 67
+
+
+def test_the_first_and_the_last_token_are_rounding_next_to_the_ends() -> None:
+    """Tokens of 1e-26; a uniform of 0 is exact."""
+    logits = torch.tensor([[-60.0, 0.0, -60.0]] * 4)
+    s = torch.tensor([2.0**-24, 1 - 2.0**-24, 0.0, 0.5])
+    case = Case("ends", "sample", {"logits": logits, "uniforms": s})
+    comparison = compare(case, (torch.tensor([0, 2, 1, 2]), logits.logsumexp(1)))
+    assert (comparison.rounding, comparison.wrong) == (2, [2, 3])
+    assert rounding_rows(case).tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize("lenience, is_rounding", [(1.0, True), (0.9, False)])
 def test_a_rejection_is_told_from_a_mistake(lenience: float, is_rounding: bool) -> None:
     """Of drafts with p = q, at uniforms next to 1: sums in another order make p a little less. Without rounding only a

@@ -2,9 +2,10 @@
 
 The oracle computes in float64, an implementation in float32 or better. Wherever the two may disagree, a number of the
 call lies so close to its threshold that the oracle itself decides otherwise as soon as that number moves a little. So a
-row must equal the oracle's, or the oracle's with its uniforms, filters and `draft_lse` moved by the bound of `_bound`,
-or by a half, a quarter .. of it, each up or down. What is exact does not move: a uniform of 0, a filter that is off, an
-lse that is not finite; and greedy rows depend on none of these numbers.
+row must equal the oracle's, or the oracle's with its other uniforms, filters and `draft_lse` moved by the bound of
+`_bound`, or by a half, a quarter .. of it, each up or down; and its next token may be any whose interval of the CDF is
+no further from the uniform than the bound. What is exact does not move: a uniform of 0, a filter that is off, an lse
+that is not finite; and greedy rows depend on none of these numbers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,10 +26,11 @@ from torch_specops import reference
 from .cases import Case
 
 BELOW_ONE = 1.0 - 2.0**-53
-# Between two tokens there may be less likely ones: a number may move by less than its bound.
+# A number may move by less than its bound.
 SHARES = [2.0**-k for k in range(12)]
-# Names of arguments that move together.
-MOVED = (("accept_uniforms",), ("sample_uniforms", "uniforms"), ("draft_lse",), ("top_p", "min_p"))
+# Names of arguments that move together, and of those that draw the next token.
+MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))
+DRAWING = ("sample_uniforms", "uniforms")
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,10 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     for b in (~_equal_rows(case.op, expected, got)).nonzero().flatten().tolist():
         row = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in args.items()}
         got_row = tuple(x[b : b + 1] for x in got)
-        choices = (moved for share in SHARES for moved in _moved(case.op, row, share))
-        if any(_equal_rows(case.op, _oracle(case.op, moved), got_row) for moved in choices):
+        choices = (moved for share in SHARES for moved in _moved(case.op, row, share, MOVED))
+        with _drawing(case.op, row, got_row):
+            is_rounding = any(_equal_rows(case.op, _oracle(case.op, moved), got_row) for moved in choices)
+        if is_rounding:
             rounding += 1
         else:
             wrong.append(b)
@@ -69,7 +75,7 @@ def rounding_rows(case: Case) -> Tensor:
     args = _on_cpu(case.args)
     expected = _oracle(case.op, args)
     found = torch.zeros(len(expected[0]), dtype=torch.bool)
-    for moved in _moved(case.op, args, share=1.0):
+    for moved in _moved(case.op, args, 1.0, (*MOVED, DRAWING)):
         found |= ~_equal_rows(case.op, expected, _oracle(case.op, moved))
     return found
 
@@ -100,9 +106,34 @@ def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
     return bound.view(-1, *[1] * (like.dim() - 1))
 
 
-def _moved(op: str, args: dict[str, Any], share: float) -> Iterator[dict[str, Any]]:
+@contextmanager
+def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[None]:
+    """While active, the oracle draws the next token of a row that was got, if the uniform is as close to its interval
+    of the CDF as the bound. No share of the bound is sure to meet the interval of an unlikely token."""
+
+    def draw(weights: Tensor, s: float) -> int:
+        sums, total = weights.cumsum(0), weights.sum()
+        if 0 < s < 1 and 0 <= token < len(weights) and weights[token] > 0:
+            below = sums[token - 1] if token > 0 else 0.0
+            if sums[token] > (s - bound) * total and below <= (s + bound) * total:
+                return token
+        return inverse_cdf(weights, s)
+
+    token, inverse_cdf = -1, reference.inverse_cdf
+    if op == "sample":
+        token = int(got[0])
+    elif op != "filter_logits" and 0 <= got[1] < got[0].shape[1]:
+        token = int(got[0][0, got[1]])
+    bound = float(_bound(row.get("temperature"), got[-1]))
+    with mock.patch.object(reference, "inverse_cdf", draw):
+        yield
+
+
+def _moved(
+    op: str, args: dict[str, Any], share: float, groups: tuple[tuple[str, ...], ...]
+) -> Iterator[dict[str, Any]]:
     """The arguments moved by a share of the bound, with every choice of directions."""
-    names = [[name for name in together if args.get(name) is not None] for together in MOVED]
+    names = [[name for name in together if args.get(name) is not None] for together in groups]
     for signs in itertools.product((-1, 1), repeat=sum(map(bool, names))):
         moved = dict(args)
         for sign, together in zip(signs, filter(None, names), strict=True):
@@ -112,10 +143,12 @@ def _moved(op: str, args: dict[str, Any], share: float) -> Iterator[dict[str, An
                 if name == "draft_lse":
                     moved[name] = torch.where(x.isfinite(), changed, x)
                 else:
-                    # Between 0 and 1, without the ends. Beyond 1 a draft of p = q is rejected.
-                    endless = name == "accept_uniforms" and op != "verify_block"
+                    # Between 0 and 1, without the ends. Beyond 1 a draft of p = q is rejected; beyond both the first or
+                    # the last token is drawn, however unlikely it is.
+                    lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE
+                    endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")
                     highest = math.inf if endless else BELOW_ONE
-                    moved[name] = torch.where((x > 0) & (x < 1), changed.clamp(1 - BELOW_ONE, highest), x)
+                    moved[name] = torch.where((x > 0) & (x < 1), changed.clamp(lowest, highest), x)
         yield moved
 
 

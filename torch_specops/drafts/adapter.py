@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 from torch import nn
@@ -9,8 +11,17 @@ from torch import nn
 from .base import AnyDraft, DraftSource, LanguageModel, feature_model
 from .checked import CheckedDraft
 from .model import ModelDraft
+from .token_map import TokenMap
 
-__all__ = ["as_draft_source", "as_language_model", "check_pair", "keep_features", "refuse_class"]
+__all__ = [
+    "as_draft_source",
+    "as_language_model",
+    "check_pair",
+    "evaluating",
+    "keep_features",
+    "modules_of",
+    "refuse_class",
+]
 
 
 def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
@@ -78,3 +89,29 @@ def keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
     if hasattr(target, "keep_features"):
         target.keep_features(())
     return False
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
+    training = [module for own in modules for module in own.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def modules_of(*parts: object) -> list[nn.Module]:
+    """The models and drafts that are modules. A transformers model is none of them: its adapter reads a copy."""
+    found: list[nn.Module] = []
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found.append(part)
+        if isinstance(part, CheckedDraft):
+            found += modules_of(part.source)
+        elif isinstance(part, (DraftSource, TokenMap)):
+            found += modules_of(*(getattr(part, name, None) for name in ("model", "inner")))
+    return found
