@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from markdown_table import table
+from markdown_table import grid
 from rich.console import Console
 from timing import Report, environment, options_of
 
@@ -84,7 +84,7 @@ def main() -> None:
         for worker in workers.values():
             worker.end()
     names = ["compiled", "B", "K", "T", "before, ms", "now, ms", "before / now", "transformers / now"]
-    console.print(table(names, rows))
+    console.print(grid(names, rows, padded=True), soft_wrap=True)
 
 
 class Worker:
