@@ -313,7 +313,8 @@ class SpeculativeDecoder:
         request.
 
         Args:
-            requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it.
+            requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it,
+                and all rows wait for it: a queue that may be empty is for `session`.
             batch_size, logprobs, top_logprobs: as in `session`.
             max_length: as there; None = the decoder's, or what the longest request of a list (or another collection)
                 needs.
