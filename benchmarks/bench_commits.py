@@ -50,9 +50,8 @@ def main() -> None:
     if args.before is None:
         parser.error("--before is required")
     console = Console(highlight=False)
-    report = Report(
-        args.out, environment(torch.device(args.device)), options=json.loads(json.dumps(vars(args), default=str))
-    )
+    options = {name: value for name, value in vars(args).items() if name not in ("before", "out", "worker")}
+    report = Report(args.out, environment(torch.device(args.device)), options=options)
     folders = {"before": args.before, "now": Path(__file__).parents[1]}
     counts = [0, *(args.num_draft_tokens if args.draft != "none" else [])]
     rows = []
