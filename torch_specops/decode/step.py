@@ -276,8 +276,7 @@ def _commit(
     is_emitted = index < count.unsqueeze(1)
     emitted = torch.where(is_emitted, output_tokens, -1)
     slots = state.lengths.unsqueeze(1) + index
-    # Behind the emitted tokens may stand any token, but it must be one: texts of other rows are read up to there.
-    state.tokens.scatter_(1, slots, output_tokens.clamp(min=0))
+    state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
     if logprobs is not None:
         for kept, new, nothing in zip(
             (state.logprobs, state.top_tokens, state.top_values), logprobs, (math.nan, -1, math.nan), strict=True
