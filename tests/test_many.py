@@ -161,15 +161,6 @@ def test_seeds() -> None:
     assert texts(decoder.generate_many(again, batch_size=2)) == [each.new_tokens.tolist() for each in first]
 
 
-def test_log_probabilities() -> None:
-    decoder = new_decoder("perturbed")
-    outputs = alone(decoder, REQUESTS, logprobs="processed")
-    completions = in_order(decoder.generate_many(REQUESTS, batch_size=3, logprobs="processed"))
-    for output, completion in zip(outputs, completions, strict=True):
-        assert output.logprobs is not None and completion.logprobs is not None
-        torch.testing.assert_close(completion.logprobs, output.logprobs[0, int(output.prompt_lengths[0]) :])
-
-
 # Drafts.
 
 
@@ -411,26 +402,6 @@ def test_a_decoder_serves_others_before_and_after() -> None:
     assert texts(decoder.generate_many(REQUESTS, batch_size=3)) == expected
     with pytest.raises(RuntimeError, match="another one has begun"):
         next(never_begun)
-
-
-class Impatient(PairModel):
-    """Ctrl-C in a forward."""
-
-    left = 9
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return super().forward(tokens, positions, num_logits)
-
-
-def test_an_interrupt_leaves_a_decoder_that_works() -> None:
-    target = Impatient(random_table(60, seed=5))
-    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3)
-    with pytest.raises(KeyboardInterrupt):
-        list(decoder.generate_many(REQUESTS, batch_size=2))
-    assert texts(decoder.generate_many(REQUESTS, batch_size=2)) == texts_alone(decoder)
 
 
 def test_prompts_of_similar_length_are_read_together() -> None:
