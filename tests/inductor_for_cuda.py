@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 
 import torch_specops
 from torch_specops.attention import attend
-from torch_specops.processors import Processors
+from torch_specops.sampling import Processors
 
 BATCH, NUM_DRAFTS, VOCAB_SIZE = 8, 5, 50_257
 PROPERTIES = SimpleNamespace(

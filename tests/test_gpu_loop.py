@@ -19,7 +19,6 @@ from torch import Tensor
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode import Step
-from torch_specops.decode.stopping import Stopping
 from torch_specops.drafts import DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
@@ -273,10 +272,16 @@ def test_a_row_that_the_host_stops_keeps_its_text(of_the_cpu: list[list[int]]) -
     ended: list[list[int]] = []
     loop = decoder("cuda", "model")
     loop.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
+    prompts = [prompt[mask.bool()].tolist() for prompt, mask in zip(PROMPTS, MASK, strict=True)]
+    lengths = {prompt[0]: len(prompt) + count for prompt, count in zip(prompts, kept, strict=True)}
+    assert len(lengths) == 3
+
+    def ends(texts: list[list[int]]) -> list[bool]:
+        return [len(text) == lengths[text[0]] for text in texts]
+
     for _ in range(2):
-        stopping = Stopping([[row] for row in range(3)], [lambda texts: [len(t) - 1 == kept[t[0]] for t in texts]])
         arguments = {"attention_mask": MASK.cuda(), "max_new_tokens": LIMITS, "seed": 3}
-        output = loop.run(PROMPTS.cuda(), arguments, stopping=stopping)
+        output = loop.run(PROMPTS.cuda(), arguments, row_rules=[ends])
         assert texts(output) == [row[:count] for row, count in zip(of_the_cpu, kept, strict=True)]
         assert output.finish_reasons == ["stop"] * 3
         assert sorted(length for lengths in ended for length in lengths) == sorted(output.lengths.tolist())

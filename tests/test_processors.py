@@ -34,7 +34,7 @@ from transformers.generation import (
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import step
-from torch_specops.decode.step import DecodeState
+from torch_specops.decode.state import DecodeState
 from torch_specops.drafts import ModelDraft, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 

@@ -12,7 +12,7 @@ from tiny_models import raised
 from transformers import GenerationConfig
 
 from torch_specops import SamplingParams
-from torch_specops.generation_config import ALWAYS_READ, READ_IF_SAMPLED, TAKEN, TAKEN_IF_SAMPLED
+from torch_specops.sampling.generation_config import ALWAYS_READ, READ_IF_SAMPLED, TAKEN, TAKEN_IF_SAMPLED
 
 NAN = math.nan
 FILTERS = {"top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}

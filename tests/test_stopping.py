@@ -26,7 +26,7 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step
 from torch_specops.decode import batch as batch_module
-from torch_specops.decode.stopping import Stopping
+from torch_specops.decode.rows import Row, ask_row_rules
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate, stop_string_rule
 
@@ -128,11 +128,14 @@ def test_time_that_is_up_ends_rows_after_one_token() -> None:
 def test_a_clock_stops_rows_where_they_are() -> None:
     """Rows that are ahead of others keep what they have, and one token more as all do."""
     is_late = False
-    stopping = Stopping([[1], [2]], [lambda texts: [is_late] * len(texts)])
-    assert stopping.add([[5, 6, 7], [8]], [False, False]) == ([[5, 6, 7], [8]], [False, False])
+    rules = [lambda texts: [is_late] * len(texts)]
+    rows = [Row([1], 20, [], rules, tokens=[5, 6, 7]), Row([2], 20, [], rules, tokens=[8])]
+    assert ask_row_rules(rows, [3, 1]) == set() and not any(row.ended for row in rows)
     is_late = True
-    assert stopping.add([[9, 9], [9, 9, 9]], [False, False]) == ([[9], [9]], [True, True])
-    assert stopping.cuts == {0: 4, 1: 2}
+    for row, new in zip(rows, [[9, 9], [9, 9, 9]], strict=True):
+        row.tokens += new
+    assert ask_row_rules(rows, [2, 3]) == {0, 1} and all(row.ended for row in rows)
+    assert [row.tokens for row in rows] == [[5, 6, 7, 9], [8, 9]]
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +234,7 @@ def test_what_comes_after_a_stop_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     table[:, 1] = torch.nan
     sampler = SpeculativeDecoder(PairModel(table), sampling=SamplingParams(temperature=0.0))
     ends = [lambda texts: [text[-1] == 1 for text in texts]]
-    output = sampler.run(torch.tensor([[3]]), {}, stopping=Stopping([[3]], ends))
+    output = sampler.run(torch.tensor([[3]]), {}, row_rules=ends)
     assert bool(sampler._runner.state.failed[0])
     assert output.new_tokens(0) == [1] and output.errors == {} and output.finish_reasons == ["stop"]
 

@@ -146,10 +146,10 @@ class TokenStreamer:
         self.heard.append("end")
 
 
-class Late(RecordReader):
+class Late(RecordReader[Any]):
     """Gives records one step late, as on CUDA, where the next step is queued already."""
 
-    def pop(self) -> tuple[Tensor, list[int]] | None:
+    def pop(self) -> tuple[Tensor, Any] | None:
         return None if len(self._queue) < 2 else super().pop()
 
 

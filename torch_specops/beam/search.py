@@ -126,11 +126,12 @@ def beam_search(
         seed=0,
         min_new_tokens=1,
     )
-    check_room(model, draft_model, int(prompts.limits.max()))
-    new_tokens = (prompts.limits - prompts.lengths).to(model.device)
+    state = prompts.state
+    check_room(model, draft_model, int(state.limits.max()))
+    new_tokens = (state.limits - state.lengths).to(model.device)
     # With one beam, the first eos ends the search, as in greedy decoding.
     scorer = BeamScorer(
-        num_beams, new_tokens, prompts.eos.to(model.device), float(length_penalty), num_beams == 1 or early_stopping
+        num_beams, new_tokens, state.eos.to(model.device), float(length_penalty), num_beams == 1 or early_stopping
     )
     widest = max(scorer.num_candidates, 0 if draft_model is None else width)
     if widest > num_beams * model.vocab_size:
@@ -141,7 +142,7 @@ def beam_search(
 
     search = _Search(model, draft_model, scorer, width, num_draft_tokens)
     with evaluating(modules_of(model, draft_model)):
-        search.start(prompts.tokens.to(model.device), prompts.lengths.to(model.device), inputs)
+        search.start(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
         search.run()
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():
@@ -256,15 +257,15 @@ class _Search:
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer = search.scorer
     tokens, num_new, scores = scorer.result(num_sequences)
-    prompt_tokens = prompts.tokens.to(tokens.device)
-    prompt_lengths = prompts.lengths.to(tokens.device).repeat_interleave(num_sequences)
+    prompt_tokens = prompts.state.tokens.to(tokens.device)
+    prompt_lengths = prompts.state.lengths.to(tokens.device).repeat_interleave(num_sequences)
     texts = []
-    for row, length in enumerate(prompts.lengths.tolist()):
+    for row, length in enumerate(prompts.state.lengths.tolist()):
         for new, count in zip(tokens[row], num_new[row].tolist(), strict=True):
             texts.append(torch.cat([prompt_tokens[row, :length], new[:count]]))
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
     newest = tokens.gather(2, (num_new - 1).clamp(min=0).unsqueeze(2))
-    ends_with_eos = (newest == prompts.eos.to(tokens.device).unsqueeze(1)).any(2)
+    ends_with_eos = (newest == prompts.state.eos.to(tokens.device).unsqueeze(1)).any(2)
     reasons: list[str | None] = [
         "error" if row in failed else "eos" if ended else "length"
         for row, beams in enumerate(ends_with_eos.tolist())

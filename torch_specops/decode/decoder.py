@@ -16,14 +16,13 @@ from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .guard import Guard
-from .inputs import GenerateArguments, check_logprobs, check_room, checked_sampling, read_prompts
+from .inputs import GenerateArguments, check_room, checked_sampling, read_prompts
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request
+from .rows import BatchRules, RowRule
 from .runner import StepRunner
 from .session import Session, completions_of
-from .state import first_state
 from .step import Verifier
-from .stopping import Stopping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -235,13 +234,14 @@ class SpeculativeDecoder:
         input_ids: Tensor,
         arguments: GenerateArguments,
         streamer: Streamer | None = None,
-        stopping: Stopping | None = None,
+        row_rules: Sequence[RowRule] = (),
+        batch_rules: BatchRules | None = None,
         logits: KeptLogits | None = None,
     ) -> GenerationOutput:
         """`generate`, for callers with other rules for the ends of rows, or that keep the target's logits."""
         with self._guard.working():
-            batch, stream = self._begin(input_ids, arguments, stopping, logits)
-            put, end = streamer_calls(streamer, input_ids, len(batch.lengths))
+            batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
+            put, end = streamer_calls(streamer, input_ids, len(batch.rows))
             interrupted = False
             try:
                 for step in self._steps(batch, stream):
@@ -343,22 +343,22 @@ class SpeculativeDecoder:
         self,
         input_ids: Tensor,
         arguments: GenerateArguments,
-        stopping: Stopping | None = None,
+        row_rules: Sequence[RowRule] = (),
+        batch_rules: BatchRules | None = None,
         logits: KeptLogits | None = None,
     ) -> tuple[Batch, int]:
         """Check a call, and read its prompts; returns the batch and the number of the stream."""
-        settings: dict[str, Any] = dict(arguments)
-        logprobs, top_logprobs = settings.pop("logprobs", None), settings.pop("top_logprobs", 0)
-        settings["sampling"] = checked_sampling(settings.get("sampling")) or self.sampling
         with self._guard.computing():
             stream = self._guard.begin_stream()
-            prompts = read_prompts(self.target, input_ids, **settings)
-            check_logprobs(logprobs, top_logprobs, self.target.vocab_size)
-            self._runner.choose_compile(int((prompts.limits - prompts.lengths).max()))
-            longest = int(prompts.limits.max())
+            prompts = read_prompts(
+                self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
+            )
+            state = prompts.state
+            self._runner.choose_compile(int((state.limits - state.lengths).max()))
+            longest = int(state.limits.max())
             check_room(self.target, self.draft, longest, self.max_length)
-            values = first_state(prompts, self._runner.capacity(self.max_length or longest), logprobs, top_logprobs)
-            self._newest = batch = Batch(self._runner, values, prompts, stopping, logits)
+            capacity = self._runner.capacity(self.max_length or longest)
+            self._newest = batch = Batch(self._runner, prompts, capacity, batch_rules, logits)
         return batch, stream
 
     def _steps(self, batch: Batch, stream: int) -> Iterator[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import DraftSource, LanguageModel
-from ..sampling import SamplingParams, SamplingTensors
+from ..sampling import SamplingParams
 from ..uniforms import row_seeds
-from .stopping import RowRule
+from .rows import Row, RowRule
+from .state import DecodeState
 
 __all__ = [
     "EosTokenIds",
@@ -52,31 +54,28 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts, checked; tensors on the CPU.
+    """A batch of prompts, checked, on the CPU.
 
     Args:
-        tokens: [B, P] int64, each prompt from index 0 on, then zeros.
-        lengths: [B] int64 >= 1, tokens of each prompt.
-        limits: [B] int64, the length at which each sequence ends.
-        eos: [B, E] int64, tokens that end a sequence; -1 is none.
-        seeds: [B] int64.
-        sampling: of each row.
+        state: before the first step, as wide as the longest prompt. A row without new tokens has ended.
         rules: what ends each row besides its eos and limit.
         pad_token_id: fills a sequence after its end.
         inputs: the input of the target's encoder for each sequence, by name; None = nothing.
         num_copies: sequences of each prompt, which stand together.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    limits: Tensor
-    eos: Tensor
-    seeds: Tensor
-    sampling: SamplingTensors
+    state: DecodeState
     rules: list[list[RowRule]]
     pad_token_id: int = 0
     inputs: Mapping[str, Tensor] | None = None
     num_copies: int = 1
+
+    def row(self, index: int) -> Row:
+        """One of the texts, as the host follows it."""
+        state, ended = self.state, bool(self.state.finished[index])
+        prompt = state.tokens[index, : int(state.lengths[index])].tolist()
+        reason = "length" if ended else None
+        return Row(prompt, int(state.limits[index]), state.eos[index].tolist(), self.rules[index], ended, reason)
 
 
 def read_prompts(
@@ -86,17 +85,24 @@ def read_prompts(
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     sampling: SamplingParams | None = None,
+    default_sampling: SamplingParams | None = None,
     seed: Seed = None,
     eos_token_id: EosTokenIds = None,
     pad_token_id: int | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    logprobs: str | None = None,
+    top_logprobs: int = 0,
     num_return_sequences: int = 1,
     stop_strings: StopStrings = None,
     tokenizer: Any = None,
+    row_rules: Sequence[RowRule] = (),
     min_new_tokens: int = 0,
 ) -> Prompts:
     """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
     those of the target.
+
+    Args:
+        row_rules: what else ends a row, for all rows.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
@@ -104,7 +110,7 @@ def read_prompts(
     tokens, lengths = _align(input_ids, attention_mask, target.vocab_size)
     checks.check_int("num_return_sequences", num_return_sequences, 1)
     batch = tokens.shape[0] * num_return_sequences
-    new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
+    num_new = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
     if eos_token_id is None:
         eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
     else:
@@ -119,23 +125,30 @@ def read_prompts(
         _warn_of_padding(tokens, pad_token_id)
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
+    check_logprobs(logprobs, top_logprobs, target.vocab_size)
     if num_return_sequences > 1:
         tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
         inputs = inputs and {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
-    return Prompts(
-        tokens,
-        lengths,
-        lengths + new_tokens,
-        eos,
-        _read_seeds(seed, batch),
-        (checked_sampling(sampling) or SamplingParams()).tensors(
-            batch, prompt_lengths=lengths, eos=eos, vocab_size=target.vocab_size
-        ),
-        _read_rules(stop_strings, tokenizer, batch),
-        pad_token_id,
-        inputs,
-        num_return_sequences,
+    params = checked_sampling(sampling) or default_sampling or SamplingParams()
+    of_rows = params.tensors(batch, prompt_lengths=lengths, eos=eos, vocab_size=target.vocab_size)
+    finished, top = num_new == 0, (*tokens.shape, top_logprobs)
+    state = DecodeState(
+        tokens=tokens,
+        lengths=lengths,
+        limits=lengths + num_new,
+        eos=eos,
+        finished=finished,
+        failed=torch.zeros_like(finished),
+        seeds=_read_seeds(seed, batch),
+        sampling=of_rows,
+        is_sampled=bool((of_rows.temperature > 0).any()),
+        logprobs=None if logprobs is None else torch.full(tokens.shape, math.nan),
+        logprobs_of=logprobs or ("raw" if top_logprobs else None),
+        top_tokens=torch.full(top, -1) if top_logprobs else None,
+        top_values=torch.full(top, math.nan) if top_logprobs else None,
     )
+    rules = [[*row, *row_rules] for row in _read_rules(stop_strings, tokenizer, batch)]
+    return Prompts(state, rules, pad_token_id, inputs, num_return_sequences)
 
 
 def check_room(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -165,7 +165,10 @@ class GenerationOutput:
         return self.sequences[row, int(self.prompt_lengths[row]) : int(self.lengths[row])].tolist()
 
 
-class RecordReader:
+Note = TypeVar("Note")
+
+
+class RecordReader(Generic[Note]):
     """Copies the records of steps to the host, each with a note by the caller.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
@@ -174,9 +177,9 @@ class RecordReader:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._queue: list[tuple[Tensor, list[int], torch.cuda.Event | None]] = []
+        self._queue: list[tuple[Tensor, Note, torch.cuda.Event | None]] = []
 
-    def push(self, record: Tensor, note: list[int]) -> None:
+    def push(self, record: Tensor, note: Note) -> None:
         if not self._is_cuda:
             self._queue.append((record, note, None))
             return
@@ -187,7 +190,7 @@ class RecordReader:
         event.record(torch.cuda.current_stream(record.device))
         self._queue.append((pinned, note, event))
 
-    def pop(self) -> tuple[Tensor, list[int]] | None:
+    def pop(self) -> tuple[Tensor, Note] | None:
         """The oldest record and its note; None if it is too early to read them."""
         if self._is_cuda and len(self._queue) < 2:
             return None

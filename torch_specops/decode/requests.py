@@ -1,11 +1,9 @@
-"""A request for a row of a batch, the handle of one that was submitted, and what comes of it."""
+"""A request for a row of a batch, and what comes of it."""
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from ..sampling import SamplingParams
 from .inputs import Prompts, Seed, read_prompts
 from .output import TopLogprobs
 
-__all__ = ["Completion", "Handle", "Request", "Submission", "read_request"]
+__all__ = ["Completion", "Request", "read_request"]
 
 
 @dataclass(eq=False)
@@ -93,118 +91,31 @@ class Completion:
     top_logprobs: TopLogprobs | None = None
 
 
-@dataclass(eq=False)
-class Submission:
-    """A request in a session.
-
-    Args:
-        prompt: the request, checked; a text if it was refused: why.
-        max_time: seconds; infinite if there is no limit.
-        deadline: when they are over.
-        is_cancelled: whether it is to end before the next step.
-        tokens, completion: so far.
-        changed: is notified of these.
-    """
-
-    index: int
-    prompt: Prompts | str
-    max_time: float
-    deadline: float = math.inf
-    is_cancelled: bool = False
-    tokens: list[int] = field(default_factory=list)
-    completion: Completion | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def add(self, tokens: list[int]) -> None:
-        with self.changed:
-            self.tokens += tokens
-            self.changed.notify_all()
-
-    def end(self, completion: Completion) -> None:
-        with self.changed:
-            self.completion = completion
-            self.changed.notify_all()
-
-
-class Handle:
-    """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
-
-    Attributes:
-        index: the request's place in the order of submission.
-    """
-
-    def __init__(self, submission: Submission, cancel: Callable[[Submission], object]) -> None:
-        self.index = submission.index
-        self._submission = submission
-        self._cancel = cancel
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended."""
-        return self._submission.completion is not None
-
-    def tokens(self) -> Iterator[int]:
-        """The new tokens as they come, from the first one on; ends with the request."""
-        place, submission = 0, self._submission
-        while True:
-            with submission.changed:
-                while len(submission.tokens) == place and not self.done:
-                    submission.changed.wait()
-                new = submission.tokens[place:]
-            if not new:
-                return
-            yield from new
-            place += len(new)
-
-    def result(self, timeout: float | None = None) -> Completion:
-        """The completion, once the request has ended.
-
-        Args:
-            timeout: seconds to wait; None = until the request ends.
-
-        Raises:
-            TimeoutError: it has not ended in time; it goes on.
-        """
-        with self._submission.changed:
-            self._submission.changed.wait_for(lambda: self.done, timeout)
-        if self._submission.completion is None:
-            raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
-        return self._submission.completion
-
-    def cancel(self) -> None:
-        """End the request before the next step, with the tokens so far; at once if it waits for a row."""
-        self._cancel(self._submission)
-
-
-def read_request(request: Request, target: LanguageModel, sampling: SamplingParams) -> Prompts:
+def read_request(
+    request: Request, target: LanguageModel, sampling: SamplingParams, logprobs: str | None, top_logprobs: int
+) -> Prompts:
     """Check a request as `generate` would.
 
     Args:
         sampling: of a request that has none.
+        logprobs, top_logprobs: as in `generate`.
 
     Raises:
         TypeError, ValueError: a wrong field, by name.
     """
-    if request.max_time is not None:
-        checks.check_number("max_time", request.max_time)
-    inputs, has_encoder = request.inputs, getattr(target, "reads_inputs", False)
+    fields = dict(vars(request))
+    max_time, inputs = fields.pop("max_time"), request.inputs
+    if max_time is not None:
+        checks.check_number("max_time", max_time)
+    has_encoder = getattr(target, "reads_inputs", False)
     if (inputs is not None) != has_encoder:
         expected = "those of the target's encoder" if has_encoder else "None, because the target has no encoder"
         raise ValueError(f"inputs: expected {expected}, got {type(inputs)}")
     for name, value in (inputs or {}).items():
         if not isinstance(value, Tensor) or value.shape[:1] != (1,):
             raise ValueError(f"inputs: expected {name} with a batch of one, got {getattr(value, 'shape', type(value))}")
-    return read_prompts(
-        target,
-        _as_row(request.input_ids),
-        max_new_tokens=request.max_new_tokens,
-        sampling=sampling if request.sampling is None else request.sampling,
-        seed=request.seed,
-        eos_token_id=request.eos_token_id,
-        inputs=inputs,
-        stop_strings=request.stop_strings,
-        tokenizer=request.tokenizer,
-    )
+    row = _as_row(fields.pop("input_ids"))
+    return read_prompts(target, row, default_sampling=sampling, logprobs=logprobs, top_logprobs=top_logprobs, **fields)
 
 
 def _as_row(input_ids: Any) -> Tensor:

@@ -14,8 +14,8 @@ from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
 from ..schedules import Schedule, Trim
-from .state import constants_of, moved, refilled, tensors_of
-from .step import DecodeState, Verifier, propose, speculative_step, verify_and_commit
+from .state import DecodeState, constants_of, moved, refilled, tensors_of
+from .step import Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner", "on_device", "resolve_compile"]
 
@@ -137,25 +137,23 @@ class StepRunner:
         slots = longest + max(self.schedule.buckets) + 1
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
-    def start(self, values: DecodeState, inputs: Mapping[str, Tensor]) -> DecodeState:
+    def start(self, values: DecodeState, capacity: int, inputs: Mapping[str, Tensor] | None) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
         batch's tensors, because graphs hold their addresses."""
-        shape = _shape_of(values, inputs)
+        state, before = moved(values, self.target.device, capacity), self._state
+        shape = _shape_of(state, inputs or {})
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
         self.unread_length = None
         self._num_undrafted = 0
-        new = tensors_of(values)
-        if self._state is not None and constants_of(self._state) == constants_of(values):
-            old = tensors_of(self._state)
-            if {name: tensor.shape for name, tensor in old.items()} == {name: t.shape for name, t in new.items()}:
-                for name, tensor in new.items():
-                    old[name].copy_(tensor)
-                return self._state
-        self._state = moved(values, self.target.device)
-        return self._state
+        if before is not None and _shape_of(before, {}) == _shape_of(state, {}):
+            for old, new in zip(tensors_of(before).values(), tensors_of(state).values(), strict=True):
+                old.copy_(new)
+        else:
+            self._state = state
+        return self.state
 
     def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
         """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it.

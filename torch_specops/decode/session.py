@@ -6,28 +6,97 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..sampling import SamplingParams, SamplingTensors
+from ..sampling import SamplingParams
 from .batch import Batch
 from .guard import Guard
-from .inputs import Prompts, check_logprobs, check_room
+from .inputs import Prompts, check_logprobs, check_room, read_prompts
 from .output import GenerationStats, TopLogprobs
-from .requests import Completion, Handle, Request, Submission, read_request
+from .requests import Completion, Request, read_request
 from .runner import StepRunner
-from .state import first_state
-from .step import DecodeState
 
-__all__ = ["Session", "completions_of"]
+__all__ = ["Handle", "Session", "completions_of"]
 
 # A request with more eos tokens widens the state, and its pieces are compiled again.
 EOS_TOKENS = 8
+
+
+class Handle:
+    """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
+
+    Attributes:
+        index: the request's place in the order of submission. The other attributes, `add` and `end` are the session's.
+    """
+
+    def __init__(
+        self, index: int, prompt: Prompts | str, max_time: float | None, cancel: Callable[[Handle], object]
+    ) -> None:
+        self.index = index
+        # The request, checked; a text if it was refused: why.
+        self.prompt = prompt
+        self.needs_row = isinstance(prompt, Prompts) and not bool(prompt.state.finished)
+        self.max_time = math.inf if max_time is None else max_time
+        self.deadline = math.inf
+        self.is_cancelled = False
+        self.new_tokens: list[int] = []
+        self.completion: Completion | None = None
+        self._cancel = cancel
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self.completion is not None
+
+    def tokens(self) -> Iterator[int]:
+        """The new tokens as they come, from the first one on; ends with the request."""
+        place = 0
+        while True:
+            with self._changed:
+                while len(self.new_tokens) == place and not self.done:
+                    self._changed.wait()
+                new = self.new_tokens[place:]
+            if not new:
+                return
+            yield from new
+            place += len(new)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The completion, once the request has ended.
+
+        Args:
+            timeout: seconds to wait; None = until the request ends.
+
+        Raises:
+            TimeoutError: it has not ended in time; it goes on.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.done, timeout)
+        if self.completion is None:
+            raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
+        return self.completion
+
+    def cancel(self) -> None:
+        """End the request before the next step, with the tokens so far; at once if it waits for a row."""
+        self._cancel(self)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        with self._changed:
+            self.new_tokens += tokens
+            self._changed.notify_all()
+
+    def end(self, completion: Completion) -> None:
+        with self._changed:
+            self.completion = completion
+            self._changed.notify_all()
 
 
 class Session:
@@ -72,11 +141,11 @@ class Session:
         self._max_length = max_length
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
-        self._rows: list[Submission | None] = [None] * batch_size
+        self._rows: list[Handle | None] = [None] * batch_size
         # What any thread may change is changed under this lock; only the thread that has the other one runs steps.
         self._changed = threading.Condition()
         self._stepping = threading.RLock()
-        self._waiting: deque[Submission] = deque()
+        self._waiting: deque[Handle] = deque()
         self._ended: list[Completion] = []
         self._num_submitted = 0
         self._is_closed = False
@@ -110,21 +179,21 @@ class Session:
             RuntimeError: the session is closed.
         """
         given = request if isinstance(request, Request) else Request(request)
+        target = self._runner.target
         prompt: Prompts | str
         try:
-            prompt = read_request(given, self._runner.target, self._sampling)
-            check_room(self._runner.target, self._runner.draft, int(prompt.limits), self._max_length)
+            prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
+            check_room(target, self._runner.draft, int(prompt.state.limits), self._max_length)
         except (TypeError, ValueError) as error:
             prompt = str(error)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
-            max_time = math.inf if given.max_time is None else given.max_time
-            submission = Submission(self._num_submitted, prompt, max_time)
+            handle = Handle(self._num_submitted, prompt, given.max_time, self._cancel)
             self._num_submitted += 1
-            self._waiting.append(submission)
+            self._waiting.append(handle)
             self._changed.notify_all()
-        return Handle(submission, self._cancel)
+        return handle
 
     def step(self) -> list[Completion]:
         """Give free rows to waiting requests, and run a step if any row has one. Never waits for requests.
@@ -175,7 +244,7 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _cancel(self, text: Submission) -> None:
+    def _cancel(self, text: Handle) -> None:
         with self._changed:
             text.is_cancelled = True
             is_waiting = text in self._waiting
@@ -187,28 +256,33 @@ class Session:
     def _close(self, reason: str, error: str | None = None) -> None:
         with self._changed:
             self._is_closed = True
-            left = [text for text in [*self._rows, *self._waiting] if text is not None]
+            left = [text for text in [*self._rows, *self._waiting] if text is not None and not text.done]
             self._waiting.clear()
             self._changed.notify_all()
         for text in left:
-            if text.completion is None:
-                self._end(text, reason, error)
+            self._end(text, reason, error)
 
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
         """Make room in the models for rows that are free: finished sequences of one token."""
         runner, batch = self._runner, len(self._rows)
+        tokens = torch.zeros(batch, 1, dtype=torch.int64)
+        prompts = read_prompts(
+            runner.target,
+            tokens,
+            attention_mask=tokens + 1,
+            max_new_tokens=0,
+            sampling=SamplingParams(temperature=0.0),
+            seed=0,
+            inputs=inputs,
+            logprobs=self._logprobs,
+            top_logprobs=self._top_logprobs,
+        )
+        prompts = replace(prompts, state=replace(prompts.state, eos=torch.full((batch, EOS_TOKENS), -1)))
         readable = [model.max_length for model in (runner.target, runner.draft) if model is not None]
-        capacity = runner.capacity(min(length for length in (self._max_length, *readable) if length is not None))
-        ones = torch.ones(batch, dtype=torch.int64)
-        zeros, greedy = torch.zeros_like(ones), SamplingTensors(torch.zeros(batch))
-        eos = torch.full((batch, EOS_TOKENS), -1)
-        prompts = Prompts(zeros[:, None], ones, ones, eos, zeros, greedy, [], inputs=inputs)
-        made = Batch(runner, self._values(prompts, capacity), prompts)
+        longest = min(length for length in (self._max_length, *readable) if length is not None)
+        made = Batch(runner, prompts, runner.capacity(longest))
         made.stats.seeds = []
         return made
-
-    def _values(self, prompts: Prompts, capacity: int) -> DecodeState:
-        return first_state(prompts, capacity, self._logprobs, self._top_logprobs)
 
     def _admit(self) -> None:
         """End cancelled requests and, at most a batch of them, those that need no row; give free rows to others."""
@@ -219,27 +293,26 @@ class Session:
         free = [row for row, text in enumerate(self._rows) if text is None]
         for _ in self._rows:
             with self._changed:
-                prompt = self._waiting[0].prompt if self._waiting else None
-                needs_row = isinstance(prompt, Prompts) and bool(prompt.limits > prompt.lengths)
-                if prompt is None or (needs_row and not free):
+                if not self._waiting or (self._waiting[0].needs_row and not free):
                     break
                 text = self._waiting.popleft()
-                if needs_row:
+                if text.needs_row:
                     row = free.pop(0)
                     self._rows[row] = text
-            if not isinstance(prompt, Prompts) or not needs_row:
-                self._end(text, "length" if isinstance(prompt, Prompts) else "error")
-                continue
-            text.deadline = time.monotonic() + text.max_time
-            try:
-                self._replace_inputs(row, prompt.inputs)
-                admitted[row] = prompt
-            except (TypeError, ValueError, RuntimeError) as error:
-                self._end(text, "error", str(error))
+            if isinstance(text.prompt, str):
+                self._end(text, "error", text.prompt)
+            elif not text.needs_row:
+                self._end(text, "length")
+            else:
+                text.deadline = time.monotonic() + text.max_time
+                try:
+                    self._replace_inputs(row, text.prompt.inputs)
+                    admitted[row] = text.prompt
+                except (TypeError, ValueError, RuntimeError) as error:
+                    self._end(text, "error", str(error))
         if admitted:
             assert self._batch is not None
-            texts = {row: self._values(prompt, prompt.tokens.shape[1]) for row, prompt in admitted.items()}
-            self._batch.fill(texts, {row: prompt.rules[0] for row, prompt in admitted.items()})
+            self._batch.fill(admitted)
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
         if inputs is None:
@@ -261,7 +334,8 @@ class Session:
                 continue
             text.add(step.tokens[row])
             if step.finished[row]:
-                self._end(text, self._batch.reasons[row] or "error", self._batch.errors.get(row))
+                ended = self._batch.rows[row]
+                self._end(text, ended.reason or "error", ended.error)
             elif now >= text.deadline:
                 self._end_row(row, "time")
 
@@ -273,13 +347,14 @@ class Session:
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
-    def _end(self, text: Submission, reason: str, error: str | None = None) -> None:
+    def _end(self, text: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request, and free its row."""
-        prompt, new = text.prompt, torch.tensor(text.tokens, dtype=torch.int64)
-        logprobs = torch.full((len(new),), torch.nan)
-        top = TopLogprobs(
-            torch.full((len(new), self._top_logprobs), -1), torch.full((len(new), self._top_logprobs), torch.nan)
-        )
+        new, shape = torch.tensor(text.new_tokens, dtype=torch.int64), (len(text.new_tokens), self._top_logprobs)
+        logprobs = torch.full(shape[:1], math.nan)
+        top = TopLogprobs(torch.full(shape, -1), torch.full(shape, math.nan))
+        seed, tokens = None, new.clone()
+        if isinstance(text.prompt, Prompts):
+            seed, tokens = int(text.prompt.state.seeds), torch.cat([text.prompt.state.tokens[0], new])
         with self._changed:
             if text in self._rows:
                 row = self._rows.index(text)
@@ -289,12 +364,12 @@ class Session:
                 self._rows[row] = None
             completion = Completion(
                 text.index,
-                new.clone() if isinstance(prompt, str) else torch.cat([prompt.tokens[0], new]),
+                tokens,
                 new,
                 logprobs if self._logprobs else None,
-                None if isinstance(prompt, str) else int(prompt.seeds),
+                seed,
                 reason,
-                prompt if isinstance(prompt, str) else error,
+                text.prompt if isinstance(text.prompt, str) else error,
                 top if self._top_logprobs else None,
             )
             self._ended.append(completion)

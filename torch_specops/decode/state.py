@@ -1,61 +1,74 @@
-"""Makes a batch's state from its prompts, moves it to a device, and puts another sequence into a row."""
+"""The tensors of a batch: their layout, their way to a device, and another sequence in a row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..processors import Processors
-from ..sampling import NEUTRAL, SamplingTensors
-from .inputs import Prompts
-from .step import DecodeState
+from ..sampling import NEUTRAL, Processors, SamplingTensors
 
-__all__ = ["constants_of", "first_state", "moved", "refilled", "tensors_of"]
+__all__ = ["DecodeState", "constants_of", "moved", "refilled", "tensors_of"]
 
 # What fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
 _FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1, "top_tokens": -1, "top_values": math.nan}
+# Tensors with an entry for each slot of a row.
+_PER_SLOT = ("tokens", "logprobs", "top_tokens", "top_values")
 
 
-def first_state(prompts: Prompts, capacity: int, logprobs: str | None = None, top_logprobs: int = 0) -> DecodeState:
-    """The state before the first step, with room for `capacity` tokens in a row. A row without new tokens has ended.
+@dataclass(frozen=True)
+class DecodeState:
+    """A batch of sequences. With the caches of the models, this is all that a step reads and writes.
 
     Args:
-        logprobs, top_logprobs: as `SpeculativeDecoder.generate` takes them, checked.
+        tokens: [B, W] int64, each sequence from index 0 on. In a step, W exceeds the largest limit by K + 1.
+        lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest one.
+        limits: [B] int64, the length at which a row ends.
+        eos: [B, E] int64, tokens that end a row; -1 is none.
+        finished: [B] bool.
+        failed: [B] bool, rows that ended because the target gave no finite logit.
+        seeds: [B] int64.
+        sampling: temperature, filters and processors of each row.
+        is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
+        logprobs: [B, W] float32, the log-probability of every emitted token under the target, NaN elsewhere; None = not
+            wanted.
+        logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
+        top_tokens, top_values: [B, W, N] int64 and float32, the N most likely tokens at each emitted token and their
+            log-probabilities, -1 and NaN elsewhere; None = not wanted.
     """
-    tokens = pad(prompts.tokens, (0, capacity - prompts.tokens.shape[1]))
-    finished = prompts.limits <= prompts.lengths
-    top = (*tokens.shape, top_logprobs)
-    return DecodeState(
-        tokens=tokens,
-        lengths=prompts.lengths,
-        limits=prompts.limits,
-        eos=prompts.eos,
-        finished=finished,
-        failed=torch.zeros_like(finished),
-        seeds=prompts.seeds,
-        sampling=prompts.sampling,
-        is_sampled=bool((prompts.sampling.temperature > 0).any()),
-        logprobs=None if logprobs is None else torch.full(tokens.shape, math.nan),
-        logprobs_of=logprobs or ("raw" if top_logprobs else None),
-        top_tokens=torch.full(top, -1) if top_logprobs else None,
-        top_values=torch.full(top, math.nan) if top_logprobs else None,
-    )
+
+    tokens: Tensor
+    lengths: Tensor
+    limits: Tensor
+    eos: Tensor
+    finished: Tensor
+    failed: Tensor
+    seeds: Tensor
+    sampling: SamplingTensors
+    is_sampled: bool
+    logprobs: Tensor | None = None
+    logprobs_of: str | None = None
+    top_tokens: Tensor | None = None
+    top_values: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """W, slots for the tokens of a row."""
+        return self.tokens.shape[1]
+
+
+# The objects that hold a state's tensors.
+_STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
 
 
 def constants_of(state: DecodeState) -> Hashable:
     """The values other than tensors that determine what a step computes."""
     processors = state.sampling.processors
     return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
-
-
-# The objects that hold a state's tensors.
-_STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
 
 
 def tensors_of(values: object) -> dict[str, Tensor]:
@@ -69,14 +82,16 @@ def tensors_of(values: object) -> dict[str, Tensor]:
     return tensors
 
 
-def moved(values: Any, device: torch.device) -> Any:
-    """A state with copies of its tensors on the device."""
+def moved(values: Any, device: torch.device, capacity: int) -> Any:
+    """A state with copies of its tensors on the device, and room for `capacity` tokens in a row."""
     changes: dict[str, Any] = {}
     for name, value in vars(values).items():
         if isinstance(value, Tensor):
-            changes[name] = value.to(device, copy=True)
+            changes[name] = copy = value.to(device, copy=True)
+            if name in _PER_SLOT:
+                changes[name] = _filled(name, copy, (value.shape[0], capacity, *value.shape[2:]))
         elif isinstance(value, _STATE_CLASSES):
-            changes[name] = moved(value, device)
+            changes[name] = moved(value, device, capacity)
     return replace(values, **changes)
 
 
@@ -86,7 +101,6 @@ def refilled(state: DecodeState, row: int, values: DecodeState) -> DecodeState:
     with more eos tokens or biases than any before.
 
     Args:
-        state: of the batch.
         values: of the sequence alone, on any device.
     """
     old, new = tensors_of(state), tensors_of(values)
@@ -114,25 +128,26 @@ def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
 
 
 def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, tokens: Tensor) -> Tensor:
-    """A tensor of the batch with one row replaced: the same tensor if it has room.
-
-    Args:
-        old: the batch's tensor [B, ...], or None.
-        new: the row's tensor [1, ...], or None.
-        tokens: the batch's tokens, for their number of rows and device.
-    """
-    nothing = _FILL.get(name, 0)
-    if old is None or (new is not None and any(n > m for n, m in zip(new.shape[1:], old.shape[1:], strict=True))):
+    """A tensor of the batch [B, ...] with the row's [1, ...], or nothing, in one row: the same tensor if it has room.
+    `tokens` are the batch's."""
+    shapes = [tensor.shape[1:] for tensor in (old, new) if tensor is not None]
+    if old is None:
         assert new is not None
-        sizes = new.shape[1:] if old is None else [max(pair) for pair in zip(old.shape[1:], new.shape[1:], strict=True)]
-        wider = torch.full((len(tokens), *sizes), nothing, dtype=new.dtype, device=tokens.device)
-        if old is not None:
-            _corner(name, wider, old.shape).copy_(old)
-        old = wider
-    old[row] = nothing
+        old = new[:0].to(tokens.device)
+    whole = _filled(name, old, (len(tokens), *(max(sizes) for sizes in zip(*shapes, strict=True))))
+    whole[row] = _FILL.get(name, 0)
     if new is not None:
-        _corner(name, old[row : row + 1], new.shape).copy_(new)
-    return old
+        _corner(name, whole[row : row + 1], new.shape).copy_(new)
+    return whole
+
+
+def _filled(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor itself if it has this shape, otherwise a larger one with its entries."""
+    if tensor.shape == shape:
+        return tensor
+    larger = tensor.new_full(shape, _FILL.get(name, 0))
+    _corner(name, larger, tensor.shape).copy_(tensor)
+    return larger
 
 
 def _corner(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,62 +16,20 @@ from torch import Tensor
 from .. import checks
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.rows import can_read_rows, read_ragged
-from ..ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
+from ..ops import sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
+from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from ..schedules import Trim
 from ..uniforms import verification_uniforms
+from .state import DecodeState
 
 __all__ = [
-    "DecodeState",
-    "LogProbabilities",
     "Verifier",
-    "log_probabilities",
     "propose",
     "speculative_step",
     "unpack_record",
     "verify_and_commit",
 ]
-
-
-@dataclass(frozen=True)
-class DecodeState:
-    """A batch of sequences. With the caches of the models, this is all that a step reads and writes.
-
-    Args:
-        tokens: [B, W] int64, each sequence from index 0 on. W exceeds the largest limit by K + 1.
-        lengths: [B] int64, tokens of each sequence. The target has read all but the newest one.
-        limits: [B] int64, the length at which a row ends.
-        eos: [B, E] int64, tokens that end a row; -1 is none.
-        finished: [B] bool.
-        failed: [B] bool, rows that ended because the target gave no finite logit.
-        seeds: [B] int64.
-        sampling: temperature, filters and processors of each row.
-        is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
-        logprobs: [B, W] float32, the log-probability of every emitted token under the target, NaN elsewhere; None = not
-            wanted.
-        logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
-        top_tokens, top_values: [B, W, N] int64 and float32, the N most likely tokens at each emitted token and their
-            log-probabilities, -1 and NaN elsewhere; None = not wanted.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    limits: Tensor
-    eos: Tensor
-    finished: Tensor
-    failed: Tensor
-    seeds: Tensor
-    sampling: SamplingTensors
-    is_sampled: bool
-    logprobs: Tensor | None = None
-    logprobs_of: str | None = None
-    top_tokens: Tensor | None = None
-    top_values: Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """W, slots for the tokens of a row."""
-        return self.tokens.shape[1]
 
 
 @dataclass(frozen=True)
@@ -130,9 +87,9 @@ class Verifier:
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
             # This op takes no filters, so both sides are filtered first.
-            target_logits, filters = _filtered(target_logits, sampling), {}
+            target_logits, filters = filtered(target_logits, sampling), {}
             if draft.logits is not None:
-                draft_logits = _filtered(draft.logits, sampling)
+                draft_logits = filtered(draft.logits, sampling)
                 return verify_sigmoid(target_logits, draft.tokens, draft_logits, *uniforms, temperature=temperature)
         arguments = (target_logits, draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
         if self.op == "block":
@@ -291,65 +248,3 @@ def _commit(
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
     return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)
-
-
-class LogProbabilities(NamedTuple):
-    """Of emitted tokens, and of the most likely tokens in their places."""
-
-    of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
-    top_tokens: Tensor  # [B, n, N] int64, the most likely one first; of equal ones the lower index
-    top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
-
-
-def log_probabilities(
-    target_logits: Tensor, tokens: Tensor, sampling: SamplingTensors, logprobs: str, num_top: int = 0
-) -> LogProbabilities:
-    """The log-probability of each token under its row of logits.
-
-    Args:
-        target_logits: [B, n, V]; for "processed", after the processors.
-        tokens: [B, n] int64.
-        sampling: temperature and filters of each row.
-        logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.
-        num_top: N <= V.
-    """
-    temperature = torch.ones_like(sampling.temperature)
-    if logprobs == "processed":
-        target_logits = _filtered(target_logits, sampling)
-        temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # As the ops read logits: NaN masks a token, and infinity is the largest float32.
-    largest = torch.finfo(torch.float32).max
-    z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
-    lse = z.logsumexp(2, keepdim=True)
-    found = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
-    top_tokens = _most_likely(z, num_top)
-    top_values = z.gather(2, top_tokens) - lse
-    if logprobs == "processed":
-        is_greedy = (sampling.temperature == 0).unsqueeze(1)
-        found = torch.where(is_greedy, 0.0, found)
-        # The distribution of a greedy row has one token.
-        one_hot = torch.where(torch.arange(num_top, device=z.device) == 0, 0.0, -math.inf)
-        top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
-    return LogProbabilities(found, top_tokens, top_values)
-
-
-def _most_likely(z: Tensor, count: int) -> Tensor:
-    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
-    equal ones the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
-    its own: an integer of the same order, and behind it the index."""
-    if count == 0:
-        return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
-    bits = (z + 0.0).view(torch.int32).long()
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    index = torch.arange(z.shape[2], device=z.device)
-    return (ordered * 2**32 + (2**32 - 1 - index)).topk(count, 2).indices
-
-
-def _filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """[B, n, V] logits, with -inf for what top-k, top-p and min-p of each row remove."""
-    if not sampling.filters:
-        return logits
-    num_logits = logits.shape[1]
-    filters = {name: values.repeat_interleave(num_logits) for name, values in sampling.filters.items()}
-    temperature = sampling.temperature.repeat_interleave(num_logits)
-    return filter_logits(logits.flatten(0, 1), temperature, **filters).unflatten(0, logits.shape[:2])

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import GenerateArguments, Seed
-from ..decode.stopping import Stopping
+from ..decode.rows import BatchRules
 from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .adapter import language_model
@@ -135,9 +135,7 @@ def custom_generate(
     inputs = None
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
-    stopping = None
-    if stops.row_rules or stops.batch_rules:
-        stopping = Stopping(input_ids.tolist(), stops.row_rules, stops.batch_rules, pad_token_id, input_ids.device)
+    batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None
     arguments = GenerateArguments(
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
@@ -150,7 +148,7 @@ def custom_generate(
         inputs=inputs,
     )
     kept_logits = None if predictions is None else predictions.kept
-    output = kept.decoder.run(input_ids, arguments, token_streamer, stopping, kept_logits)
+    output = kept.decoder.run(input_ids, arguments, token_streamer, stops.row_rules, batch_rules, kept_logits)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept

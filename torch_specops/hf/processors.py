@@ -31,8 +31,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from ..processors import Processors
-from ..sampling import ALWAYS, Bias, SamplingParams, SamplingTensors
+from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 __all__ = ["ProcessorSampling", "read_processors"]
 

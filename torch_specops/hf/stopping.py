@@ -18,7 +18,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from ..decode.stopping import BatchRule, RowRule
+from ..decode.rows import BatchRule, RowRule
 from .outputs import Predictions
 
 __all__ = ["Stops", "read_criteria", "stop_string_rule"]

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .tracing import can_read_data
+from ..tracing import can_read_data
 
 __all__ = ["AnyProcessors", "Processors", "round_up"]
 

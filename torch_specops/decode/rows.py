@@ -1,0 +1,124 @@
+"""The texts of a batch as the host knows them, and the rules that end them beside eos tokens and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["BatchRule", "BatchRules", "Row", "RowRule", "ask_row_rules"]
+
+# From texts (prompt and new tokens) to whether each ends with its newest token. Texts are judged independently.
+RowRule = Callable[[list[list[int]]], list[bool]]
+# From all rows [B, P + n], with equally many new tokens, to which of them end with the newest token [B], or whether all
+# do.
+BatchRule = Callable[[Tensor], Any]
+
+
+@dataclass(eq=False)
+class Row:
+    """A text in a row of a batch, as far as the host has read it.
+
+    Args:
+        prompt: tokens.
+        limit: the length at which it ends.
+        eos: tokens that end it.
+        rules: asked about every new token in order.
+        ended: whether it gets no more tokens.
+        reason, error: why it ended, once all of its tokens are shown.
+        tokens: the new ones.
+        num_shown: how many of these no rule can cut any more.
+        is_cut: whether a rule has ended it.
+    """
+
+    prompt: list[int]
+    limit: int
+    eos: list[int]
+    rules: Sequence[RowRule]
+    ended: bool = False
+    reason: str | None = None
+    error: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_shown: int = 0
+    is_cut: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.num_shown
+
+    @property
+    def finished(self) -> bool:
+        return self.ended and self.num_shown == len(self.tokens)
+
+    def cut(self, num_tokens: int) -> bool:
+        """End the text after this many new tokens; returns False if it has fewer."""
+        if num_tokens > len(self.tokens):
+            return False
+        del self.tokens[num_tokens:]
+        self.ended = self.is_cut = True
+        return True
+
+    def settle(self) -> None:
+        """Find out why the text has ended."""
+        if self.tokens and self.tokens[-1] in self.eos:
+            self.reason = "eos"
+        elif self.is_cut:
+            self.reason = "stop"
+        elif self.length == self.limit:
+            self.reason = "length"
+        else:
+            self.reason, self.error = "error", f"target: no finite logit after {self.length} tokens"
+
+
+def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
+    """Ask the rows' rules about their newest tokens, so many of each; returns the rows that they cut."""
+    # Rows with the same rule are asked about together.
+    asked: dict[RowRule, list[tuple[int, int]]] = {}
+    for index, (row, count) in enumerate(zip(rows, num_new, strict=True)):
+        for rule in row.rules if count else ():
+            asked.setdefault(rule, []).extend((index, len(row.tokens) - left) for left in reversed(range(count)))
+    cuts = set()
+    for rule, places in asked.items():
+        ends = rule([rows[index].prompt + rows[index].tokens[:length] for index, length in places])
+        cuts |= {index for (index, length), end in zip(places, ends, strict=True) if end and rows[index].cut(length)}
+    return cuts
+
+
+class BatchRules:
+    """Asks rules about the n-th tokens of all rows once every row has n or has ended. A row that ended before is filled
+    with pad_token_id. Until then tokens are held back, because a rule may still cut them.
+
+    Args:
+        input_ids: [B, P], the prompts as the rules see them.
+
+    Attributes:
+        num_asked: n so far.
+    """
+
+    def __init__(self, rules: Sequence[BatchRule], input_ids: Tensor, pad_token_id: int) -> None:
+        self.num_asked = 0
+        self._rules = rules
+        self._seen = input_ids
+        self._pad_token_id = pad_token_id
+
+    def ask(self, rows: Sequence[Row]) -> set[int]:
+        """Ask about all tokens that can be asked about; returns the rows that the rules cut."""
+        cuts = set()
+        while self.num_asked < _num_known(rows):
+            place, self.num_asked = self.num_asked, self.num_asked + 1
+            column = [row.tokens[place] if place < len(row.tokens) else self._pad_token_id for row in rows]
+            newest = torch.tensor(column, device=self._seen.device)
+            self._seen = torch.cat([self._seen, newest.unsqueeze(1)], 1)
+            for rule in self._rules:
+                ends = torch.as_tensor(rule(self._seen)).bool().expand(len(rows)).tolist()
+                cuts |= {index for index, end in enumerate(ends) if end and rows[index].cut(place + 1)}
+        return cuts
+
+
+def _num_known(rows: Sequence[Row]) -> int:
+    """How many new tokens every row has; a row that has ended counts as if it had as many as the longest."""
+    growing = [len(row.tokens) for row in rows if not row.ended]
+    return min(growing, default=max(len(row.tokens) for row in rows))

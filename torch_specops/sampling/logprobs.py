@@ -1,0 +1,76 @@
+"""Log-probabilities of tokens, before or after processors, temperature and filters."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import filter_logits
+from .parameters import SamplingTensors
+
+__all__ = ["LogProbabilities", "filtered", "log_probabilities"]
+
+
+class LogProbabilities(NamedTuple):
+    """Of emitted tokens, and of the most likely tokens in their places."""
+
+    of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
+    top_tokens: Tensor  # [B, n, N] int64, the most likely one first; of equal ones the lower index
+    top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
+
+
+def log_probabilities(
+    target_logits: Tensor, tokens: Tensor, sampling: SamplingTensors, logprobs: str, num_top: int = 0
+) -> LogProbabilities:
+    """The log-probability of each token under its row of logits.
+
+    Args:
+        target_logits: [B, n, V]; for "processed", after the processors.
+        tokens: [B, n] int64.
+        sampling: temperature and filters of each row.
+        logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.
+        num_top: N <= V.
+    """
+    temperature = torch.ones_like(sampling.temperature)
+    if logprobs == "processed":
+        target_logits = filtered(target_logits, sampling)
+        temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # As the ops read logits: NaN masks a token, and infinity is the largest float32.
+    largest = torch.finfo(torch.float32).max
+    z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
+    lse = z.logsumexp(2, keepdim=True)
+    found = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
+    top_tokens = _most_likely(z, num_top)
+    top_values = z.gather(2, top_tokens) - lse
+    if logprobs == "processed":
+        is_greedy = (sampling.temperature == 0).unsqueeze(1)
+        found = torch.where(is_greedy, 0.0, found)
+        # The distribution of a greedy row has one token.
+        one_hot = torch.where(torch.arange(num_top, device=z.device) == 0, 0.0, -math.inf)
+        top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
+    return LogProbabilities(found, top_tokens, top_values)
+
+
+def _most_likely(z: Tensor, count: int) -> Tensor:
+    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
+    equal ones the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
+    its own: an integer of the same order, and behind it the index."""
+    if count == 0:
+        return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
+    bits = (z + 0.0).view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = torch.arange(z.shape[2], device=z.device)
+    return (ordered * 2**32 + (2**32 - 1 - index)).topk(count, 2).indices
+
+
+def filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """[B, n, V] logits, with -inf for what top-k, top-p and min-p of each row remove."""
+    if not sampling.filters:
+        return logits
+    num_logits = logits.shape[1]
+    filters = {name: values.repeat_interleave(num_logits) for name, values in sampling.filters.items()}
+    temperature = sampling.temperature.repeat_interleave(num_logits)
+    return filter_logits(logits.flatten(0, 1), temperature, **filters).unflatten(0, logits.shape[:2])
