@@ -164,7 +164,11 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
     ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
     ({"eos_token_id": [1, 8]}, ValueError, r"eos_token_id: expected tokens in \[0, 8\), got 8"),
-    ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens for each of 2 rows, got 3"),
+    (
+        {"eos_token_id": [[1], [2], [3]]},
+        ValueError,
+        "eos_token_id: expected tokens for all rows, or for each of 2, got 3",
+    ),
     ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
     ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
     ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),

@@ -336,7 +336,7 @@ def test_stop_strings_of_each_row_and_request() -> None:
         completions = list(decoder.generate_many([*given, *given], batch_size=batch_size))
         assert texts(completions) == [output.new_tokens(row) for row in range(3)] * 2
         assert {each.index % 3: each.finish_reason for each in completions} == dict(enumerate(output.finish_reasons))
-    with pytest.raises(ValueError, match="stop_strings: expected strings for each of 3 rows, got 2 lists"):
+    with pytest.raises(ValueError, match="stop_strings: expected strings for all rows, or for each of 3, got 2"):
         decoder.generate(ids, **call, stop_strings=strings[:2])
 
 

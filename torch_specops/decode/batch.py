@@ -14,7 +14,6 @@ from torch import Tensor
 from ..drafts.adapter import keep_features
 from ..drafts.base import replace_inputs
 from ..drafts.rows import read_beginnings, read_texts
-from ..schedules import Optimal
 from .inputs import Prompts
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
 from .rows import BatchRules, Row, ask_row_rules
@@ -126,7 +125,7 @@ class Batch:
         """Run a step; returns the oldest one that was not yet returned."""
         runner = self._runner
         if self._wanted is None:
-            self._measure_cost()
+            self.stats.compile_seconds += runner.measure_cost()
             self._wanted = runner.schedule.first()
         while True:
             # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
@@ -206,17 +205,3 @@ class Batch:
             finish_reasons=[row.reason for row in rows],
             top_logprobs=None if top_tokens is None or top_values is None else TopLogprobs(top_tokens, top_values),
         )
-
-    def _measure_cost(self) -> None:
-        """Replace the schedule by the `Optimal` one for the cost of a draft, if it is to be measured. The cost has two
-        parts: the draft's own forward, and one more token for the target to read."""
-        runner = self._runner
-        if runner.cost_is_measured:
-            return
-        seconds, most = [], runner.schedule.buckets[-1]
-        for num_draft_tokens in (0, most):
-            self.stats.compile_seconds += runner.prepare(num_draft_tokens)
-            seconds.append(runner.seconds_of(num_draft_tokens))
-        plain, drafting = seconds
-        runner.schedule = Optimal(max(drafting - plain, 0.0) / (most * plain), buckets=runner.schedule.buckets)
-        runner.cost_is_measured = True

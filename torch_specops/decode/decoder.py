@@ -340,12 +340,7 @@ class SpeculativeDecoder:
         return completions_of(session, requests, progress)
 
     def _begin(
-        self,
-        input_ids: Tensor,
-        arguments: GenerateArguments,
-        row_rules: Sequence[RowRule] = (),
-        batch_rules: BatchRules | None = None,
-        logits: KeptLogits | None = None,
+        self, input_ids: Tensor, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, int]:
         """Check a call, and read its prompts; returns the batch and the number of the stream."""
         with self._guard.computing():
@@ -358,7 +353,7 @@ class SpeculativeDecoder:
             longest = int(state.limits.max())
             check_room(self.target, self.draft, longest, self.max_length)
             capacity = self._runner.capacity(self.max_length or longest)
-            self._newest = batch = Batch(self._runner, prompts, capacity, batch_rules, logits)
+            self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
         return batch, stream
 
     def _steps(self, batch: Batch, stream: int) -> Iterator[Step]:

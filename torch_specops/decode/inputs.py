@@ -187,9 +187,11 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
     """The rule of each row, one object for all rows with the same strings."""
     given = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     is_per_row = bool(given) and not any(isinstance(each, str) for each in given)
-    rows: list[Any] = given if is_per_row else [given] * batch
-    if len(rows) != batch:
-        raise ValueError(f"stop_strings: expected strings for each of {batch} rows, got {len(rows)} lists")
+    rows = (
+        _checked_rows("stop_strings", "strings for all rows, or for each of", given, batch)
+        if is_per_row
+        else [given] * batch
+    )
     rules: dict[tuple[str, ...], list[RowRule]] = {(): []}
     found = []
     for row in rows:
@@ -290,12 +292,16 @@ def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) ->
     return torch.where(inside, tokens, 0)[:, : int(lengths.max())], lengths
 
 
+def _checked_rows(name: str, expected: str, given: list[Any], batch: int) -> list[Any]:
+    if len(given) != batch:
+        raise ValueError(f"{name}: expected {expected} {batch}, got {len(given)}")
+    return given
+
+
 def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
     """One int or one per row -> [B] int64."""
     given = _as_python(value)
-    values = given if isinstance(given, list) else [given] * batch
-    if len(values) != batch:
-        raise ValueError(f"{name}: expected one number or {batch}, got {len(values)}")
+    values = _checked_rows(name, "one number or", given, batch) if isinstance(given, list) else [given] * batch
     for number in values:
         checks.check_int(name, number, least)
     return torch.tensor(values, dtype=torch.int64)
@@ -304,14 +310,10 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
 def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     """A token, several, or several for each row -> [B, E] int64, padded with -1."""
     given = _as_python(eos_token_id)
-    if not isinstance(given, list):
-        rows: list[list[Any]] = [[given]] * batch
-    elif not any(isinstance(item, list) for item in given):
-        rows = [given] * batch
-    else:
+    rows = [given if isinstance(given, list) else [given]] * batch
+    if isinstance(given, list) and any(isinstance(item, list) for item in given):
+        given = _checked_rows("eos_token_id", "tokens for all rows, or for each of", given, batch)
         rows = [item if isinstance(item, list) else [item] for item in given]
-        if len(rows) != batch:
-            raise ValueError(f"eos_token_id: expected tokens for each of {batch} rows, got {len(rows)} lists")
     for token in (token for row in rows for token in row):
         checks.check_int("eos_token_id", token, 0)
     width = max(max(len(row) for row in rows), 1)

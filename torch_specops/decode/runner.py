@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,48 +13,17 @@ from torch import Tensor
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
-from ..schedules import Schedule, Trim
+from ..schedules import Optimal, Schedule, Trim
 from .state import DecodeState, constants_of, moved, refilled, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
-__all__ = ["StepRunner", "on_device", "resolve_compile"]
+__all__ = ["StepRunner"]
 
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000
-
-
-def resolve_compile(
-    compile: bool | str, target: LanguageModel, draft: DraftSource | None, num_steps: float
-) -> tuple[bool, str]:
-    """Whether to compile the steps, and why.
-
-    Args:
-        compile: as `SpeculativeDecoder` takes it.
-        num_steps: eager steps done so far, plus those that the new batch needs at least.
-    """
-    models = (target, getattr(draft, "model", None))
-    obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
-    if isinstance(compile, bool):
-        if compile and obstacle is not None:
-            raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
-        return compile, f"compile={compile} was asked for"
-    if compile != "auto":
-        raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
-    if obstacle is not None:
-        return False, f"eager: {obstacle}"
-    device = target.device
-    if device.type == "cuda":
-        return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
-    if draft is not None and draft.deterministic:
-        # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
-        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
-    pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
-    if num_steps >= STEPS_THAT_PAY:
-        return True, f"compiled: {pays}"
-    return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
 
 
 class StepRunner:
@@ -123,14 +92,37 @@ class StepRunner:
         return self._state
 
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile. Once steps are compiled, they stay compiled.
+        """Decide whether to compile, and why. Once steps are compiled, they stay compiled.
 
         Args:
             num_new_tokens: of the longest row of the batch to come.
         """
         if not self.compiled:
-            steps = self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1)
-            self.compiled, self.compile_reason = resolve_compile(self._compile, self.target, self.draft, steps)
+            num_steps = self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1)
+            self.compiled, self.compile_reason = self._resolved(num_steps)
+
+    def _resolved(self, num_steps: float) -> tuple[bool, str]:
+        """`compile` for so many eager steps, done and to come."""
+        compile, draft, device = self._compile, self.draft, self.target.device.type
+        models = (self.target, getattr(draft, "model", None))
+        obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
+        if isinstance(compile, bool):
+            if compile and obstacle is not None:
+                raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
+            return compile, f"compile={compile} was asked for"
+        if compile != "auto":
+            raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
+        if obstacle is not None:
+            return False, f"eager: {obstacle}"
+        if device == "cuda":
+            return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
+        if draft is not None and draft.deterministic:
+            # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
+            return False, f"eager: on {device} an eager step reads only the tokens proposed, a compiled one always K"
+        pays = f"on {device} compiling pays after about {STEPS_THAT_PAY:,} steps"
+        if num_steps >= STEPS_THAT_PAY:
+            return True, f"compiled: {pays}"
+        return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
 
     def capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
@@ -217,24 +209,22 @@ class StepRunner:
         """
         state = self.state
         self._num_eager_steps += not self.compiled
-        with on_device(state.tokens.device):
-            if num_draft_tokens == 0:
-                self._num_undrafted += 1
-            elif self._num_undrafted > 0:
-                assert self.draft is not None
-                self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
-                self._num_undrafted = 0
-            if num_draft_tokens in self._graphs:
-                graph, record = self._graphs[num_draft_tokens]
-                graph.replay()
-                return record
-            return self._step(num_draft_tokens, trim)
+        if num_draft_tokens == 0:
+            self._num_undrafted += 1
+        elif self._num_undrafted > 0:
+            assert self.draft is not None
+            self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
+            self._num_undrafted = 0
+        if num_draft_tokens in self._graphs:
+            graph, record = self._graphs[num_draft_tokens]
+            graph.replay()
+            return record
+        return self._step(num_draft_tokens, trim)
 
     def end_row(self, row: int, length: int) -> None:
         """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
-        with on_device(self.state.tokens.device):
-            self.state.lengths[row].fill_(length)
-            self.state.finished[row].fill_(True)
+        self.state.lengths[row].fill_(length)
+        self.state.finished[row].fill_(True)
 
     def smallest_sufficient(self, wanted: int, needed: int) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
@@ -247,7 +237,7 @@ class StepRunner:
         if not self.compiled or num_draft_tokens in self._ready:
             return 0.0
         started = time.perf_counter()
-        with on_device(self.state.tokens.device), self._all_finished(), compile_errors_named():
+        with self._all_finished(), compile_errors_named():
             if self.target.device.type == "cuda":
                 self._capture(num_draft_tokens)
             else:
@@ -255,17 +245,28 @@ class StepRunner:
         self._ready.add(num_draft_tokens)
         return time.perf_counter() - started
 
-    def seconds_of(self, num_draft_tokens: int) -> float:
-        """The time of a step that reads all K drafts, as the median of three. The state does not change."""
-        times = []
-        with self._all_finished():
-            for _ in range(3):
-                self.synchronize()
-                started = time.perf_counter()
-                self.run(num_draft_tokens)
-                self.synchronize()
-                times.append(time.perf_counter() - started)
-        return sorted(times)[1]
+    def measure_cost(self) -> float:
+        """If the cost of a draft is to be measured, and was not yet, replace the schedule by the `Optimal` one for it.
+        The cost has two parts: the draft's own forward, and one more token for the target to read. The state does not
+        change. Returns the seconds spent compiling."""
+        if self.cost_is_measured:
+            return 0.0
+        compiling, medians, most = 0.0, [], self.schedule.buckets[-1]
+        for num_draft_tokens in (0, most):
+            compiling += self.prepare(num_draft_tokens)
+            times = []
+            with self._all_finished():
+                for _ in range(3):
+                    self.synchronize()
+                    started = time.perf_counter()
+                    self.run(num_draft_tokens)
+                    self.synchronize()
+                    times.append(time.perf_counter() - started)
+            medians.append(sorted(times)[1])
+        plain, drafting = medians
+        self.schedule = Optimal(max(drafting - plain, 0.0) / (most * plain), buckets=self.schedule.buckets)
+        self.cost_is_measured = True
+        return compiling
 
     def synchronize(self) -> None:
         if self.target.device.type == "cuda":
@@ -320,11 +321,6 @@ class StepRunner:
                 record = self._step(num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens] = (graph, record)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the target's device the current one: Triton launches on it, and streams belong to it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
