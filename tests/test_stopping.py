@@ -26,7 +26,7 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step
 from torch_specops.decode import batch as batch_module
-from torch_specops.decode.rows import Row, ask_row_rules
+from torch_specops.decode.rows import BatchRules, Row, ask_row_rules
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate, stop_string_rule
 
@@ -116,6 +116,25 @@ def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
     new = [[token for token in row if token != 11] for row in output[:, WIDTH:].tolist()]
     assert new == streamed(steps) and len(shown) == output.shape[1] - WIDTH < LENGTH
     assert max(steps[0].num_accepted) + 1 > max(map(len, steps[0].tokens))
+
+
+def test_a_text_that_is_held_back_ends_for_its_own_reason() -> None:
+    """A criterion waits for the slowest row, steps after a rule of its own has ended the fastest."""
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(IDS, MASK, strict=True)]
+
+    def at_the_fifth(texts: list[list[int]]) -> list[bool]:
+        lengths = [max(len(prompt) for prompt in prompts if text[: len(prompt)] == prompt) for text in texts]
+        return [len(text) == length + 5 for text, length in zip(texts, lengths, strict=True)]
+
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=4)
+    output = decoder.run(
+        IDS,
+        {"attention_mask": MASK, "max_new_tokens": LENGTH, "sampling": SamplingParams(temperature=0.0)},
+        row_rules=[at_the_fifth],
+        batch_rules=BatchRules([lambda ids: False], IDS, 11),
+    )
+    assert [len(output.new_tokens(row)) for row in range(3)] == [5] * 3
+    assert output.finish_reasons == ["stop"] * 3 and output.errors == {}
 
 
 def test_time_that_is_up_ends_rows_after_one_token() -> None:
