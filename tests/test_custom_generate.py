@@ -179,6 +179,7 @@ def test_several_sequences_of_one_prompt() -> None:
         ({}, "exact"),
         ({"top_k": 4}, "block"),
         ({"top_k": 0, "top_p": 0.7}, "exact"),
+        ({"top_k": 0}, "sigmoid"),
         ({"top_k": 30, "top_p": 0.9, "min_p": 0.05}, "exact"),
     ],
     ids=str,
@@ -188,9 +189,17 @@ def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: s
     target, options = shared_tiny("llama"), arguments("llama")
     sampling = SamplingParams(temperature=1.5, **({"top_k": 50} | filters))
     both: dict[str, Any] = {**options, "max_new_tokens": 12, "verify": verify, "seed": 3}
+    if verify == "sigmoid":
+        both |= {"alpha": -2.0, "beta": 0.5}
     warpers = {"do_sample": True, "temperature": 1.5, **filters}
-    output = ours(target, **both, **warpers, draft_model=perturbed(target))
-    same = torch_specops.generate(target, **both, draft=perturbed(target), sampling=sampling)
+    # A draft whose tokens are rejected under these bounds, and rarely under the default ones.
+    draft = perturbed(target, 0.2)
+    output = ours(target, **both, **warpers, draft_model=draft)
+    same = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
+    if verify == "sigmoid":
+        both |= {"alpha": -1e3, "beta": 1e3}
+        default = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
+        assert default.stats.num_steps < same.stats.num_steps
     for row in range(len(output)):
         text = same.new_tokens(row)
         assert output[row, options["input_ids"].shape[1] :][: len(text)].tolist() == text

@@ -107,8 +107,8 @@ def test_the_verifier_passes_everything_on(op: str) -> None:
     filters = {name: torch.tensor(value).repeat_interleave(125) for name, value in values.items()}
     everything = SamplingTensors(temperature, **filters)
 
-    def run(draft: Draft = draft, sampling: SamplingTensors = everything, **lenience: float) -> list[list[int]]:
-        return Verifier(op, **lenience)(target, draft, (accept, sample), sampling)[0].tolist()
+    def run(draft: Draft = draft, sampling: SamplingTensors = everything, **options: float) -> list[list[int]]:
+        return Verifier(op, **options)(target, draft, (accept, sample), sampling)[0].tolist()
 
     first = (target, tokens, draft.logits, accept, sample)
     if op == "exact":
@@ -124,10 +124,11 @@ def test_the_verifier_passes_everything_on(op: str) -> None:
             torch_specops.filter_logits(row, temperature, **filters)
             for row in torch.cat([target, logits[:, :2]], 1).unbind(1)
         ]
-        direct = torch_specops.verify_sigmoid(
-            torch.stack(kept[:3], 1), tokens, torch.stack(kept[3:], 1), accept, sample, temperature=temperature
-        )
-        assert run() == direct[0].tolist()
+        rows = (torch.stack(kept[:3], 1), tokens, torch.stack(kept[3:], 1), accept, sample)
+        for bounds in ({}, {"alpha": -2.0}, {"beta": 0.5}, {"alpha": -2.0, "beta": 0.5}):
+            direct = torch_specops.verify_sigmoid(*rows, **bounds, temperature=temperature)
+            assert run(**bounds) == direct[0].tolist()
+        assert run(alpha=-2.0, beta=0.5) not in (run(), run(alpha=-2.0), run(beta=0.5))
     assert op == "sigmoid" or run() != run(Draft(tokens))
     for name in filters:
         assert run() != run(sampling=SamplingTensors(temperature, **(filters | {name: None})))
@@ -226,6 +227,11 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lenience": 0.0}, ValueError, r"lenience: expected a number in \(0, 1\], got 0"),
     ({"argmax_lenience": 1.5}, ValueError, r"argmax_lenience: expected a number in \(0, 1\], got 1.5"),
     ({"verify": "block", "lenience": 0.5}, ValueError, "lenience: only verify='exact' can be lenient; .* 'block'"),
+    ({"verify": "sigmoid", "alpha": 0.0}, ValueError, r"alpha: expected a number in \(-1e36, -1e-36\), got 0"),
+    ({"verify": "sigmoid", "beta": -1}, ValueError, r"beta: expected a number in \(1e-36, 1e36\), got -1"),
+    ({"verify": "sigmoid", "beta": "1e3"}, TypeError, "beta: expected a number, got <class 'str'>"),
+    ({"alpha": -1e4}, ValueError, "alpha: only verify='sigmoid' has it; expected -1000.0, got .* 'exact'"),
+    ({"verify": "block", "beta": 1e4}, ValueError, "beta: only verify='sigmoid' has it; .* 'block'"),
     ({"compile": "always"}, ValueError, "compile: expected True, False or 'auto', got 'always'"),
     ({"max_length": 1}, ValueError, "max_length: expected a number >= 2, got 1"),
     ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
@@ -277,12 +283,20 @@ def test_generate_passes_everything_on() -> None:
         "schedule": "heuristic",
         "sampling": SamplingParams(temperature=0.8),
         "verify": "sigmoid",
+        "alpha": -2.0,
+        "beta": 0.5,
         "compile": False,
     }
     model, draft = shared_tiny("llama"), perturbed(shared_tiny("llama"))
     output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
     same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
     assert torch.equal(output.sequences, same.sequences)
+    # Of a draft that is often rejected.
+    texts = []
+    for bounds in ({}, {"alpha": -1e3}, {"beta": 1e3}):
+        chosen = {**arguments, **options, **bounds}
+        texts.append(new_tokens(torch_specops.generate(model, input_ids, draft=perturbed(model, 0.2), **chosen)))
+    assert texts[0] not in texts[1:]
     assert output.stats.seeds == row_seeds(3, 3).tolist() and len(steps) == output.stats.num_steps
     assert output.stats.compiled == "compile=False was asked for"
     # The default limit is 128 tokens.

@@ -11,6 +11,7 @@ from torch import Tensor
 from .arguments import Filters, SigmoidArguments, VerifyArguments
 
 __all__ = [
+    "check_bounds",
     "check_filter_logits",
     "check_fraction",
     "check_int",
@@ -57,11 +58,16 @@ def check_verify_sigmoid(given: SigmoidArguments) -> None:
     check_tensor("draft_logits", given.draft_logits, plain=False)
     _check_verify(given)
     _check_filters(Filters(given.temperature), given.target_logits, "[B]")
+    check_bounds(given.alpha, given.beta)
+
+
+def check_bounds(alpha: float, beta: float) -> None:
+    """Those of the scores of `verify_sigmoid`."""
     # So that 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), are float32 numbers.
-    if not (-1e36 < given.alpha < -1e-36):
-        raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {given.alpha}")
-    if not (1e-36 < given.beta < 1e36):
-        raise ValueError(f"beta: expected a number in (1e-36, 1e36), got {given.beta}")
+    if not (-1e36 < alpha < -1e-36):
+        raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {alpha}")
+    if not (1e-36 < beta < 1e36):
+        raise ValueError(f"beta: expected a number in (1e-36, 1e36), got {beta}")
 
 
 def check_sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> None:

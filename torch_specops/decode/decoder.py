@@ -40,6 +40,8 @@ def generate(
     verify: str = "exact",
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
+    alpha: float = -1e3,
+    beta: float = 1e3,
     compile: bool | str = "auto",
     streamer: Streamer | None = None,
     **arguments: Unpack[GenerateArguments],
@@ -73,6 +75,8 @@ def generate(
         verify=verify,
         lenience=lenience,
         argmax_lenience=argmax_lenience,
+        alpha=alpha,
+        beta=beta,
         compile=compile,
     )
     return decoder.generate(input_ids, streamer=streamer, **arguments)
@@ -103,6 +107,7 @@ class SpeculativeDecoder:
             "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities).
         lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows. Below 1, "exact" is lossy as
             `verify_exact` describes.
+        alpha, beta: alpha < 0 < beta, the bounds of the scores of "sigmoid", as `verify_sigmoid` takes them.
         compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps (about 8,000)
             are done or certain to follow to pay for it, and never with a deterministic draft. `stats.compiled` says
             what was done and why.
@@ -138,6 +143,8 @@ class SpeculativeDecoder:
         verify: str = "exact",
         lenience: float = 1.0,
         argmax_lenience: float = 1.0,
+        alpha: float = -1e3,
+        beta: float = 1e3,
         compile: bool | str = "auto",
         one_graph: bool = False,
         max_length: int | None = None,
@@ -154,7 +161,7 @@ class SpeculativeDecoder:
         self.max_length = max_length
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
-        verifier = Verifier(verify, lenience, argmax_lenience)
+        verifier = Verifier(verify, lenience, argmax_lenience, alpha, beta)
         if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
         check_pair(self.target, self.draft)

@@ -39,14 +39,24 @@ class Verifier:
     Args:
         op: "exact", "block" or "sigmoid".
         lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
+        alpha, beta: as in `verify_sigmoid`; others than these only with "sigmoid".
     """
 
     op: str = "exact"
     lenience: float = 1.0
     argmax_lenience: float = 1.0
+    alpha: float = -1e3
+    beta: float = 1e3
 
     def __post_init__(self) -> None:
-        checks.check_numbers(lenience=self.lenience, argmax_lenience=self.argmax_lenience)
+        checks.check_numbers(**{name: value for name, value in vars(self).items() if name != "op"})
+        checks.check_bounds(self.alpha, self.beta)
+        for name in ("alpha", "beta"):
+            given, default = getattr(self, name), getattr(Verifier, name)
+            if given != default and self.op != "sigmoid":
+                raise ValueError(
+                    f"{name}: only verify='sigmoid' has it; expected {default}, got {given} with {self.op!r}"
+                )
         for name, value in (("lenience", self.lenience), ("argmax_lenience", self.argmax_lenience)):
             checks.check_fraction(name, value)
             if value < 1.0 and self.op != "exact":
@@ -90,11 +100,12 @@ class Verifier:
             target_logits, filters = filtered(target_logits, sampling), {}
             if draft.logits is not None:
                 draft_logits = filtered(draft.logits, sampling)
-                return verify_sigmoid(target_logits, draft.tokens, draft_logits, *uniforms, temperature=temperature)
-        arguments = (target_logits, draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
+                arguments = (target_logits, draft.tokens, draft_logits, *uniforms)
+                return verify_sigmoid(*arguments, self.alpha, self.beta, temperature)
+        drafts = (draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
         if self.op == "block":
-            return verify_block(*arguments, **filters)
-        return verify_exact(*arguments, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
+            return verify_block(target_logits, *drafts, **filters)
+        return verify_exact(target_logits, *drafts, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
 
 
 def speculative_step(

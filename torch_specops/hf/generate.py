@@ -45,6 +45,8 @@ def custom_generate(
     num_draft_tokens: int = 5,
     schedule: str | Schedule = "constant",
     verify: str = "exact",
+    alpha: float = -1e3,
+    beta: float = 1e3,
     token_streamer: Any = None,
     seed: Seed = None,
     compile: bool | str = "auto",
@@ -72,8 +74,8 @@ def custom_generate(
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=` and `assistant_early_exit=` are drafts as well,
             with transformers' meaning.
-        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. What was compiled is kept for
-            the model's next call with the same draft and the same of these, as long as the model lives.
+        num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. What was compiled
+            is kept for the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`. A streamer of transformers is passed as
             `streamer=`.
         seed: as there.
@@ -128,7 +130,8 @@ def custom_generate(
         pad_token_id=pad_token_id,
         asked_once=not (has_draft or generation_config.output_scores),
     )
-    choices = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify, "compile": compile}
+    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
+    choices |= {"verify": verify, "alpha": alpha, "beta": beta}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     kept = _kept_decoder(model, draft_model, generation_config.assistant_early_exit, eager, choices)
     target: Any = kept.decoder.target
