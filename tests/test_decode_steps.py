@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,6 +23,7 @@ from tiny_loops import (
 )
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny
 from torch import Tensor
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -101,13 +102,42 @@ def test_a_custom_schedule_is_followed_and_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "expected"), [("itself", [2, 3, 5, 8]), ("stranger", [2, 1, 1, 1, 1]), ("nothing", [0, 0, 0])]
+    ("draft", "expected"), [("itself", [2, 4, 6, 8]), ("stranger", [2, 1, 1, 1, 1]), ("nothing", [0, 0, 0])]
 )
 def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int]) -> None:
-    """2, 4, 6, 8 drafts or the bucket below; 1 fewer after a rejection; none without a draft."""
+    """2 more after a step without rejections, otherwise 1 fewer; none without a draft."""
     steps, output = steps_of(draft, 2, schedule="heuristic", max_new_tokens=40)
     assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
     assert new_tokens(output) == expected_rows(40)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 0.04])
+def test_the_heuristic_is_that_of_transformers(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same number of drafts in every step of a text, up to 20, which transformers does not have."""
+    target = shared_tiny("llama")
+    draft = perturbed(target, scale)
+    settings = {"num_assistant_tokens_schedule": "heuristic_transient", "assistant_confidence_threshold": 0.0}
+    for name, value in (settings | {"num_assistant_tokens": 5}).items():
+        setattr(draft.generation_config, name, value)
+    theirs: list[int] = []
+
+    def counted(
+        self: AssistedCandidateGenerator, input_ids: Tensor, *rest: Tensor, **more: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        found = candidates(self, input_ids, *rest, **more)
+        theirs.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    candidates = AssistedCandidateGenerator.get_candidates
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", counted)
+    prompt = torch.tensor([PROMPTS[0]])
+    options = {"do_sample": False, "max_new_tokens": 70, "pad_token_id": 0}
+    expected = target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=draft, **options)
+    steps, output = steps_of(draft, 5, schedule="heuristic", prompts=PROMPTS[:1], max_new_tokens=70)
+    assert output.sequences.tolist() == expected.tolist()
+    assert [step.num_proposed[0] for step in steps] == theirs
+    assert scale > 0 or theirs[:5] == [5, 7, 9, 11, 13]
+    assert scale == 0 or {later - earlier for earlier, later in pairwise(theirs[:-1])} >= {2, -1}
 
 
 def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +157,21 @@ def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPat
     assert texts[::2] == texts[1::2]
     # One for the prompts, and two drafts in the first step, one in the second.
     assert max(forwards[::2]) <= 4 and min(forwards[1::2]) >= 101
-    runner = decoder._runner
-    runner.compiled, runner._ready = True, {2, 5}
     monkeypatch.undo()
-    assert [runner.smallest_sufficient(*numbers) for numbers in [(5, 0), (5, 2), (5, 3), (8, 6), (1, 0)]] == [
-        2,
-        2,
-        5,
-        8,
-        1,
-    ]
+
+
+def test_compiled_steps_have_few_numbers_of_drafts() -> None:
+    """Those that are ready, where they suffice, and else the schedule's buckets. Eager steps have any number."""
+    asked = [(5, 0), (5, 2), (5, 3), (7, 20), (11, 6), (19, 20), (1, 0)]
+    for compiled, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
+        runner = SpeculativeDecoder(
+            PairModel(random_table(8, 0)), PairModel(random_table(8, 1)), schedule="heuristic"
+        )._runner
+        runner.compiled, runner._ready = compiled, {2, 5}
+        assert [runner.smallest_sufficient(*numbers) for numbers in asked] == expected
+        # A value below all buckets.
+        runner.schedule, runner._ready = Optimal(0.1, buckets=(4, 8)), set()
+        assert runner.smallest_sufficient(3, 9) == (4 if compiled else 3)
 
 
 def test_a_draft_reads_what_steps_without_drafts_gave() -> None:

@@ -32,7 +32,8 @@ class Schedule(ABC):
     """Chooses K, the number of drafts per sequence, for each step of a batch.
 
     Attributes:
-        buckets: the values of K that can be chosen, ascending. Each one needs a compiled graph.
+        buckets: the values of K that compiled steps have, ascending, each with a graph of its own. For another value, a
+            compiled step has the largest bucket below it, or the smallest one. No value exceeds the largest.
     """
 
     buckets: tuple[int, ...]
@@ -117,50 +118,46 @@ class Constant(Schedule):
 
 
 class Heuristic(Schedule):
-    """Hugging Face's rule: 2 more drafts when every draft was accepted, otherwise 1 fewer, at least 1.
+    """Hugging Face's rule, which Wagner et al. 2024 (arXiv 2406.11016) use too: 2 more drafts when every draft was
+    accepted, otherwise 1 fewer, at least 1.
 
-    In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. The rule changes a value
-    of its own, and K is the largest bucket that does not exceed it.
+    In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. Eager steps have any K
+    up to `maximum`. Compiled steps need a graph for each K, and have the largest of 1, 2, 3, 5, 8, 12, 20 that does not
+    exceed the value of the rule. As "heuristic_transient" of transformers, every batch begins anew.
 
     Args:
-        num_draft_tokens: the first value, from the smallest bucket to `maximum`.
-        maximum: the largest value; Hugging Face has none.
-        buckets: None = the numbers 1, 2, 3, 5, 8, 12, 20 below `maximum`, and `maximum`.
+        num_draft_tokens: the first K, from 1 to `maximum`.
+        maximum: the largest K; Hugging Face has none.
 
     Example:
         >>> from torch_specops.schedules import Heuristic
         >>> schedule = Heuristic()
-        >>> schedule.first(), schedule.next([5], [5]), schedule.next([5], [5]), schedule.next([8], [3])
-        (5, 5, 8, 8)
+        >>> schedule.first(), schedule.next([5], [5]), schedule.next([7], [7]), schedule.next([9], [3])
+        (5, 7, 9, 8)
     """
 
-    def __init__(self, num_draft_tokens: int = 5, maximum: int = 20, buckets: Sequence[int] | None = None) -> None:
+    def __init__(self, num_draft_tokens: int = 5, maximum: int = 20) -> None:
         check_int("maximum", maximum, 1)
-        self.buckets = _buckets_up_to(maximum) if buckets is None else _checked_buckets(buckets, least=1)
-        if self.buckets[-1] > maximum:
-            raise ValueError(f"buckets: expected numbers up to maximum = {maximum}, got {self.buckets[-1]}")
-        check_int("num_draft_tokens", num_draft_tokens, self.buckets[0])
+        self.buckets = _buckets_up_to(maximum)
+        check_int("num_draft_tokens", num_draft_tokens, 1)
         if num_draft_tokens > maximum:
             raise ValueError(f"num_draft_tokens: expected a number up to maximum = {maximum}, got {num_draft_tokens}")
         self.maximum = maximum
         self._start = self._value = num_draft_tokens
 
     def first(self) -> int:
-        return self._bucket()
+        return self._value
 
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
         _check_counts(num_proposed, num_accepted)
         if any(num_proposed):
             all_accepted = list(num_proposed) == list(num_accepted)
             change = 2 if all_accepted else -1
-            self._value = min(max(self._value + change, self.buckets[0]), self.maximum)
-        return self._bucket()
+            self._value = min(max(self._value + change, 1), self.maximum)
+        return self._value
 
     def reset(self) -> None:
         self._value = self._start
-
-    def _bucket(self) -> int:
-        return max(bucket for bucket in self.buckets if bucket <= self._value)
 
 
 class Optimal(Schedule):
@@ -197,7 +194,7 @@ class Optimal(Schedule):
         check_number("cost_ratio", cost_ratio)
         if not 0 <= cost_ratio < math.inf:
             raise ValueError(f"cost_ratio: expected a finite number >= 0, got {cost_ratio}")
-        self.buckets = _checked_buckets(buckets, least=0)
+        self.buckets = _checked_buckets(buckets)
         if self.buckets[-1] == 0:
             raise ValueError("buckets: expected at least one number above 0, got (0,); that is Constant(0)")
         self.cost_ratio = cost_ratio
@@ -271,9 +268,9 @@ def _buckets_up_to(maximum: int) -> tuple[int, ...]:
     return (*(bucket for bucket in BUCKETS if bucket < maximum), maximum)
 
 
-def _checked_buckets(buckets: Sequence[int], least: int) -> tuple[int, ...]:
+def _checked_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
     for bucket in buckets:
-        check_int("buckets", bucket, least)
+        check_int("buckets", bucket, 0)
     if not buckets or any(low >= high for low, high in pairwise(buckets)):
         raise ValueError(f"buckets: expected ascending numbers, at least one, got {tuple(buckets)}")
     return tuple(buckets)

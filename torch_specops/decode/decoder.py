@@ -99,8 +99,9 @@ class SpeculativeDecoder:
         num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
             step drafts fewer, and a compiled step uses the smallest sufficient K that is already compiled.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
-            fewer); "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the
-            cost of a draft is measured once, before the first step); or a `Schedule`.
+            fewer; at most 20, or K if that is more; compiled steps round down, as `schedules.Heuristic` says);
+            "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the cost of a
+            draft is measured once, before the first step); or a `Schedule`.
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
         verify: "exact"; "block" (`verify_block`: the same law, and on average at least as many accepted drafts); or

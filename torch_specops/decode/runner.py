@@ -228,9 +228,12 @@ class StepRunner:
 
     def smallest_sufficient(self, wanted: int, needed: int) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K."""
-        ready = self._ready if self.compiled else {needed}
-        return min([wanted, *(count for count in ready if count >= needed)])
+        any K, a compiled one those of the schedule's buckets."""
+        if not self.compiled:
+            return min(wanted, needed)
+        buckets = self.schedule.buckets
+        wanted = max((count for count in buckets if count <= wanted), default=min(buckets))
+        return min([wanted, *(count for count in self._ready if count >= needed)])
 
     def prepare(self, num_draft_tokens: int) -> float:
         """Compile and capture the step for this K if it is not ready; returns the seconds that took."""
