@@ -125,7 +125,7 @@ IN_SHORT = ("llama", "gemma3", "t5")
         ),
         ("llama", "perturbed", {}),
         ("llama", "n-gram", {}),
-        ("llama", "hierarchical", {}),
+        ("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
         ("llama", "n-gram with counts", {"verify": "sigmoid"}),
         ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),

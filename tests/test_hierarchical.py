@@ -13,12 +13,14 @@ from chains import expect_caught, expect_laws
 from conftest import Report
 from tiny_laws import PROMPTS as LAW_PROMPTS
 from tiny_laws import TARGET, TRIALS, V, drafts_of, first_tokens, make_draft, p_values, pair_laws
-from tiny_loops import decode, expected_rows, steps_of, streamed
-from tiny_models import PairModel, perturbed, raised, random_table, shared_tiny
+from tiny_loops import Pauses, decode, expected_rows, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, PairModel, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
 
+from torch_specops import verify_exact
 from torch_specops.decode import Step
-from torch_specops.drafts import Draft, NGram, PromptLookup
+from torch_specops.drafts import Draft, Eagle3, NGram, PromptLookup
+from torch_specops.drafts import hierarchical as hierarchical_module
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.hf import language_model
 
@@ -29,7 +31,10 @@ def over_lookup(draft_class: type[HierarchicalDraft], **options: int) -> Hierarc
     return draft_class(PairModel(SMALL), PromptLookup(min_ngram=1), **({"num_inner_tokens": 2} | options))
 
 
-@pytest.mark.parametrize(("inner", "temperature"), [("prompt lookup", 0.7), ("n-gram", 1.3)])
+@pytest.mark.parametrize(
+    ("inner", "temperature"),
+    [("prompt lookup", 0.7), ("n-gram", 1.3), ("opposite", 1.0), ("close", 0.7), ("n-gram with counts", 1.3)],
+)
 def test_drafts_have_the_law_of_the_draft_model(inner: str, temperature: float, report: Report) -> None:
     """With a forward for every draft none is missing. (Fewer leave padding, and what is then there is a selection.)"""
     draft = HierarchicalDraft(PairModel(SMALL), make_draft(inner), num_inner_tokens=2, num_forwards=3)
@@ -66,6 +71,38 @@ class Repeating(HierarchicalDraft):
     def _draws(self, *arguments: Any) -> Tensor:
         draws = super()._draws(*arguments)
         return draws[:, :2].repeat(1, draws.shape[1] // 2)
+
+
+class Sharing(HierarchicalDraft):
+    """An inner source with the seeds of the outer one."""
+
+    def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
+        return seeds.unsqueeze(1).expand(-1, self.num_forwards)
+
+
+class OfTheInner(HierarchicalDraft):
+    """Shows the law of the inner model for the first draft."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        drafts, inner = super().propose(*arguments), self.inner.propose(*arguments).logits
+        assert drafts.logits is not None and inner is not None
+        return Draft(drafts.tokens, torch.cat([inner[:, :1], drafts.logits[:, 1:]], 1))
+
+
+def over_model(draft_class: type[HierarchicalDraft]) -> HierarchicalDraft:
+    return draft_class(PairModel(SMALL), PairModel(-TARGET), num_inner_tokens=2)
+
+
+def test_an_inner_source_without_numbers_of_its_own_is_caught(report: Report) -> None:
+    found = drafts_of(over_model(Sharing), 3)
+    expect_caught(report, "inner and outer draft share numbers", p_values(found.tokens, pair_laws(SMALL)))
+    tokens = first_tokens(PairModel(TARGET), over_model(Sharing), 3)
+    expect_caught(report, "loop, inner and outer draft share numbers", p_values(tokens, pair_laws(TARGET)))
+
+
+def test_the_law_of_the_inner_source_in_place_of_the_drafts_is_caught(report: Report) -> None:
+    tokens = first_tokens(PairModel(TARGET), over_model(OfTheInner), 3)
+    expect_caught(report, "loop, a hierarchical draft shows its inner law", p_values(tokens, pair_laws(TARGET)))
 
 
 @pytest.mark.parametrize("wrong", [Believing, Picky])
@@ -117,6 +154,23 @@ def test_a_cache_that_lags_is_caught() -> None:
     assert right == 1.0 and lagging is not None and lagging < 1.0
 
 
+def test_the_cache_of_an_inner_model_does_not_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model as its own inner draft: every forward makes as many drafts as it can, in every step. With steps
+    without drafts in between, too."""
+    model = shared_tiny("llama")
+    for schedule in ("constant", Pauses()):
+        draft = HierarchicalDraft(language_model(model), model, num_inner_tokens=2, num_forwards=2)
+
+        def all_accepted(rows: Tensor, inner: Tensor, *rest: Any, **filters: Any) -> Any:
+            found = verify_exact(rows, inner, *rest, **filters)
+            assert found[1].tolist() == [inner.shape[1]] * len(PROMPTS)
+            return found
+
+        monkeypatch.setattr(hierarchical_module, "verify_exact", all_accepted)
+        output = decode(draft, 6, schedule=schedule)
+        assert new_tokens(output) == expected_rows() and output.stats.acceptance_rate == 1.0
+
+
 def test_right_inner_drafts_save_forwards() -> None:
     """Of a model for which the next token is certain: one more, round and round."""
     table = torch.full((V + 1, V, V), -torch.inf)
@@ -143,19 +197,28 @@ def test_padding_behind_the_last_forward() -> None:
     assert set(present.sum(1).tolist()) == {2, 3, 4}
 
 
-def test_a_single_draft_needs_no_inner_one() -> None:
-    class Silent(PromptLookup):
-        def propose(self, *arguments: Any) -> Draft:
-            raise AssertionError("nothing to propose")
+@pytest.mark.parametrize("inner", ["n-gram", "close"])
+def test_the_first_drafts_do_not_depend_on_their_number(inner: str) -> None:
+    """A row's tokens are then the same in any batch: K is what some row has room for."""
+    most, *fewer = (
+        drafts_of(HierarchicalDraft(PairModel(SMALL), make_draft(inner), num_forwards=6), count, trials=500).tokens
+        for count in (6, 3, 2, 1)
+    )
+    for tokens in fewer:
+        assert torch.equal(tokens, most[:, : tokens.shape[1]])
 
-    found = drafts_of(HierarchicalDraft(PairModel(SMALL), Silent()), 1, trials=4)
-    assert found.tokens.shape == (4, 1) and (found.tokens >= 0).all()
+
+class OfFeatures(Eagle3):
+    def __init__(self) -> None:
+        self.feature_layers = (1,)
 
 
 def test_bad_arguments() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"inner": "prompt lookup"}, TypeError, "inner: expected a DraftSource"),
-        ({"inner": make_draft("n-gram with counts")}, ValueError, "inner: expected a deterministic source"),
+        ({"inner": "prompt lookup"}, TypeError, "inner: expected a model, a DraftSource"),
+        ({"inner": PromptLookup}, TypeError, "inner: expected an object, got the class PromptLookup"),
+        ({"inner": OfFeatures()}, ValueError, "inner: expected a source that reads tokens alone, got OfFeatures"),
+        ({"inner": PairModel(random_table(V - 1, 0))}, ValueError, "inner: expected the model's 6 tokens, got 5"),
         ({"inner": NGram.from_tokens(torch.arange(V), vocab_size=V + 1)}, ValueError, "inner: expected the model's 6"),
         ({"num_inner_tokens": 0}, ValueError, "num_inner_tokens: "),
         ({"num_forwards": 0}, ValueError, "num_forwards: "),

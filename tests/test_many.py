@@ -85,6 +85,7 @@ DETERMINED = [
     "perturbed",
     "token map",
     "hierarchical",
+    "over a model",
     "early exit",
     "eagle 3",
 ]

@@ -54,6 +54,10 @@ def make_draft(kind: str) -> DraftSource | None:
         "n-gram with two continuations": ngram(probabilities=True, max_candidates=2),
         "over prompt lookup": HierarchicalDraft(PairModel(TABLES["close"]), PromptLookup(min_ngram=1), num_forwards=2),
         "over n-gram": HierarchicalDraft(PairModel(TABLES["close"]), ngram(), num_inner_tokens=1, num_forwards=4),
+        "over a model": HierarchicalDraft(
+            PairModel(TABLES["close"]), PairModel(TABLES["opposite"]), num_inner_tokens=2
+        ),
+        "over counts": HierarchicalDraft(PairModel(TABLES["close"]), ngram(probabilities=True), num_inner_tokens=2),
         "other vocabulary": ModelDraft(TokenMap(PairModel(random_table(V - 1, seed=2)), TWINS, unknown=4)),
     }
     return drafts[kind]

@@ -59,6 +59,9 @@ DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "stranger": lambda family: shared_tiny(family, seed=3),
     "early exit": lambda family: EarlyExit(1),
     "hierarchical": lambda family: HierarchicalDraft(language_model(perturbed(shared_tiny(family)))),
+    "over a model": lambda family: HierarchicalDraft(
+        language_model(perturbed(shared_tiny(family))), shared_tiny(family, seed=3)
+    ),
     "token map": without_some_tokens,
     "eagle 3": lambda family: Eagle3(trained_head(family)),
 }

@@ -19,7 +19,7 @@ from .tracing import can_read_data
 
 __all__ = ["STREAMS", "uniforms"]
 
-STREAMS = {"propose": 0, "accept": 1, "sample": 2}
+STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3}
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -41,8 +41,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
             repeats its numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
-        stream: "propose" (draws of the draft), "accept" (acceptance tests) or "sample" (the next token). Two
-            streams never share a number; using one for two purposes loses exactness.
+        stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token) or "inner" (seeds
+            for the draft of a draft). Two streams never share a number; using one for two purposes loses exactness.
 
     Returns:
         [B, n] float32 multiples of 2**-24 in [0, 1).
@@ -97,6 +97,22 @@ def row_seeds(seed: int, batch: int) -> Tensor:
     mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
     # The same 64 bits as a signed number.
     return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64)
+
+
+def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
+    """Seeds for a source that drafts for a draft: n for each sequence and position, of 63 random bits each.
+
+    With the sequence's own seed, the inner source would use numbers that the outer one uses, in this step or later.
+
+    Args:
+        seeds, positions: as in `uniforms`.
+        n: how often the inner source is asked in a step.
+
+    Returns:
+        [B, n] int64.
+    """
+    bits = (uniforms(seeds, positions, 3 * n, "inner") * 2**21).long().view(-1, n, 3)
+    return bits[..., 0] << 42 | bits[..., 1] << 21 | bits[..., 2]
 
 
 def _mixed(word: int) -> int:

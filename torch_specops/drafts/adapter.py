@@ -53,15 +53,15 @@ def refuse_class(name: str, given: object) -> None:
         raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
 
 
-def as_draft_source(draft: AnyDraft) -> DraftSource | None:
+def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:
     """The source itself, in a `CheckedDraft` if it is a user's, or a `ModelDraft` around a model."""
     if draft is None:
         return None
-    refuse_class("draft", draft)
+    refuse_class(name, draft)
     if not hasattr(draft, "propose"):
         if isinstance(draft, nn.Module) or hasattr(draft, "forward"):
-            return ModelDraft(as_language_model("draft", draft))
-        raise TypeError(f"draft: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
+            return ModelDraft(as_language_model(name, draft))
+        raise TypeError(f"{name}: expected a model, a DraftSource (an object with propose) or None, got {type(draft)}")
     is_own = isinstance(draft, DraftSource) and type(draft).propose.__module__.startswith("torch_specops.")
     return cast(DraftSource, draft) if is_own else CheckedDraft(draft)
 

@@ -1,4 +1,4 @@
-"""Hierarchical drafting: a draft model whose own tokens are drafted by a cheaper source."""
+"""Hierarchical drafting: a draft model whose own tokens are drafted by a cheaper source or model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from .. import checks
 from ..ops import verify_exact
 from ..sampling import SamplingTensors
 from ..tracing import can_read_data
-from .base import Draft, DraftSource, LanguageModel, MinimalDraftSource, static_tensors_of
-from .checked import CheckedDraft
+from ..uniforms import inner_seeds
+from .adapter import as_draft_source
+from .base import AnyDraft, Draft, LanguageModel, static_tensors_of
 from .model import ModelDraft
 from .prompt_lookup import PromptLookup
 
@@ -29,18 +30,20 @@ class HierarchicalDraft(ModelDraft):
     forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
     section 6).
 
-    The inner source must be deterministic, because it has no random numbers of its own.
+    An inner source that samples gets seeds of its own for every forward, so that it never uses a random number that
+    anything else uses; its own q is then the one that `verify_exact` compares with the draft model's.
 
     Args:
         model: the draft model; its vocabulary must be the target's.
-        inner: where its drafts come from; None = `PromptLookup()`.
+        inner: where its drafts come from, as a decoder takes a draft: a source or a smaller model; None =
+            `PromptLookup()`.
         num_inner_tokens: inner drafts per forward, >= 1.
         num_forwards: the most forwards of the draft model per step, >= 1. An eager loop on a CPU stops as soon as all
             rows have K drafts.
 
     Raises:
-        TypeError: a number that is not an int, an `inner` without `propose`.
-        ValueError: a number below 1, an inner source that samples, one with another vocabulary or device.
+        TypeError: a number that is not an int, an `inner` that is neither a model nor a source.
+        ValueError: a number below 1; an inner source with another vocabulary or device, or that reads hidden states.
 
     Example:
         >>> import torch, transformers, torch_specops
@@ -60,20 +63,15 @@ class HierarchicalDraft(ModelDraft):
     def __init__(
         self,
         model: LanguageModel,
-        inner: MinimalDraftSource | None = None,
+        inner: AnyDraft = None,
         *,
         num_inner_tokens: int = 3,
         num_forwards: int = 3,
     ) -> None:
         super().__init__(model)
-        inner = PromptLookup() if inner is None else inner
-        if not isinstance(inner, DraftSource):
-            if not hasattr(inner, "propose"):
-                raise TypeError(f"inner: expected a DraftSource, got {type(inner)}")
-            inner = CheckedDraft(inner)
-        if not inner.deterministic:
-            # It would use random numbers that this source uses in a later step.
-            raise ValueError("inner: expected a deterministic source, got one that samples")
+        inner = as_draft_source(inner, "inner") or PromptLookup()
+        if inner.feature_layers:
+            raise ValueError(f"inner: expected a source that reads tokens alone, got {type(inner).__name__}")
         if inner.vocab_size is not None and inner.vocab_size != model.vocab_size:
             raise ValueError(f"inner: expected the model's {model.vocab_size} tokens, got {inner.vocab_size}")
         if inner.device is not None and inner.device != model.device:
@@ -81,6 +79,8 @@ class HierarchicalDraft(ModelDraft):
         checks.check_int("num_inner_tokens", num_inner_tokens, 1)
         checks.check_int("num_forwards", num_forwards, 1)
         self.inner = inner
+        known = [length for length in (model.max_length, inner.max_length) if length is not None]
+        self.max_length = min(known, default=None)
         self.num_inner_tokens = num_inner_tokens
         self.num_forwards = num_forwards
 
@@ -105,6 +105,11 @@ class HierarchicalDraft(ModelDraft):
         super().replace_inputs(row, inputs)
         self.inner.replace_inputs(row, inputs)
 
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        super().catch_up(tokens, lengths, num_steps)
+        # One more, as in `propose`.
+        self.inner.catch_up(tokens, lengths, num_steps + 1)
+
     @property
     def can_restart(self) -> bool:
         return self.inner.can_restart
@@ -119,7 +124,12 @@ class HierarchicalDraft(ModelDraft):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
-        batch, width = tokens.shape[0], min(self.num_inner_tokens, num_draft_tokens - 1)
+        # Whatever K is, so that a row's drafts do not depend on how many other rows have room for.
+        batch, width = tokens.shape[0], self.num_inner_tokens
+        seeds_of_inner = self._inner_seeds(seeds, lengths)
+        # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
+        # read the last of the former.
+        self.inner.catch_up(tokens, lengths, 1)
         # Two numbers per position: for its acceptance test, and for the next token of a forward that ends there.
         draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
         ahead = torch.arange(width + 1, device=tokens.device)
@@ -130,13 +140,12 @@ class HierarchicalDraft(ModelDraft):
         count = torch.zeros_like(lengths)
         # As in ModelDraft: if all drafts were accepted, the last one was never read.
         unread = 2
-        for _ in range(self.num_forwards):
+        for own_seeds in seeds_of_inner.unbind(1):
             newest = lengths + count - 1
-            inner = text[:, :0]
-            if width > 0:
-                inner = self.inner.propose(text, newest + 1, width, sampling, seeds).tokens
-                # Tokens outside the model's vocabulary are padding.
-                inner = torch.where((inner >= 0) & (inner < self.model.vocab_size), inner, -1)
+            proposal = self.inner.propose(text, newest + 1, width, sampling, own_seeds)
+            # Tokens outside the model's vocabulary are padding.
+            is_token = (proposal.tokens >= 0) & (proposal.tokens < self.model.vocab_size)
+            inner = torch.where(is_token, proposal.tokens, -1)
             behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
             positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)
             read = torch.cat([text.gather(1, behind), inner.clamp(min=0)], 1)
@@ -151,10 +160,11 @@ class HierarchicalDraft(ModelDraft):
             output, num_accepted = verify_exact(
                 rows,
                 inner,
-                None,
+                proposal.logits,
                 draws[..., 0].gather(1, own[:, :width]).contiguous(),
                 draws[..., 1].gather(1, own[:, :1]).squeeze(1),
                 sampling.temperature,
+                proposal.lse,
                 **sampling.filters,
             )
             # After the next token comes -1, until a later forward writes there.
@@ -168,3 +178,9 @@ class HierarchicalDraft(ModelDraft):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
+
+    def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
+        """[B, F] int64, the seeds of the inner source in each forward."""
+        if self.inner.deterministic:
+            return seeds.unsqueeze(1).expand(-1, self.num_forwards)
+        return inner_seeds(seeds, lengths, self.num_forwards)
