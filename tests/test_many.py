@@ -18,7 +18,7 @@ import torch_specops
 from torch_specops import Completion, Request, SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import batch as batch_module
-from torch_specops.drafts import HierarchicalDraft, ModelDraft, PromptLookup, SuffixLookup, TokenMap
+from torch_specops.drafts import DraftSource, HierarchicalDraft, ModelDraft, SuffixLookup, TokenMap
 from torch_specops.drafts.rows import groups_by_length
 from torch_specops.hf import language_model
 from torch_specops.schedules import Constant
@@ -210,9 +210,8 @@ class Restarted(Started):
         self.rows += [tokens[row, : lengths[row]].tolist() for row in rows]
 
 
-class Derived(PromptLookup):
-    def start(self, *arguments: Any) -> None:
-        pass
+class Derived(Started, DraftSource):
+    pass
 
 
 def test_a_draft_of_ones_own_is_told_of_new_prompts() -> None:

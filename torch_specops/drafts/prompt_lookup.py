@@ -1,8 +1,7 @@
-"""Prompt lookup: the text so far is the draft model. No weights, no forward."""
+"""Prompt lookup: the text so far is the draft model, and so is the input of an encoder. No weights, no forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +9,20 @@ from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource
+from .base import Draft
+from .lookup import LookupDraft, match_lengths
 
-__all__ = ["PromptLookup", "match_lengths"]
+__all__ = ["PromptLookup"]
 
 
 @dataclass(frozen=True)
-class PromptLookup(DraftSource):
+class PromptLookup(LookupDraft):
     """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
 
     The longest match of max_ngram..min_ngram tokens wins, and among equals the earliest. Drafts are deterministic:
-    `Draft.logits` is None. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup does by default.
+    `Draft.logits` is None. If the target's encoder reads tokens (T5), they count as text before the sequence, so that
+    copying tasks are drafted from their input. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup
+    does by default, which does not look into that input.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
@@ -43,9 +45,6 @@ class PromptLookup(DraftSource):
         checks.check_int("min_ngram", self.min_ngram, 1)
         checks.check_int("max_ngram", self.max_ngram, self.min_ngram)
 
-    def static_tensors(self) -> Sequence[Tensor]:
-        return ()
-
     def propose(
         self,
         tokens: Tensor,
@@ -55,38 +54,19 @@ class PromptLookup(DraftSource):
         seeds: Tensor | None = None,
     ) -> Draft:
         """[B, K] tokens that followed the match; -1 where there is none."""
-        batch, width = tokens.shape
+        text, own = self._behind_input(tokens)
+        batch, width = text.shape
         if width == 0:
             return Draft(tokens.new_full((batch, num_draft_tokens), -1))
         position = torch.arange(width, device=tokens.device)
-        last = (lengths - 1).unsqueeze(1)
-        match_length = match_lengths(tokens, last, self.max_ngram)
+        last = (own + lengths - 1).unsqueeze(1)
+        match_length = match_lengths(text, last, self.max_ngram, own)
         rank = torch.where(match_length >= self.min_ngram, match_length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
 
-        # The text from the match's end to its own end, repeated or once.
+        # The text from the match's end to its own end, repeated or once. That of the input ends with a -1.
         end = width - best % width
         period = (last + 1 - end).clamp(min=1)
         ahead = torch.arange(num_draft_tokens, device=tokens.device)
         found = (best >= 0) & (self.repeat | (ahead < period))
-        return Draft(torch.where(found, tokens.gather(1, (end + ahead % period).clamp(max=width - 1)), -1))
-
-
-def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
-    """[B, N] for each place before the row's end, how many tokens, read backwards from it, equal those read backwards
-    from the end.
-
-    Args:
-        text: [B, N].
-        last: [B, 1], the index of each row's last token.
-        most: the longest match to look for.
-        first: where the rows begin; text before it is not theirs.
-    """
-    position = torch.arange(text.shape[1], device=text.device)
-    alive = position < last
-    lengths = torch.zeros_like(text)
-    for back in range(most):
-        token = text.gather(1, (last - back).clamp(min=first))
-        alive = alive & (position >= back) & (last - back >= first) & (text.roll(back, 1) == token)
-        lengths += alive
-    return lengths
+        return Draft(torch.where(found, text.gather(1, (end + ahead % period).clamp(max=width - 1)), -1))

@@ -1,4 +1,5 @@
-"""Suffix lookup: the text so far and earlier outputs are the draft model. No weights, no forward."""
+"""Suffix lookup: the text so far, earlier outputs and the input of an encoder are the draft model. No weights, no
+forward."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource
-from .prompt_lookup import match_lengths
+from .base import Draft
+from .lookup import LookupDraft, match_lengths
 
 __all__ = ["SuffixLookup"]
 
@@ -18,13 +19,14 @@ __all__ = ["SuffixLookup"]
 NUM_PLACES, NUM_TOKENS = 32, 3
 
 
-class SuffixLookup(DraftSource):
+class SuffixLookup(LookupDraft):
     """Finds the longest end of a sequence earlier in it, or in finished sequences, and proposes what followed there.
 
     Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
     match occurs vote for the next token, and proposes tokens only while they are likely enough (suffix decoding, Oliaro
     et al. 2024). After a match of m tokens, a token's probability is estimated as m / (m + 1) times its share of the
-    votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits.
+    votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits. Like
+    `PromptLookup`, it also looks into the tokens that the target's encoder reads.
 
     The tokens of a seed depend on what is remembered, because drafts decide how random numbers are used. The law of the
     output does not. `memory=0` remembers nothing; `forget` empties the memory.
@@ -63,10 +65,8 @@ class SuffixLookup(DraftSource):
         self._memory = torch.full_like(self._memory, -1)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        super().start(tokens, lengths, capacity, inputs)
         self._memory = self._memory.to(tokens.device)
-
-    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Nothing to do: only texts that have ended are kept."""
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
         if len(self._memory) == 0:
@@ -76,7 +76,7 @@ class SuffixLookup(DraftSource):
             self._memory.copy_(text[-len(self._memory) :])
 
     def static_tensors(self) -> Sequence[Tensor]:
-        return (self._memory,)
+        return (self._memory, *super().static_tensors())
 
     def propose(
         self,
@@ -87,8 +87,9 @@ class SuffixLookup(DraftSource):
         seeds: Tensor | None = None,
     ) -> Draft:
         """[B, K] tokens that followed the longest match; -1 where nothing matches or is likely enough."""
-        own = len(self._memory)
-        text = torch.cat([self._memory.expand(tokens.shape[0], -1), tokens], 1)  # [B, N], the row's own from `own` on
+        text, own = self._behind_input(tokens)
+        text = torch.cat([self._memory.expand(len(tokens), -1), text], 1)  # [B, N], the row's own from `own` on
+        own += len(self._memory)
         last = (own + lengths - 1).unsqueeze(1)  # [B, 1]
         end, length = self._matches(text, last, own)  # [B, C], the newest first
         longest = length.amax(1, keepdim=True)
