@@ -26,6 +26,7 @@ __all__ = [
     "feature_model",
     "first_layers",
     "replace_inputs",
+    "share_encoder",
     "static_tensors_of",
 ]
 
@@ -291,6 +292,12 @@ def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor])
     replace = getattr(model, "replace_inputs", None)
     if replace is not None:
         replace(row, inputs)
+
+
+def share_encoder(target: LanguageModel, draft: LanguageModel) -> LanguageModel:
+    """The draft model, reading what the target's encoder gives if it has the same encoder or none of its own."""
+    share = getattr(target, "share_encoder", None)
+    return draft if share is None else cast(LanguageModel, share(draft))
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:

@@ -43,6 +43,7 @@ class EarlyExit(ModelDraft):
 
     def bind(self, target: LanguageModel) -> None:
         super().__init__(first_layers(target, self.num_layers))
+        super().bind(target)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if not hasattr(self, "model"):

@@ -85,6 +85,7 @@ class HierarchicalDraft(ModelDraft):
         self.num_forwards = num_forwards
 
     def bind(self, target: LanguageModel) -> None:
+        super().bind(target)
         self.inner.bind(target)
 
     def compile(self, shape: Hashable | None) -> None:

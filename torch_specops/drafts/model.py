@@ -15,7 +15,7 @@ from ..ops import sample
 from ..sampling import SamplingTensors
 from ..tracing import can_read_data
 from ..uniforms import uniforms
-from .base import Draft, DraftSource, LanguageModel, replace_inputs, static_tensors_of
+from .base import Draft, DraftSource, LanguageModel, replace_inputs, share_encoder, static_tensors_of
 from .rows import read_beginnings, read_texts
 
 __all__ = ["ModelDraft", "SequentialDraft"]
@@ -119,6 +119,9 @@ class ModelDraft(SequentialDraft):
         self.vocab_size = model.vocab_size
         self.device = model.device
         self.max_length = model.max_length
+
+    def bind(self, target: LanguageModel) -> None:
+        self.model = share_encoder(target, self.model)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)

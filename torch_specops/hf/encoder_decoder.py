@@ -7,26 +7,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel, WhisperForCausalLM
 from transformers.cache_utils import StaticLayer
 
+from ..drafts import LanguageModel
 from ..kv_cache import visible_slots
 from .architecture import layers_of, relative_bias
 from .models import Seen, TransformersModel, as_float
 
-__all__ = ["EncoderDecoderModel"]
+__all__ = ["EncoderDecoderModel", "WhisperDecoder"]
 
 
 class EncoderDecoderModel(TransformersModel):
     """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
 
-    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept.
+    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept. A
+    draft with the same encoder, or with none, reads the output that its target has.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         super().__init__(model, num_layers)
         # The output of the encoder, where it has run already; `start` then does not run it.
         self.encoder_outputs: Tensor | None = None
+        # The model whose encoder this one has too, if it is the draft's, and what that one's encoder has read last.
+        self._encodes_for_us: EncoderDecoderModel | None = None
+        self._inputs: Mapping[str, Tensor] | None = None
         self._encoder_states: Tensor | None = None
         self._encoder_mask: Tensor | None = None
         # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
@@ -46,40 +51,73 @@ class EncoderDecoderModel(TransformersModel):
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._prepare()
+        self._start_cache(batch, capacity)
+        self._inputs = inputs
+        if self._take_encoded(inputs):
+            return
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._is_t5 else None
-        before = self._encoder_states
-        self._encoder_states = _placed(before, states.clone())
-        self._encoder_mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
-        self._start_cache(batch, capacity)
-        if self._cross_cache is None or self._encoder_states is not before:
+        mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
+        self._cross_attend(_placed(self._encoder_states, states.clone()), mask)
+
+    def share_encoder(self, draft: LanguageModel) -> LanguageModel:
+        """The draft model, or another adapter of it, that reads what this model's encoder gave; unchanged if it has
+        another encoder.
+
+        Raises:
+            ValueError: a `WhisperForCausalLM` that cannot read it.
+        """
+        if not isinstance(draft, TransformersModel) or draft is self:
+            return draft
+        if isinstance(draft.model, WhisperForCausalLM) and not self._is_t5:
+            width, expected = draft.model.config.d_model, self.model.config.d_model
+            if width != expected:
+                raise ValueError(f"draft: expected a decoder of encoder states of width {expected}, got {width}")
+            draft = WhisperDecoder(draft.model)
+        elif not isinstance(draft, EncoderDecoderModel) or draft.model.get_encoder() is not self.model.get_encoder():
+            return draft
+        draft._encodes_for_us = self
+        return draft
+
+    def _take_encoded(self, inputs: Mapping[str, Tensor] | None) -> bool:
+        """Read what the target's encoder gave for these inputs, if it did: another decoder may have used it since."""
+        other = self._encodes_for_us
+        if other is None or other._encoder_states is None or other._inputs is not inputs:
+            return False
+        self._cross_attend(other._encoder_states, other._encoder_mask)
+        return True
+
+    def _cross_attend(self, states: Tensor, mask: Tensor | None) -> None:
+        """Read these from now on. The next forward computes their keys and values."""
+        if self._cross_cache is None or states is not self._encoder_states:
             self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
+        self._encoder_states, self._encoder_mask = states, mask
         self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         """Let the encoder read other inputs [1, ...] for a row. The next forward computes its keys and values."""
-        new, states = self._encode(1, inputs), self._encoder_states
-        assert states is not None and self._cross_cache is not None
+        self._inputs = inputs
+        if self._take_encoded(inputs):
+            return
+        new, states, mask = self._encode(1, inputs), self._encoder_states, self._encoder_mask
+        assert states is not None
         length = max(new.shape[1], states.shape[1])
         if self._is_t5:
-            mask = torch.ones(states.shape[:2]) if self._encoder_mask is None else self._encoder_mask
+            mask = torch.ones(states.shape[:2]) if mask is None else mask
             new_mask = inputs.get("attention_mask", torch.ones(new.shape[:2]))
             mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
             mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
-            self._encoder_mask = _placed(self._encoder_mask, mask)
+            mask = _placed(self._encoder_mask, mask)
         elif new.shape[1] != states.shape[1]:
             raise ValueError(
                 f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
             )
         if length > states.shape[1]:
             states = pad(states, (0, 0, 0, length - states.shape[1]))
-            self._cross_cache = Cache(layers=[StaticLayer(length) for _ in range(self.num_layers)])
         states[row] = pad(new, (0, 0, 0, length - new.shape[1]))
-        self._encoder_states = states
-        self._cross_cache.reset()
-        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+        self._cross_attend(states, mask)
 
     def static_tensors(self) -> list[Tensor]:
         """Weights, caches, and the output of the encoder."""
@@ -122,6 +160,25 @@ class EncoderDecoderModel(TransformersModel):
         bias = self._relative_bias(positions, slot_positions)
         visible = visible_slots(positions, slot_positions, own_text=own_text)
         return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+class WhisperDecoder(EncoderDecoderModel):
+    """A `WhisperForCausalLM` as the draft of a Whisper model, whose encoder's output it reads (as Distil-Whisper)."""
+
+    def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        raise ValueError("draft: expected the target whose encoder this WhisperForCausalLM reads, got another one")
+
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
+        output = self.prepared(
+            input_ids=tokens,
+            attention_mask=mask,
+            encoder_outputs=(self._encoder_states,),
+            position_ids=self._position_ids(positions),
+            past_key_values=self._both,
+            use_cache=True,
+        )
+        logits = as_float(output.logits)
+        return logits if num_logits is None else logits[:, -num_logits:]
 
 
 def _placed(old: Tensor | None, new: Tensor) -> Tensor:

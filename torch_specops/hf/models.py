@@ -78,7 +78,7 @@ class TransformersModel:
         self.model = model
         self._first_layers = num_layers
         self._additive_mask = attention == "eager"
-        self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not model.config.is_encoder_decoder
+        self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not self.reads_inputs
         self.can_take_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
         self._sees_all = self.can_take_spans and set(self._windows.values()) == {None}
