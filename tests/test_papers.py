@@ -100,15 +100,18 @@ def test_acceptance_and_speed_are_measured(tmp_path: Path, monkeypatch: pytest.M
     measured, oracle = script("leviathan_measured"), script("leviathan_oracle")
     for module in (measured, oracle):
         monkeypatch.setattr(module, "WRITTEN", {"austen": (2, 32, 40)})
-    monkeypatch.setattr(measured, "DRAFTS", {"austen": ("bigram", "prompt lookup", "small model")})
+    monkeypatch.setattr(measured, "DRAFTS", {"austen": ("bigram", "prompt lookup", "small model", "early exit 2")})
     monkeypatch.setattr(measured, "PROVIDERS", {"austen": [["small model", 2]]})
     monkeypatch.setattr(measured, "TIMED", {"austen": (1, 32, 12)})
     found = measured.main(["--out", str(tmp_path / "measured.json")])
     for temperature in (0.0, 1.0):
-        for draft in ("bigram", "small model"):
+        for draft in ("bigram", "small model", "early exit 2"):
             one = found[f"alpha/austen/{draft}/T={temperature}"]["1.0"]
             assert one["drawn"] == pytest.approx(one["alpha"], abs=4 * one["drawn_error"] + 1e-6)
             assert 0 < one["alpha"] < 1
+            # Rejection sampling accepts less often.
+            both = found[f"rejection/austen/{draft}"]
+            assert temperature == 0 or both["rejection"] < both["alpha"] == one["alpha"]
         (provider,) = found[f"speed/austen/T={temperature}"]["providers"]
         expected = measured.predictions(found, "austen", temperature, provider)
         assert provider["speed"] > 0 and expected["theorem"] > 0 and expected["machine"] > 0

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 import torch_specops
+from torch_specops.analysis import acceptance_probability
 from torch_specops.laws import chi_square
 
 
@@ -46,3 +48,36 @@ def test_small_probabilities_keep_their_ratio() -> None:
     tokens, u = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[0.49], [0.51]])
     output, n = torch_specops.verify_exact(target, tokens, draft, u, torch.tensor([0.0, 0.5]))
     assert n.tolist() == [1, 0] and output.tolist() == [[0, 0], [1, -1]]
+
+
+def test_a_rejection_with_the_complement_is_caught() -> None:
+    """Rejected if q > p and r > 1 - p / q, which has the probability p / q; with r < 1 - p / q the law is kept."""
+    generator, trials, vocab = torch.Generator().manual_seed(0), 20_000, 8
+    target, draft = torch.randn(2, vocab, generator=generator)
+    p, q = (logits.double().softmax(0) for logits in (target, draft))
+    drafts, _ = torch_specops.sample(draft.expand(trials, vocab), torch.rand(trials, generator=generator))
+    r, s = torch.rand(2, trials, generator=generator).double()
+    residual = (p - q).clamp(min=0).cumsum(0)
+    others = torch.searchsorted(residual, s * residual[-1], right=True).clamp(max=vocab - 1)
+    p_values = {}
+    for name, exceeds in (("slide", r > 1 - (p / q)[drafts]), ("text", r < 1 - (p / q)[drafts])):
+        rejected = (q > p)[drafts] & exceeds
+        tokens = torch.where(rejected, others, drafts)
+        p_values[name] = chi_square(torch.bincount(tokens, minlength=vocab), p)
+    assert p_values["slide"] < 1e-12 and p_values["text"] > 1e-4
+
+
+def test_the_printed_argmax_lenience_is_the_wrong_way_round() -> None:
+    """As printed, alpha is 1 at l = 1 and falls with l; the paper's own alphas are 0.75, 0.75, 0.8 and 0.87 for l = 1,
+    0.5, 0.3 and 0.1."""
+    generator, vocab = torch.Generator().manual_seed(0), 50
+    target = 2 * torch.randn(400, vocab, generator=generator)
+    draft = target + torch.randn(400, vocab, generator=generator)
+    p, x = target.softmax(1), draft.argmax(1, keepdim=True)
+    share = (p.gather(1, x) / p.amax(1, keepdim=True)).flatten()
+    leniences = (1.0, 0.5, 0.3, 0.1)
+    printed = [(share <= each).double().mean().item() for each in leniences]
+    alphas = [acceptance_probability(target, draft, 0.0, argmax_lenience=each).mean().item() for each in leniences]
+    assert printed[0] == 1.0 and printed == sorted(printed, reverse=True) and printed[-1] < 0.5
+    assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] < 1.0
+    assert alphas[1:] == pytest.approx([(share >= each).double().mean().item() for each in leniences[1:]])

@@ -4,7 +4,8 @@
 
 Tables 3 and 5: alpha on text that the target wrote itself, as the paper has it (section 4.2), once by the formula,
 E sum min(p / l, q), and once by drawing drafts and verifying them with the op. Tables 2 and 4: the speed of the
-decoding loop over the same loop without drafts, in turns, beside theorem 3.8 with the measured alpha and c.
+decoding loop over the same loop without drafts, in turns, beside theorem 3.8 with the measured alpha and c. Appendix
+A.2: how often one round of rejection sampling would accept, on the same text.
 
 A stopped run continues where it was. About 6 minutes on one core. `subjects.py` has the models that are measured in the
 place of the paper's T5 and LaMDA.
@@ -138,6 +139,27 @@ def alpha(
         error = rounded(kept.std() / math.sqrt(len(kept)))
         result[str(each)] |= {"drawn": rounded(kept.mean()), "drawn_error": error}
     return result
+
+
+def rejection(
+    subject: str,
+    draft: str,
+    temperature: float,
+    num_prompts: int,
+    prompt_length: int,
+    num_tokens: int,
+    written: list[list[int]],
+    device: str,
+) -> dict[str, float]:
+    """Appendix A.2, at T > 0: the mean probability that a draft is accepted by min(1, p / q) ("alpha"), and by one
+    round of rejection sampling, which is 1 / M with M = max p / q ("rejection")."""
+    text = torch.tensor(written, device=device)
+    p_logits = logits_of_the_target(subject, temperature, prompt_length, text)
+    q_logits, _ = draft_law(subject, draft, text, prompt_length, temperature)
+    assert q_logits is not None
+    p, q = (logits.double().div(temperature).softmax(-1) for logits in (p_logits, q_logits))
+    smallest = torch.where(p > 0, q / p, torch.inf).amin(-1)
+    return {"alpha": rounded(torch.minimum(p, q).sum(-1).mean()), "rejection": rounded(smallest.mean())}
 
 
 # Several cells in a row look at the same text.
@@ -298,6 +320,12 @@ def cells_of(chosen: Any) -> list[Cell]:
                 settings = common | {"draft": draft, "leniences": LENIENCES, "drawn": drawn}
                 key, measure = f"alpha/{subject}/{draft}/T={temperature}", partial(alpha, device=chosen.device)
                 cells.append(Cell(key, measure, settings, missing(subject), {"written": text}))
+    common = {"subject": "austen", "temperature": 1.0} | sizes(WRITTEN["austen"])
+    for draft in DRAFTS["austen"]:
+        if draft != "prompt lookup":
+            measure = partial(rejection, device=chosen.device)
+            reads = {"written": "text/austen/T=1.0"}
+            cells.append(Cell(f"rejection/austen/{draft}", measure, common | {"draft": draft}, reads=reads))
     for subject, providers in PROVIDERS.items():
         for temperature in TEMPERATURES:
             settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from leviathan_measured import DRAFTS, TEMPERATURES, predictions
-from leviathan_oracle import TRACES
+from leviathan_oracle import TRACES, percentiles
 from markdown_table import table
 from wagner_methods import BASELINE, GAMMAS, METHODS
 
@@ -90,6 +90,11 @@ CHEN = {
         "{subject} | {law} | {K} | {seconds_of_128:.2f} ± {seconds_of_128_deviation:.2f}"
         " | {speed:.2f} ({speed_low:.2f} to {speed_high:.2f}) | {efficiency:.2f} | {loop_ms:.1f}",
         chen_speed,
+    ),
+    "percentiles": Table(
+        "T | K | mean | deviation | P90 | P99 | texts",
+        "{T} | {K} | {mean:.3f} | {deviation:.3f} | {p90:.3f} | {p99:.3f} | {texts}",
+        lambda found: percentiles(found["leviathan_oracle"]),
     ),
 }
 
@@ -177,6 +182,11 @@ LEVIATHAN_TABLES = {
     ),
     "table 5, greedy": Table(
         "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1", "{subject} | {draft} | " + lenient("cold"), by_draft
+    ),
+    "appendix A.2": Table(
+        "draft | min(1, p / q) | one round of rejection sampling",
+        "{draft} | {alpha:.3f} | {rejection:.4f}",
+        lambda found: [own | {"draft": key} for key, own in starting(found, "leviathan_measured", "rejection/austen/")],
     ),
     "section 3.5": Table(
         "target, text | draft | T | alpha, follows | c | best constant | formula | heuristic | optimal | oracle"

@@ -135,7 +135,7 @@ def draft_law(
         return read(small_model(device).model, sequences, prompt_length), None
     if draft.startswith(EARLY_EXIT):
         layers = target(subject, device).first_layers(int(draft.removeprefix(EARLY_EXIT)))
-        return read(layers.model, sequences, prompt_length), None
+        return read(layers.prepared, sequences, prompt_length), None
     num_tokens = sequences.shape[1] - prompt_length
     rows = sequences.repeat_interleave(num_tokens, 0)
     lengths = torch.arange(prompt_length, sequences.shape[1], device=device).repeat(sequences.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from leviathan_oracle import percentiles
 from pages import NOT_RUN, SPEECH, SUBJECTS, Found, less, speeds, starting
 from wagner_methods import BASELINE, EXACT, GAMMAS, METHODS, SIGMOID, UNIFORM
 
@@ -169,6 +170,14 @@ def leviathan_table_5(found: Found) -> str:
     return f"austen: bigram {bigram}; small model {small}, at a total variation of {apart} from p"
 
 
+def leviathan_appendix_a_2(found: Found) -> str:
+    parts = [
+        f"{key} {own['alpha']:.2f} and {own['rejection']:.4f}"
+        for key, own in starting(found, "leviathan_measured", "rejection/austen/")
+    ]
+    return f"austen, T = 1: {', '.join(parts)}" if parts else ""
+
+
 def curves(figure: str, parameter: str, form: str, *names: str, what: str = "") -> Callable[[Found], str]:
     """The values of every curve of a figure at alpha = 0.8."""
 
@@ -212,6 +221,18 @@ def chen_figure_1(found: Found) -> str:
     return "; ".join(parts)
 
 
+def chen_percentiles(found: Found) -> str:
+    parts = []
+    for temperature in ("0", "1"):
+        own = [each for each in percentiles(found["leviathan_oracle"]) if each["T"] == temperature]
+        best = {name: min(own, key=lambda each: each[name]) for name in ("mean", "p90", "p99")}
+        named = ", ".join(
+            f"{name.replace('p', 'P')} {each[name]:.2f} at K = {each['K']}" for name, each in best.items()
+        )
+        parts.append(f"T = {temperature}: {named}; deviation {own[1]['deviation']:.3f} to {own[-1]['deviation']:.3f}")
+    return f"best times of 128 tokens over none drafted, {'; '.join(parts)} for K = 1 to {own[-1]['K']}"
+
+
 def or_not_run(write: Callable[[Found], str]) -> Callable[[Found], str]:
     """Says "not run" if a result is missing."""
 
@@ -241,6 +262,7 @@ NUMBERS = {
         "leviathan table 3": leviathan_table_3,
         "leviathan table 4": leviathan_table_4,
         "leviathan table 5": leviathan_table_5,
+        "leviathan appendix A.2": leviathan_appendix_a_2,
         "leviathan figure 2": curves("figure 2", "gamma", ".2f", "expected_tokens_per_step"),
         "leviathan figure 3": curves("figure 3", "cost", "d", "optimal_num_draft_tokens"),
         "leviathan figure 4": curves(
@@ -248,5 +270,6 @@ NUMBERS = {
         ),
         "chen table 1": chen_table_1,
         "chen figure 1": chen_figure_1,
+        "chen percentiles": chen_percentiles,
     }.items()
 }

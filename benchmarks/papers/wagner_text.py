@@ -46,7 +46,7 @@ def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, T
         target, draft = (load_model(PAIR / name, device).model for name in ("target", "draft"))
         return target, draft, load_tokenizer(PAIR / "target")
     adapter = load_model(SMOLLM2, device)
-    draft = adapter.first_layers(EXIT_LAYER).model
+    draft = adapter.first_layers(EXIT_LAYER).prepared
     # The copy shares it with the target.
     draft.generation_config = copy.deepcopy(draft.generation_config)
     return adapter.model, draft, load_tokenizer(SMOLLM2)
