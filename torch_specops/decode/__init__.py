@@ -7,8 +7,8 @@ arrive over time.
 
 from .decoder import SpeculativeDecoder, generate
 from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
-from .requests import Completion, Request
-from .session import Handle, Session
+from .requests import Completion, Handle, Request
+from .session import Session
 
 __all__ = [
     "Completion",

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,83 +20,13 @@ from .batch import Batch
 from .guard import Guard
 from .inputs import Prompts, check_logprobs, check_room, read_prompts
 from .output import GenerationStats, TopLogprobs
-from .requests import Completion, Request, read_request
+from .requests import Completion, Handle, Request, read_request
 from .runner import StepRunner
 
-__all__ = ["Handle", "Session", "completions_of"]
+__all__ = ["Session", "completions_of"]
 
 # A request with more eos tokens widens the state, and its pieces are compiled again.
 EOS_TOKENS = 8
-
-
-class Handle:
-    """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
-
-    Attributes:
-        index: the request's place in the order of submission. The other attributes, `add` and `end` are the session's.
-    """
-
-    def __init__(
-        self, index: int, prompt: Prompts | str, max_time: float | None, cancel: Callable[[Handle], object]
-    ) -> None:
-        self.index = index
-        # The request, checked; a text if it was refused: why.
-        self.prompt = prompt
-        self.needs_row = isinstance(prompt, Prompts) and not bool(prompt.state.finished)
-        self.max_time = math.inf if max_time is None else max_time
-        self.deadline = math.inf
-        self.is_cancelled = False
-        self.new_tokens: list[int] = []
-        self.completion: Completion | None = None
-        self._cancel = cancel
-        self._changed = threading.Condition()
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended."""
-        return self.completion is not None
-
-    def tokens(self) -> Iterator[int]:
-        """The new tokens as they come, from the first one on; ends with the request."""
-        place = 0
-        while True:
-            with self._changed:
-                while len(self.new_tokens) == place and not self.done:
-                    self._changed.wait()
-                new = self.new_tokens[place:]
-            if not new:
-                return
-            yield from new
-            place += len(new)
-
-    def result(self, timeout: float | None = None) -> Completion:
-        """The completion, once the request has ended.
-
-        Args:
-            timeout: seconds to wait; None = until the request ends.
-
-        Raises:
-            TimeoutError: it has not ended in time; it goes on.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self.done, timeout)
-        if self.completion is None:
-            raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
-        return self.completion
-
-    def cancel(self) -> None:
-        """End the request before the next step, with the tokens so far; at once if it waits for a row."""
-        self._cancel(self)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        with self._changed:
-            self.new_tokens += tokens
-            self._changed.notify_all()
-
-    def end(self, completion: Completion) -> None:
-        with self._changed:
-            self.completion = completion
-            self._changed.notify_all()
 
 
 class Session:
