@@ -151,7 +151,7 @@ def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPat
             sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
             decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
             if not fits:
-                monkeypatch.setattr(decoder._runner, "smallest_sufficient", lambda wanted, needed: wanted)
+                monkeypatch.setattr(decoder._runner, "smallest_sufficient", lambda wanted, *others: wanted)
             texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
             forwards.append(draft.forward.call_count)
     assert texts[::2] == texts[1::2]
@@ -167,7 +167,7 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
         runner = SpeculativeDecoder(
             PairModel(random_table(8, 0)), PairModel(random_table(8, 1)), schedule="heuristic"
         )._runner
-        runner.compiled, runner._ready = compiled, {2, 5}
+        runner.compiled, runner._ready = compiled, {(2, False), (5, False), (3, True)}
         assert [runner.smallest_sufficient(*numbers) for numbers in asked] == expected
         # A value below all buckets.
         runner.schedule, runner._ready = Optimal(0.1, buckets=(4, 8)), set()

@@ -17,7 +17,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "ops", "sampling", "uniforms"},
+    "__init__": {"decode", "drafts", "grammars", "ops", "sampling", "uniforms"},
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
     "hf": {
         "attention",
@@ -26,6 +26,7 @@ ALLOWED = {
         "compilation",
         "decode",
         "drafts",
+        "grammars",
         "kv_cache",
         "ops",
         "sampling",
@@ -33,7 +34,7 @@ ALLOWED = {
         "tracing",
     },
     "beam": {"checks", "decode", "drafts"},
-    "decode": {"checks", "compilation", "drafts", "ops", "sampling", "schedules", "uniforms"},
+    "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules", "uniforms"},
     "drafts": {"attention", "checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
     "attention": {"kernels", "kv_cache", "registration", "tracing"},
     "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
@@ -52,6 +53,7 @@ ALLOWED = {
     "private": set(),
     "reference": set(),
     "registration": {"private"},
+    "grammars": {"tracing"},
     "sampling": {"ops", "tracing"},
     "tracing": {"private"},
     "uniforms": {"tracing"},
@@ -75,6 +77,8 @@ ALLOWED_THIRD_PARTY = {
     "tqdm": {"decode"},
     "typing_extensions": {"decode"},
     "typer": {"cli"},
+    "xgrammar": {"grammars"},
+    "llguidance": {"grammars"},
 }
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

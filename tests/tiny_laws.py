@@ -16,7 +16,7 @@ from tiny_models import PairModel, padded, random_table, tiny
 from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import Grammar, SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
@@ -76,9 +76,10 @@ def first_tokens(
     temperature: float | Tensor = 1.0,
     trials: int = TRIALS,
     verify: str = "exact",
+    grammar: Callable[[int], Grammar | None] | None = None,
     **filters: Any,
 ) -> Tensor:
-    """[trials, 3] what the loop emits."""
+    """[trials, 3] what the loop emits; row b with the grammar of b."""
     decoder = SpeculativeDecoder(
         target,
         draft,
@@ -87,9 +88,10 @@ def first_tokens(
         verify=verify,
     )
     input_ids, mask = prompts(trials)
-    output = decoder.generate(
-        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=(), pad_token_id=0
-    )
+    options: dict[str, Any] = {"max_new_tokens": LENGTH, "seed": SEED, "eos_token_id": (), "pad_token_id": 0}
+    if grammar is not None:
+        options["grammar"] = [grammar(row) for row in range(trials)]
+    output = decoder.generate(input_ids, attention_mask=mask, **options)
     return output.sequences.gather(1, output.prompt_lengths.unsqueeze(1) + torch.arange(LENGTH))
 
 

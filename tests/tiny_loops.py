@@ -77,6 +77,7 @@ def decode(
     side: str = "left",
     sampling: SamplingParams = GREEDY,
     schedule: str | Schedule = "constant",
+    compile: bool | str = "auto",
     **arguments: Any,
 ) -> GenerationOutput:
     """The output of the loop; without another `target`, that of the family's model."""
@@ -86,6 +87,7 @@ def decode(
         num_draft_tokens=max(num_draft_tokens, 1),
         schedule=Constant(0) if num_draft_tokens == 0 else schedule,
         sampling=sampling,
+        compile=compile,
     )
     input_ids, attention_mask = padded(prompts, side)
     defaults = {"max_new_tokens": LENGTH, "inputs": encoder_inputs(family)}
@@ -152,8 +154,8 @@ class TokenStreamer:
 class Late(RecordReader[Any]):
     """Gives records one step late, as on CUDA, where the next step is queued already."""
 
-    def pop(self) -> tuple[Tensor, Any] | None:
-        return None if len(self._queue) < 2 else super().pop()
+    def pop(self, early: bool = False) -> tuple[Tensor, Any] | None:
+        return None if len(self._queue) < (1 if early else 2) else super().pop()
 
 
 class Pauses(Schedule):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import drafts, ops
+from . import drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
+from .grammars import Grammar
 from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from .sampling import SamplingParams
 from .uniforms import uniforms
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Completion",
     "GenerationOutput",
+    "Grammar",
     "Request",
     "SamplingParams",
     "Session",
@@ -26,6 +28,7 @@ __all__ = [
     "drafts",
     "filter_logits",
     "generate",
+    "grammars",
     "ops",
     "sample",
     "uniforms",

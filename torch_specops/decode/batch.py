@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..drafts.adapter import keep_features
-from ..drafts.base import replace_inputs
+from ..drafts.base import Draft, replace_inputs
 from ..drafts.rows import read_beginnings, read_texts
+from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
 from .rows import BatchRules, Row, ask_row_rules
@@ -62,6 +63,8 @@ class Batch:
         self._batch_rules = batch_rules
         self._logits = logits
         self._is_refilled = False
+        # A step that was read before its time, because the masks of the next one depend on its tokens.
+        self._read_early: Step | None = None
         self._pad_token_id = prompts.pad_token_id
         state = runner.start(prompts.state, capacity, inputs)
         runner.keep_logits = None if logits is None else logits.push
@@ -128,22 +131,51 @@ class Batch:
             self.stats.compile_seconds += runner.measure_cost()
             self._wanted = runner.schedule.first()
         while True:
+            masks = self._masks if any(row.grammar is not None and not row.ended for row in self.rows) else None
             # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
             room = max(0 if row.ended else row.limit - row.length for row in self.rows)
-            num_draft_tokens = runner.smallest_sufficient(self._wanted, max(room - 1, 0))
-            self.stats.compile_seconds += runner.prepare(num_draft_tokens)
+            num_draft_tokens = runner.smallest_sufficient(self._wanted, max(room - 1, 0), masks is not None)
+            self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
             trim = runner.schedule.trim_refilled if self._is_refilled else runner.schedule.trim
-            self._reader.push(runner.run(num_draft_tokens, trim), list(self.rows))
-            read = self._reader.pop()
-            if read is not None:
-                return self._read(*read, time.perf_counter() - before)
+            self._reader.push(runner.run(num_draft_tokens, trim, masks), list(self.rows))
+            step, self._read_early = self._read_early, None
+            if step is None:
+                read = self._reader.pop()
+                step = None if read is None else self._read(*read)
+            if step is not None:
+                seconds = time.perf_counter() - before
+                self.stats.seconds += seconds
+                return replace(step, seconds=seconds)
 
-    def _read(self, record: Tensor, rows: list[Row], seconds: float) -> Step:
+    def _masks(self, proposal: Draft, is_fixed: bool) -> tuple[Draft, Tensor]:
+        """As `StepRunner.run` takes it."""
+        # Waits for the drafts, and with them for the step before.
+        drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
+        read = self._reader.pop(early=True)
+        if read is not None:
+            self._read_early = self._read(*read)
+        tokens, bitmask = masks_of(
+            self.rows,
+            drafts,
+            self._runner.target.vocab_size,
+            deterministic=proposal.logits is None,
+            max_drafts=max(num_draft_tokens, self._runner.max_forced),
+            width=num_draft_tokens if is_fixed else None,
+        )
+        device = proposal.tokens.device
+        if device.type == "cuda":
+            tokens, bitmask = (each.pin_memory().to(device, non_blocking=True) for each in (tokens, bitmask))
+        probabilities = (proposal.logits, proposal.lse)
+        logits, lse = (None if each is None else each[:, : tokens.shape[1]] for each in probabilities)
+        return Draft(tokens, logits, lse), bitmask
+
+    def _read(self, record: Tensor, rows: list[Row]) -> Step:
         """Count a step, and end the rows that it ended. `rows` are those that the batch had when the step began."""
-        step, runner = Step(*unpack_record(record), seconds), self._runner
+        step, runner = Step(*unpack_record(record), 0.0), self._runner
         active = [index for index, row in enumerate(self.rows) if not row.ended]
+        num_before = [len(row.tokens) for row in self.rows]
         for index, (then, now) in enumerate(zip(rows, self.rows, strict=True)):
             if then is not now or now.ended:
                 # The host has ended the text, which the device had not seen.
@@ -158,6 +190,7 @@ class Batch:
         cuts = ask_row_rules(self.rows, num_new)
         if self._batch_rules is not None:
             cuts |= self._batch_rules.ask(self.rows)
+        cuts |= {index for index, row in enumerate(self.rows) if not accept_tokens(row, num_before[index])}
         for index in cuts:
             runner.end_row(index, len(self.rows[index].prompt) + len(self.rows[index].tokens))
         shown, ended = [], []

@@ -225,6 +225,9 @@ class SpeculativeDecoder:
             stop_strings: a string or several, or a list of them for each row. Each ends a row with the token that
                 completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
+            grammar: what restricts the new tokens of a row: a `Grammar`, or one for each row and None where a row has
+                none. The target's distribution is that of its processed logits over the tokens that the grammar allows;
+                filters come after.
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
@@ -356,6 +359,7 @@ class SpeculativeDecoder:
             prompts = read_prompts(
                 self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
             )
+            self._runner.check_grammars(prompts.grammars)
             state = prompts.state
             self._runner.choose_compile(int((state.limits - state.lengths).max()))
             longest = int(state.limits.max())

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import DraftSource, LanguageModel
+from ..grammars import Grammar
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
 from .rows import Row, RowRule
 from .state import DecodeState
 
 __all__ = [
+    "AnyGrammar",
     "EosTokenIds",
     "GenerateArguments",
     "Prompts",
@@ -32,6 +34,7 @@ __all__ = [
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
+AnyGrammar = Grammar | Sequence[Grammar | None] | None
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]] | None
 
 
@@ -50,6 +53,7 @@ class GenerateArguments(TypedDict, total=False):
     num_return_sequences: int
     stop_strings: StopStrings
     tokenizer: Any
+    grammar: AnyGrammar
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Prompts:
     Args:
         state: before the first step, as wide as the longest prompt. A row without new tokens has ended.
         rules: what ends each row besides its eos and limit.
+        grammars: what restricts each row's new tokens, None where nothing does.
         pad_token_id: fills a sequence after its end.
         inputs: the input of the target's encoder for each sequence, by name; None = nothing.
         num_copies: sequences of each prompt, which stand together.
@@ -66,6 +71,7 @@ class Prompts:
 
     state: DecodeState
     rules: list[list[RowRule]]
+    grammars: list[Grammar | None]
     pad_token_id: int = 0
     inputs: Mapping[str, Tensor] | None = None
     num_copies: int = 1
@@ -75,7 +81,8 @@ class Prompts:
         state, ended = self.state, bool(self.state.finished[index])
         prompt = state.tokens[index, : int(state.lengths[index])].tolist()
         reason = "length" if ended else None
-        return Row(prompt, int(state.limits[index]), state.eos[index].tolist(), self.rules[index], ended, reason)
+        eos, limit = state.eos[index].tolist(), int(state.limits[index])
+        return Row(prompt, limit, eos, self.rules[index], self.grammars[index], ended, reason)
 
 
 def read_prompts(
@@ -95,6 +102,7 @@ def read_prompts(
     num_return_sequences: int = 1,
     stop_strings: StopStrings = None,
     tokenizer: Any = None,
+    grammar: AnyGrammar = None,
     row_rules: Sequence[RowRule] = (),
     min_new_tokens: int = 0,
 ) -> Prompts:
@@ -148,7 +156,7 @@ def read_prompts(
         top_values=torch.full(top, math.nan) if top_logprobs else None,
     )
     rules = [[*row, *row_rules] for row in _read_rules(stop_strings, tokenizer, batch)]
-    return Prompts(state, rules, pad_token_id, inputs, num_return_sequences)
+    return Prompts(state, rules, _read_grammars(grammar, batch), pad_token_id, inputs, num_return_sequences)
 
 
 def check_room(
@@ -208,6 +216,22 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
             rules[strings] = [stop_string_rule(tokenizer, strings)]
         found.append(rules[strings])
     return found
+
+
+def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
+    rows = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
+    if len(rows) != batch:
+        raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
+    own = [each for each in rows if each is not None]
+    for each in own:
+        if isinstance(each, type) or not isinstance(each, Grammar):
+            raise TypeError(
+                "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
+                f"torch_specops.grammars.xgrammar(compiled_grammar) makes one, got {type(each)}"
+            )
+    if len(set(map(id, own))) < len(own):
+        raise ValueError(f"grammar: it is the state of one text; expected one for each of {batch} rows, got one twice")
+    return rows
 
 
 def _read_seeds(seed: Seed, batch: int) -> Tensor:

@@ -190,9 +190,9 @@ class RecordReader(Generic[Note]):
         event.record(torch.cuda.current_stream(record.device))
         self._queue.append((pinned, note, event))
 
-    def pop(self) -> tuple[Tensor, Note] | None:
-        """The oldest record and its note; None if it is too early to read them."""
-        if self._is_cuda and len(self._queue) < 2:
+    def pop(self, early: bool = False) -> tuple[Tensor, Note] | None:
+        """The oldest record and its note; None if there is none or, unless `early`, if it is too early to read them."""
+        if len(self._queue) < (2 if self._is_cuda and not early else 1):
             return None
         record, note, event = self._queue.pop(0)
         if event is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import LanguageModel
+from ..grammars import Grammar
 from ..sampling import SamplingParams
 from .inputs import Prompts, Seed, read_prompts
 from .output import TopLogprobs
@@ -34,6 +35,7 @@ class Request:
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
         max_time: seconds from the request's admission to a row until the step that ends it; None = no limit.
         inputs: the input of the target's encoder, by name, with a batch of one.
+        grammar: a `Grammar`, which belongs to this request alone.
 
     Example:
         >>> import transformers, torch_specops
@@ -59,6 +61,7 @@ class Request:
     tokenizer: Any = None
     max_time: float | None = None
     inputs: Mapping[str, Tensor] | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +110,7 @@ class Handle:
         # The request, checked; a text if it was refused: why.
         self.prompt = prompt
         self.needs_row = isinstance(prompt, Prompts) and not bool(prompt.state.finished)
+        self.grammar = prompt.grammars[0] if isinstance(prompt, Prompts) else None
         self.max_time = math.inf if max_time is None else max_time
         self.deadline = math.inf
         self.is_cancelled = False

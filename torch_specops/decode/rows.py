@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..grammars import Grammar
+
 __all__ = ["BatchRule", "BatchRules", "Row", "RowRule", "ask_row_rules"]
 
 # From texts (prompt and new tokens) to whether each ends with its newest token. Texts are judged independently.
@@ -27,23 +29,27 @@ class Row:
         limit: the length at which it ends.
         eos: tokens that end it.
         rules: asked about every new token in order.
+        grammar: restricts the new tokens; it has accepted all of them.
         ended: whether it gets no more tokens.
         reason, error: why it ended, once all of its tokens are shown.
         tokens: the new ones.
         num_shown: how many of these no rule can cut any more.
         is_cut: whether a rule has ended it.
+        dead_end: how many new tokens there are where the grammar leaves no way on, as far as it was asked, and why.
     """
 
     prompt: list[int]
     limit: int
     eos: list[int]
     rules: Sequence[RowRule]
+    grammar: Grammar | None = None
     ended: bool = False
     reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
     num_shown: int = 0
     is_cut: bool = False
+    dead_end: tuple[int, str] | None = None
 
     @property
     def length(self) -> int:
@@ -63,14 +69,20 @@ class Row:
 
     def settle(self) -> None:
         """Find out why the text has ended."""
-        if self.tokens and self.tokens[-1] in self.eos:
+        if self.error is not None:
+            self.reason = "error"
+        elif self.tokens and self.tokens[-1] in self.eos:
             self.reason = "eos"
         elif self.is_cut:
             self.reason = "stop"
         elif self.length == self.limit:
             self.reason = "length"
         else:
-            self.reason, self.error = "error", f"target: no finite logit after {self.length} tokens"
+            among = "" if self.grammar is None else " among the tokens that the grammar allows"
+            why = f"target: no finite logit{among}"
+            if self.dead_end is not None and self.dead_end[0] == len(self.tokens):
+                why = self.dead_end[1]
+            self.reason, self.error = "error", f"{why} after {self.length} tokens"
 
 
 def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:

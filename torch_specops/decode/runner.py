@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compilation import CompiledPieces, compile_errors_named
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
+from ..grammars import Grammar, num_words
 from ..schedules import Optimal, Schedule, Trim
+from .grammar import MAX_FORCED
+from .graphs import CapturedStep, Masks, capture
 from .state import DecodeState, constants_of, moved, refilled, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
@@ -72,9 +76,10 @@ class StepRunner:
         self._state: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # The K whose steps are compiled and captured.
-        self._ready: set[int] = set()
+        # By K, and whether the steps have a bitmask.
+        self._graphs: dict[tuple[int, bool], CapturedStep] = {}
+        # Those whose steps are compiled and captured.
+        self._ready: set[tuple[int, bool]] = set()
         # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
         self._captured: list[Tensor] = []
         # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
@@ -126,8 +131,19 @@ class StepRunner:
 
     def capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
-        slots = longest + max(self.schedule.buckets) + 1
+        slots = longest + max(*self.schedule.buckets, self.max_forced) + 1
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
+
+    def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
+        if self._one_graph and any(grammar is not None for grammar in grammars):
+            raise NotImplementedError(
+                "grammar: a step that is one graph asks the host nothing; expected one_graph=False"
+            )
+
+    @property
+    def max_forced(self) -> int:
+        """How many tokens that grammars force may a row get in a step, instead of K drafts."""
+        return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def start(self, values: DecodeState, capacity: int, inputs: Mapping[str, Tensor] | None) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
@@ -199,13 +215,14 @@ class StepRunner:
         self._ready.clear()
         self._captured = []
 
-    def run(self, num_draft_tokens: int, trim: Trim | None = None) -> Tensor:
+    def run(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
         """Run one step and return its record.
 
         Args:
             num_draft_tokens: K.
             trim: chooses how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
                 padding included.
+            masks: asks grammars between the drafts and their verification; None = no row has one.
         """
         state = self.state
         self._num_eager_steps += not self.compiled
@@ -215,37 +232,36 @@ class StepRunner:
             assert self.draft is not None
             self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
             self._num_undrafted = 0
-        if num_draft_tokens in self._graphs:
-            graph, record = self._graphs[num_draft_tokens]
-            graph.replay()
-            return record
-        return self._step(num_draft_tokens, trim)
+        captured = self._graphs.get((num_draft_tokens, masks is not None))
+        return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
 
     def end_row(self, row: int, length: int) -> None:
         """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
         self.state.lengths[row].fill_(length)
         self.state.finished[row].fill_(True)
 
-    def smallest_sufficient(self, wanted: int, needed: int) -> int:
+    def smallest_sufficient(self, wanted: int, needed: int, masked: bool = False) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
         any K, a compiled one those of the schedule's buckets."""
         if not self.compiled:
             return min(wanted, needed)
         buckets = self.schedule.buckets
         wanted = max((count for count in buckets if count <= wanted), default=min(buckets))
-        return min([wanted, *(count for count in self._ready if count >= needed)])
+        ready = (count for count, has_mask in self._ready if has_mask == masked)
+        return min([wanted, *(count for count in ready if count >= needed)])
 
-    def prepare(self, num_draft_tokens: int) -> float:
-        """Compile and capture the step for this K if it is not ready; returns the seconds that took."""
-        if not self.compiled or num_draft_tokens in self._ready:
+    def prepare(self, num_draft_tokens: int, masked: bool = False) -> float:
+        """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
+        that took."""
+        if not self.compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
         started = time.perf_counter()
         with self._all_finished(), compile_errors_named():
             if self.target.device.type == "cuda":
-                self._capture(num_draft_tokens)
+                self._capture(num_draft_tokens, masked)
             else:
-                self._step(num_draft_tokens)
-        self._ready.add(num_draft_tokens)
+                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
+        self._ready.add((num_draft_tokens, masked))
         return time.perf_counter() - started
 
     def measure_cost(self) -> float:
@@ -275,23 +291,38 @@ class StepRunner:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def _step(self, num_draft_tokens: int, trim: Trim | None = None) -> Tensor:
-        state = self.state
+    def _step(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
         if self.compiled and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
-            return step(self.target, self.draft, state, num_draft_tokens, self.verify)
+            return step(self.target, self.draft, self.state, num_draft_tokens, self.verify)
+        proposal, bitmask = self._propose(num_draft_tokens), None
+        if masks is not None:
+            proposal, bitmask = masks(proposal, self.compiled)
+        return self._verify(num_draft_tokens, proposal, bitmask, trim)
+
+    def _propose(self, num_draft_tokens: int) -> Draft:
         compiles_itself = self.draft is None or self.draft.compiles_itself
         draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
-        proposal = draft(self.draft, state, num_draft_tokens)
-        if self.compiled or state.tokens.device.type != "cpu":
+        return draft(self.draft, self.state, num_draft_tokens)
+
+    def _verify(
+        self, num_draft_tokens: int, proposal: Draft, bitmask: Tensor | None = None, trim: Trim | None = None
+    ) -> Tensor:
+        if self.compiled or self.state.tokens.device.type != "cpu":
             trim = None
         unread_length, self.unread_length = self.unread_length, None
-        return self._piece(verify_and_commit, num_draft_tokens)(
-            self.target, state, proposal, self.verify, unread_length, trim, self.keep_logits
-        )
+        verify = self._piece(verify_and_commit, num_draft_tokens, bitmask is not None)
+        arguments = (self.target, self.state, proposal, self.verify, unread_length, trim, self.keep_logits, bitmask)
+        return verify(*arguments)
 
-    def _piece(self, function: Callable[..., Any], num_draft_tokens: int) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, num_draft_tokens) if self.compiled else function
+    def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
+        return self._pieces.get(function, self._shape, *key) if self.compiled else function
+
+    def _all_allowed(self, proposal: Draft, is_fixed: bool = True) -> tuple[Draft, Tensor]:
+        """A step's drafts as they are, and a bitmask of all tokens."""
+        batch, num_draft_tokens = proposal.tokens.shape
+        shape = batch, num_draft_tokens + 1, num_words(self.target.vocab_size)
+        return proposal, torch.full(shape, -1, dtype=torch.int32, device=proposal.tokens.device)
 
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
@@ -305,25 +336,31 @@ class StepRunner:
             self.state.finished.copy_(finished)
             self.keep_logits = keep_logits
 
-    def _capture(self, num_draft_tokens: int) -> None:
-        """Capture the whole step as one CUDA graph. Graphs of different K share a memory pool: they never run at the
-        same time."""
+    def _capture(self, num_draft_tokens: int, masked: bool) -> None:
+        """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
+        share a memory pool: they never run at the same time."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.target.device)
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
-        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        graph = torch.cuda.CUDAGraph()
-        # The outer context also leaves the stream if a capture fails.
+        pool = next(iter(self._graphs.values())).verify.pool() if self._graphs else None
+        # The context also leaves the stream if a capture fails.
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step(num_draft_tokens)
-            # torch's defaults would capture on a stream of the device that captured first, and would keep other threads
-            # from using CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                record = self._step(num_draft_tokens)
+                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
+            if not masked:
+                step = CapturedStep(*capture(stream, pool, self._step, num_draft_tokens))
+            else:
+                graph, proposal = None, self._propose(num_draft_tokens)
+                if num_draft_tokens > 0:
+                    graph, proposal = capture(stream, pool, self._propose, num_draft_tokens)
+                    pool = graph.pool()
+                read = replace(proposal, tokens=proposal.tokens.clone())
+                _, bitmask = self._all_allowed(read)
+                verify, record = capture(stream, pool, self._verify, num_draft_tokens, read, bitmask)
+                step = CapturedStep(verify, record, graph, proposal, (read.tokens, bitmask))
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[num_draft_tokens] = (graph, record)
+        self._graphs[num_draft_tokens, masked] = step
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:

@@ -114,11 +114,15 @@ class Session:
         try:
             prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
             check_room(target, self._runner.draft, int(prompt.state.limits), self._max_length)
-        except (TypeError, ValueError) as error:
+            self._runner.check_grammars(prompt.grammars)
+        except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
+            texts = [text for text in [*self._rows, *self._waiting] if text is not None]
+            if given.grammar is not None and any(given.grammar is text.grammar for text in texts):
+                prompt = "grammar: it is the state of one text, and another request has it"
             handle = Handle(self._num_submitted, prompt, given.max_time, self._cancel)
             self._num_submitted += 1
             self._waiting.append(handle)

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import checks
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.rows import can_read_rows, read_ragged
+from ..grammars import allowed_logits
 from ..ops import sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
@@ -132,6 +133,7 @@ def verify_and_commit(
     unread_length: int | None = None,
     trim: Trim | None = None,
     keep_logits: Callable[[Tensor], object] | None = None,
+    bitmask: Tensor | None = None,
 ) -> Tensor:
     """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
 
@@ -142,6 +144,7 @@ def verify_and_commit(
         trim: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
             drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
         keep_logits: called in an eager step with the target's logits [B, K+1, V].
+        bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
     """
     room = torch.where(state.finished, 0, state.limits - state.lengths)
     proposal, num_proposed = _checked(proposal, room, target.vocab_size)
@@ -162,6 +165,8 @@ def verify_and_commit(
     if keep_logits is not None:
         keep_logits(target_logits)
     processed = _processed(state, proposal.tokens, target_logits)
+    if bitmask is not None:
+        processed = allowed_logits(processed, bitmask[:, : num_draft_tokens + 1])
     output_tokens, num_accepted = verify(processed, proposal, _uniforms(state, num_draft_tokens), state.sampling)
     logprobs = None
     if state.logprobs_of is not None:

@@ -19,12 +19,13 @@ from transformers.generation import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
-from ..decode.inputs import GenerateArguments, Seed
+from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ..decode.rows import BatchRules
 from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .adapter import language_model
 from .encoder_decoder import EncoderDecoderModel
+from .grammars import take_grammars
 from .handover import check_ensemble_weight, takes_all_arguments
 from .model_copy import ModelCopy
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, KeptLogits, Predictions
@@ -52,6 +53,7 @@ def custom_generate(
     compile: bool | str = "auto",
     inputs_tensor: Tensor | None = None,
     tokenizer: Any = None,
+    grammar: AnyGrammar = None,
     **model_kwargs: Any,
 ) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
     """Speculative decoding behind transformers' own `generate`.
@@ -81,6 +83,8 @@ def custom_generate(
         seed: as there.
         inputs_tensor: the input of the encoder; transformers passes it.
         tokenizer: not used here; `generate` needs it for stop strings.
+        grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been called
+            is read as one.
         model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
 
     Returns:
@@ -93,7 +97,8 @@ def custom_generate(
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
             of `use_mtp` and `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
             `assistant_ensemble_weight` below 1. With a draft or `output_scores`, a processor that remembers its calls
-            (classifier-free guidance, SynthID, grammars) or that raises on a later text, by name.
+            (classifier-free guidance, SynthID, other grammars) or that raises on a later text, by name. `output_scores`
+            with `grammar`.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
@@ -112,6 +117,9 @@ def custom_generate(
     if generation_config.prompt_lookup_num_tokens is not None:
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
         num_draft_tokens = generation_config.prompt_lookup_num_tokens
+    if grammar is not None and generation_config.output_scores:
+        raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
+    own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))
     predictions = None
     if Predictions.wanted(generation_config):
         logits = KeptLogits(len(input_ids))
@@ -122,7 +130,7 @@ def custom_generate(
     pad_token_id = 0 if pad is None else int(pad)
     has_draft = draft_model is not None or generation_config.assistant_early_exit is not None
     sampling = read_processors(
-        logits_processor,
+        own_processors,
         input_ids,
         mask,
         do_sample=bool(generation_config.do_sample),
@@ -149,6 +157,7 @@ def custom_generate(
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,
+        grammar=grammar,
     )
     kept_logits = None if predictions is None else predictions.kept
     output = kept.decoder.run(input_ids, arguments, token_streamer, stops.row_rules, batch_rules, kept_logits)

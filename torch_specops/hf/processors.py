@@ -33,7 +33,7 @@ from transformers.generation import (
 
 from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
-__all__ = ["ProcessorSampling", "read_processors"]
+__all__ = ["ProcessorSampling", "commutes_with_masks", "is_warper", "read_processors"]
 
 # The order in which `SamplingParams` applies them. What only excludes tokens commutes with the penalties before it.
 _ORDER: dict[type, int] = {
@@ -160,6 +160,16 @@ def read_processors(
         pad_token_id=pad_token_id,
         asked_once=asked_once,
     )
+
+
+def is_warper(processor: LogitsProcessor) -> bool:
+    """Whether `SamplingParams` applies it after the masks of grammars."""
+    return _ORDER.get(type(processor), -1) >= _FIRST_WARPER
+
+
+def commutes_with_masks(processor: LogitsProcessor) -> bool:
+    """Whether a grammar's mask before it means what the loop's does: after the processors and before the warpers."""
+    return type(processor) in _ORDER
 
 
 def _understood(
@@ -364,4 +374,5 @@ def _refused(processor: object, what: str) -> NotImplementedError:
     return NotImplementedError(
         f"logits_processor: {kind.__module__}.{kind.__qualname__} {what}; with a draft or output_scores, expected a "
         "function of the text and the scores, because texts are not asked about once and in order; decode without them"
+        + (", or pass it as grammar=" if kind.__module__.split(".")[0] in _GRAMMARS else "")
     )

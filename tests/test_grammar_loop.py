@@ -1,0 +1,317 @@
+"""Text in a grammar: greedy text is transformers' own in the same grammar; what rows and requests do to others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_grammars import EOS, LIBRARIES, Allowing, by_turns, compiled
+from tiny_loops import DRAFTS, GREEDY, LENGTH, Late, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, padded, raised, shared_tiny
+from torch import Tensor
+from xgrammar.contrib.hf import LogitsProcessor
+
+import torch_specops
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
+from torch_specops.decode import batch as batch_module
+from torch_specops.decode.runner import StepRunner
+from torch_specops.drafts import PromptLookup
+
+# Long enough for the limit, and short enough for an eos.
+REGEX = r"[a-f]{3,9}(: (true|10+))?"
+# Without an eos of the grammar, and with forced tokens.
+FORCED = r"name: (true, name: ){8}"
+
+
+def transformers_rows(regex: str, family: str = "llama") -> list[list[int]]:
+    """What transformers' greedy text is, of each prompt alone, up to its eos."""
+    rows = []
+    for prompt in PROMPTS:
+        inputs = torch.tensor([prompt])
+        output = shared_tiny(family).generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=LENGTH,
+            eos_token_id=EOS,
+            logits_processor=[LogitsProcessor(compiled(regex))],
+        )
+        rows.append(output[0, len(prompt) :].tolist())
+    return rows
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def compile(request: pytest.FixtureRequest) -> Any:
+    """What a decoder is given; compiled pieces run as they stand."""
+    if request.param == "eager":
+        yield False
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield True
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_text_is_that_of_transformers(draft: str, compile: bool) -> None:
+    """Beside a row without a grammar, in ragged batches, for every kind of draft."""
+    for regex, num_draft_tokens in ((REGEX, 4), (FORCED, 2)):
+        grammars = [LIBRARIES["xgrammar"](regex), None, LIBRARIES["xgrammar"](regex)]
+        output = decode(draft, num_draft_tokens, grammar=grammars, eos_token_id=EOS, compile=compile)
+        expected = transformers_rows(regex)
+        assert new_tokens(output) == [expected[0], expected_rows()[1], expected[2]]
+        assert output.errors == {} and output.finish_reasons[1] == "length"
+        assert output.finish_reasons[0] == ("eos" if expected[0][-1] == EOS else "length")
+
+
+@pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=str)
+def test_schedules_and_logprobs(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar accepts every token that is emitted, and no other. Reading steps late, as on CUDA, changes nothing."""
+    expected = None
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(batch_module, "RecordReader", Late)
+        for draft in ("nothing", "perturbed", "prompt lookup"):
+            grammars = [Allowing(by_turns), Allowing(by_turns), None]
+            sampling = SamplingParams(temperature=[0.0, 0.0, 0.9])
+            options: dict[str, Any] = {"grammar": grammars, "eos_token_id": (), "logprobs": "processed", "seed": 3}
+            if draft != "nothing":
+                options["schedule"] = schedule
+            steps, output = steps_of(draft, 3, sampling=sampling, top_logprobs=3, **options)
+            rows = new_tokens(output)
+            assert streamed(steps) == rows
+            expected = expected or rows
+            assert rows[:2] == expected[:2]
+            for row, grammar in enumerate(grammars[:2]):
+                assert grammar is not None and list(grammar.text) == rows[row]
+                tokens = output.top_logprobs.tokens[row, output.prompt_lengths[row] : output.lengths[row]]
+                values = output.top_logprobs.values[row, output.prompt_lengths[row] : output.lengths[row]]
+                for place, allowed in enumerate(map(by_turns, (tuple(rows[row][:n]) for n in range(LENGTH)))):
+                    assert set(tokens[place][values[place] > -torch.inf].tolist()) <= set(allowed)
+
+
+def test_logprobs_are_over_the_allowed_tokens() -> None:
+    grammar = Allowing(by_turns)
+    prompt = torch.tensor([PROMPTS[0]])
+    output = torch_specops.generate(
+        shared_tiny("llama"), prompt, grammar=grammar, max_new_tokens=8, eos_token_id=(), seed=1, logprobs="processed"
+    )
+    text = output.sequences[:, :-1]
+    logits = shared_tiny("llama")(text).logits[0, len(PROMPTS[0]) - 1 :].float()
+    for place, token in enumerate(output.new_tokens(0)):
+        allowed = by_turns(tuple(output.new_tokens(0)[:place]))
+        expected = logits[place, token] - logits[place, allowed].logsumexp(0)
+        torch.testing.assert_close(output.logprobs[0, len(PROMPTS[0]) + place], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", [None, PromptLookup(min_ngram=1)], ids=["nothing", "prompt lookup"])
+def test_forced_tokens_need_no_draft(draft: Any) -> None:
+    """Every fourth token is forced, and comes with the one behind it; the last one has none."""
+
+    def steps(grammar: Any) -> tuple[list[int], int]:
+        output = torch_specops.generate(
+            shared_tiny("llama"), torch.tensor([PROMPTS[1]]), draft=draft, grammar=grammar, max_new_tokens=LENGTH,
+            sampling=GREEDY, eos_token_id=(), num_draft_tokens=2, compile=False,
+        )  # fmt: skip
+        return output.new_tokens(0), output.stats.num_steps
+
+    tokens, num_steps = steps(Allowing(by_turns))
+    assert num_steps <= LENGTH - LENGTH // 4 + 1
+    assert [tokens[place] for place in range(3, LENGTH, 4)] == [11, 12, 13, 11, 12]
+
+
+def test_nothing_is_asked_behind_an_eos_or_a_forbidden_draft() -> None:
+    """Each text that is asked about begins with tokens that were allowed, and has no eos before its end."""
+    for draft in ("stranger", "n-gram", "prompt lookup"):
+        grammar = Allowing(lambda text: [*by_turns(text), EOS])
+        output = decode(draft, 5, prompts=PROMPTS[:1], grammar=grammar, eos_token_id=EOS)
+        assert list(grammar.text) == output.new_tokens(0)
+        for text in grammar.asked:
+            assert EOS not in text
+            assert all(token in grammar.allowed(text[:place]) for place, token in enumerate(text))
+
+
+class Raising(Allowing):
+    """Raises at the sixth token, where `where` says."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(by_turns)
+        self.where = where
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        if self.where == "fill" and len(self.text) == 6:
+            raise LookupError("no state")
+        super().fill_bitmask(bitmask, row)
+        if self.where == "empty" and len(self.text) == 6:
+            bitmask[row] = 0
+
+    def accept(self, token: int) -> bool:
+        if self.where == "accept" and len(self.text) == 5:
+            raise LookupError("no state")
+        if self.where == "refuse" and len(self.text) == 5:
+            return False
+        return super().accept(token)
+
+    def rollback(self, count: int) -> None:
+        if self.where == "rollback" and len(self.text) >= 6:
+            raise LookupError("no state")
+        super().rollback(count)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("where", "message", "num_tokens"),
+    [
+        ("fill", "grammar: LookupError: no state after", [6]),
+        ("empty", "grammar: allows no token after|target: no finite logit among the tokens that the grammar", [6]),
+        ("accept", "grammar: LookupError: no state after", [5, 6]),
+        ("refuse", r"grammar: refuses token \d+, which its mask allows, after", [5, 6]),
+        ("rollback", "grammar: LookupError: no state after", [3, 4, 5, 6]),
+    ],
+)
+def test_a_grammar_that_fails_ends_its_row_alone(
+    where: str, message: str, num_tokens: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:
+        monkeypatch.setattr(batch_module, "RecordReader", Late)
+    expected = new_tokens(decode("nothing", 1, grammar=[Allowing(by_turns) for _ in PROMPTS], eos_token_id=()))
+    for draft in ("nothing", "perturbed", "n-gram"):
+        grammars = [Allowing(by_turns), Raising(where), None]
+        with pytest.warns(RuntimeWarning, match=f"row 1: ({message})"):
+            output = decode(draft, 3, grammar=grammars, eos_token_id=())
+        rows = new_tokens(output)
+        assert rows[0] == expected[0] and rows[2] == expected_rows()[2]
+        assert len(rows[1]) in num_tokens and rows[1] == expected[1][: len(rows[1])]
+        assert output.finish_reasons == ["length", "error", "length"] and list(output.errors) == [1]
+
+
+def test_requests_with_and_without_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the tokens that it gets alone, whatever runs beside it; its grammar is its own."""
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(batch_module, "RecordReader", Late)
+        for draft in ("nothing", "perturbed", "prompt lookup"):
+            decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), num_draft_tokens=3)
+
+            def requests() -> list[Request]:
+                given: list[dict[str, Any]] = [
+                    {"grammar": Allowing(by_turns)}, {}, {"grammar": LIBRARIES["xgrammar"](REGEX), "eos_token_id": EOS},
+                    {"grammar": Raising("fill")}, {"sampling": GREEDY}, {"grammar": Allowing(by_turns)},
+                ]  # fmt: skip
+                return [
+                    Request(PROMPTS[index % 3], 6 + index, **({"seed": index, "eos_token_id": ()} | each))
+                    for index, each in enumerate(given)
+                ]
+
+            alone = [next(decoder.generate_many([each], batch_size=1, max_length=40)) for each in requests()]
+            together = {each.index: each for each in decoder.generate_many(requests(), batch_size=2, max_length=40)}
+            for index, own in enumerate(alone):
+                assert together[index].new_tokens.tolist() == own.new_tokens.tolist(), (draft, index)
+                assert together[index].finish_reason == own.finish_reason
+            assert together[3].finish_reason == "error" and "grammar: LookupError" in (together[3].error or "")
+            assert [together[index].error for index in (0, 1, 2, 4, 5)] == [None] * 5
+
+
+def test_one_grammar_is_for_one_text() -> None:
+    grammar = Allowing(by_turns)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
+    with decoder.session(2, max_length=30) as session:
+        first, second = (session.submit(Request([5, 6], 5, grammar=grammar, eos_token_id=())) for _ in range(2))
+        session.step()
+        third = session.submit(Request([5, 6], 5, grammar=grammar))
+        while not first.done:
+            session.step()
+        assert first.result().error is None
+        for refused in (second, third):
+            assert refused.result().error == "grammar: it is the state of one text, and another request has it"
+    wrong = raised(
+        lambda options: decode("nothing", 1, **options),
+        [
+            ({"grammar": grammar}, ValueError, "grammar: it is the state of one text; expected one for each of 3 rows"),
+            ({"grammar": [grammar, None, grammar]}, ValueError, "grammar: it is the state of one text; .* got one twi"),
+            ({"grammar": [grammar]}, ValueError, "grammar: expected one, or None, for each of 3 rows, got 1"),
+            ({"grammar": Allowing}, TypeError, "grammar: expected a Grammar .* got <class 'type'>"),
+            ({"grammar": [None, "a*", None]}, TypeError, "grammar: expected a Grammar .* got <class 'str'>"),
+        ],
+    )
+    assert not wrong, wrong
+
+
+def test_one_graph_is_refused() -> None:
+    decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(), one_graph=True, compile=False)
+    with pytest.raises(NotImplementedError, match="grammar: a step that is one graph"):
+        decoder.generate(torch.tensor([[5, 6]]), grammar=Allowing(by_turns))
+    with decoder.session(1, max_length=30) as session:
+        handle = session.submit(Request([5, 6], 5, grammar=Allowing(by_turns)))
+        session.step()
+        assert "one_graph=False" in (handle.result().error or "")
+
+
+def test_batches_without_grammars_compile_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[tuple[Any, ...]] = []
+    piece = StepRunner._piece
+
+    def noted(self: StepRunner, function: Any, *key: Any) -> Any:
+        keys.append((function.__name__, *key))
+        return piece(self, function, *key)
+
+    monkeypatch.setattr(StepRunner, "_piece", noted)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(), num_draft_tokens=3, compile=True)
+    with torch.compiler.set_stance("force_eager"):
+        for grammar in (None, Allowing(by_turns), None):
+            keys.clear()
+            decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, grammar=grammar, eos_token_id=())
+            assert {key[-1] for key in keys if key[0] == "verify_and_commit"} == {grammar is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("draft", ["nothing", "perturbed", "prompt lookup"])
+def test_compiled_steps_give_the_same_text(draft: str) -> None:
+    grammars = [LIBRARIES["xgrammar"](REGEX), None, LIBRARIES["llguidance"](REGEX)]
+    output = decode(draft, 3, grammar=grammars, eos_token_id=EOS, compile=True)
+    grammars = [LIBRARIES["xgrammar"](REGEX), None, LIBRARIES["llguidance"](REGEX)]
+    assert new_tokens(output) == new_tokens(decode(draft, 3, grammar=grammars, eos_token_id=EOS, compile=False))
+
+
+def hf_text(**options: Any) -> Tensor:
+    """transformers' `generate`, of a padded batch."""
+    input_ids, mask = padded(PROMPTS, "left")
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": EOS} | options
+    return shared_tiny("llama").generate(input_ids, attention_mask=mask, **options)
+
+
+def test_the_processor_of_xgrammar_is_read_as_a_grammar() -> None:
+    ours = {"custom_generate": torch_specops.hf.custom_generate}
+    for draft in (None, PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama")):
+        for more in ({}, {"repetition_penalty": 1.3}, {"return_dict_in_generate": True, "output_scores": True}):
+
+            def processors() -> list[Any]:
+                return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
+
+            expected: Any = hf_text(logits_processor=processors(), **more)
+            found: Any = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
+            if more.get("output_scores"):
+                for own, theirs in zip(found.scores, expected.scores, strict=True):
+                    assert torch.equal(own.isneginf()[~own.isnan()], theirs.isneginf()[~own.isnan()])
+                expected, found = expected.sequences, found.sequences
+            assert torch.equal(found, expected)
+        given = hf_text(grammar=[LIBRARIES["xgrammar"](REGEX) for _ in PROMPTS], draft_model=draft, **ours)
+        assert torch.equal(given, hf_text(logits_processor=[LogitsProcessor(compiled(REGEX))]))
+
+
+def test_a_processor_of_a_grammar_that_is_no_grammar_here_is_refused() -> None:
+    used = LogitsProcessor(compiled(REGEX))
+    hf_text(logits_processor=[used])
+    fresh = {"logits_processor": [LogitsProcessor(compiled(REGEX))]}
+    grammar = {"grammar": [LIBRARIES["xgrammar"](REGEX) for _ in PROMPTS]}
+    scores = {"output_scores": True, "return_dict_in_generate": True}
+    ours = {"custom_generate": torch_specops.hf.custom_generate, "draft_model": PromptLookup()}
+    wrong = raised(
+        lambda options: hf_text(**ours, **options),
+        [
+            ({"logits_processor": [used]}, NotImplementedError, "logits_processor: xgrammar.*, or pass it as grammar="),
+            (fresh | grammar, ValueError, "grammar: expected None beside xgrammar.contrib.hf.LogitsProcessor"),
+            (grammar | scores, NotImplementedError, "grammar: scores come from logits_processor"),
+        ],
+    )
+    assert not wrong, wrong

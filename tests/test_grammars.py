@@ -1,0 +1,112 @@
+"""The adapters of xgrammar and llguidance, against regular expressions; and how a bitmask is applied."""
+
+from __future__ import annotations
+
+import re
+
+import llguidance
+import pytest
+import torch
+from tiny_grammars import EOS, LIBRARIES, TEXTS, allowed_tokens, llguidance_tokenizer
+from tiny_models import VOCAB, raised
+
+from torch_specops import grammars
+from torch_specops.grammars import allowed_logits, num_words
+
+# A regular expression, and one of all beginnings of its texts.
+REGEX = r"na(me|b)?: (10*|tru(e|th)), a+"
+BEGINNINGS = r"(n(a(m|me|b)?)?|na(me|b)?:( (1(0*)|t|tr|tru|true|trut|truth)?(,( a*)?)?)?)?"
+
+
+def can_go_on(text: str) -> bool:
+    found = re.fullmatch(BEGINNINGS, text)
+    return found is not None and not re.search(r"(: |tru|t|tr|trut),", text)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_masks_and_acceptance_are_those_of_the_language(library: str) -> None:
+    """Along all tokenisations of a text; llguidance allows only the canonical token where text is forced."""
+    grammar = LIBRARIES[library](REGEX)
+    text, words = "", [*"name: 100, aa"]
+    wholes = {token: text for token, text in enumerate(TEXTS) if not text.startswith("<")}
+    num_accepted = 0
+    while words:
+        possible = [token for token, more in wholes.items() if can_go_on(text + more)]
+        possible += [EOS] if re.fullmatch(REGEX, text) else []
+        allowed = allowed_tokens(grammar)
+        assert allowed == sorted(possible) if library == "xgrammar" else set(allowed) <= set(possible) and allowed
+        for token in range(VOCAB):
+            assert grammar.accept(token) == (token in possible), (text, TEXTS[token])
+            if token in possible:
+                grammar.rollback(1)
+        assert allowed_tokens(grammar) == allowed
+        rest = "".join(words)
+        token = max((token for token in allowed if rest.startswith(TEXTS[token])), key=lambda token: len(TEXTS[token]))
+        assert grammar.accept(token)
+        num_accepted, text = num_accepted + 1, text + TEXTS[token]
+        del words[: len(TEXTS[token])]
+    assert text == "name: 100, aa"
+    # An eos is accepted once, and nothing after it.
+    assert EOS in allowed_tokens(grammar) and grammar.accept(EOS)
+    assert not grammar.accept(EOS) and not grammar.accept(TEXTS.index("a"))
+    grammar.rollback(1)
+    assert EOS in allowed_tokens(grammar)
+    grammar.rollback(num_accepted)
+    assert allowed_tokens(grammar) == allowed_tokens(LIBRARIES[library](REGEX))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_eos_where_nothing_else_may_come(library: str) -> None:
+    grammar = LIBRARIES[library]("ab")
+    assert grammar.accept(TEXTS.index("ab")) and allowed_tokens(grammar) == [EOS]
+    assert not grammar.accept(TEXTS.index("a"))
+    assert grammar.accept(EOS) and not grammar.accept(EOS)
+    grammar.rollback(2)
+    assert grammar.accept(TEXTS.index("a")) and TEXTS.index("b") in allowed_tokens(grammar)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("vocab_size", [32, VOCAB, 64, 100, 200])
+def test_logits_of_more_or_fewer_tokens_than_the_grammar_knows(library: str, vocab_size: int) -> None:
+    """Models pad their logits; tokens that no tokenizer has are not allowed, even where everything else is."""
+    grammar = LIBRARIES[library](r"(.|\n)*")
+    whole = allowed_tokens(LIBRARIES[library](r"(.|\n)*"))
+    assert len(whole) > 45 and max(whole) < VOCAB
+    allowed = allowed_tokens(grammar, vocab_size)
+    assert allowed == [token for token in whole if token < 32 * num_words(vocab_size)]
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    lark = llguidance.LLMatcher.grammar_from_lark
+    wrong = raised(
+        lambda make: make(),
+        [
+            (lambda: grammars.xgrammar("a*"), TypeError, "compiled_grammar: expected an xgrammar.CompiledGrammar, got"),
+            (lambda: grammars.llguidance("gpt2", lark('start: "a"')), TypeError, "tokenizer: expected an LLTokenizer"),
+            (
+                lambda: grammars.llguidance(llguidance_tokenizer(), lark("start: b")),
+                ValueError,
+                "grammar: llguidance re",
+            ),
+        ],
+    )
+    assert not wrong, wrong
+    with pytest.raises(RuntimeError, match="llguidance: rollback: 1 > 0"):
+        LIBRARIES["llguidance"]("a").rollback(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_bitmask_takes_tokens_away(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for vocab_size in (1, 31, 32, 45, 96):
+        logits = torch.randn(2, 3, vocab_size, generator=generator).to(dtype)
+        bits = torch.rand(2, 3, 32 * num_words(vocab_size), generator=generator) < 0.5
+        bitmask = (bits.long().unflatten(2, (-1, 32)) << torch.arange(32)).sum(3).to(torch.int32)
+        expected = logits.masked_fill(~bits[..., :vocab_size], -torch.inf)
+        for reads_data in (True, False):
+            # What is traced, and runs on a device, has another form.
+            monkeypatch.setattr(grammars, "can_read_data", lambda *tensors, reads_data=reads_data: reads_data)
+            found = allowed_logits(logits, bitmask)
+            assert found.dtype == dtype and torch.equal(found, expected)
+    # An infinite logit of a forbidden token is excluded as well: the ops read NaN so.
+    assert not torch.isfinite(allowed_logits(torch.full((1, 1, 2), torch.inf), torch.tensor([[[1]]]).int()))[0, 0, 1]

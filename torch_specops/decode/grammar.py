@@ -1,0 +1,153 @@
+"""Asks the grammars of rows which tokens may come next, between the drafts of a step and their verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..grammars import Grammar, num_words
+from .rows import Row
+
+__all__ = ["MAX_FORCED", "accept_tokens", "masks_of"]
+
+# Without a draft, a row gets at most so many tokens in a step that its grammar forces.
+MAX_FORCED = 16
+
+
+def masks_of(
+    rows: Sequence[Row],
+    drafts: Sequence[Sequence[int]],
+    vocab_size: int,
+    *,
+    deterministic: bool,
+    max_drafts: int,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The drafts to verify, and which tokens may come next at each position: after the text and the drafts before it.
+
+    A forbidden draft of a deterministic source is left out with those behind it, and tokens that the grammar forces
+    take the free places. A forbidden draft that was sampled stays: p is 0 for it, so that it is rejected, and the next
+    token comes from the residual. Without the draft it would come from p, which is another law.
+
+    A grammar that raises at a position, or allows nothing there, is a dead end: the position allows no token, and the
+    row ends with an error if its text comes that far.
+
+    Args:
+        rows: B of them.
+        drafts: of each row; the first one outside [0, V) ends them.
+        vocab_size: V, of the logits.
+        deterministic: whether the drafts were not sampled.
+        max_drafts: of a row, with those that its grammar forces.
+        width: K; None = as many as the rows have.
+
+    Returns:
+        [B, K] int64, -1 where there is no draft; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
+    """
+    chosen = [list(own) for own in drafts]
+    size = max([max_drafts, *map(len, chosen)]) + 1
+    bitmask = torch.full((len(rows), size, num_words(vocab_size)), -1, dtype=torch.int32)
+    for index, row in enumerate(rows):
+        if row.grammar is not None and not row.ended:
+            most = max(min(row.limit - row.length - 1, max_drafts), 0)
+            walk = _Walk(row, row.grammar, bitmask[index], vocab_size)
+            chosen[index] = walk.drafts(chosen[index][:most], most, deterministic)
+    width = max(map(len, chosen)) if width is None else width
+    tokens = torch.tensor([own + [-1] * (width - len(own)) for own in chosen], dtype=torch.int64)
+    return tokens.view(len(rows), width), bitmask[:, : width + 1]
+
+
+def accept_tokens(row: Row, start: int) -> bool:
+    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses one: the
+    text then ends before it, with an error."""
+    place = start
+    try:
+        for place in range(start, len(row.tokens) if row.grammar is not None else start):
+            assert row.grammar is not None
+            if not row.grammar.accept(row.tokens[place]):
+                raise _Contradiction(f"refuses token {row.tokens[place]}, which its mask allows,")
+    except Exception as error:
+        row.error = f"{_text_of(error)} after {len(row.prompt) + place} tokens"
+        return not row.cut(place)
+    return True
+
+
+class _Walk:
+    """Leads a grammar over a row's drafts, and back.
+
+    Args:
+        bitmask: [n, ceil(V / 32)] int32, ones; is written.
+    """
+
+    def __init__(self, row: Row, grammar: Grammar, bitmask: Tensor, vocab_size: int) -> None:
+        self._row = row
+        self._grammar = grammar
+        self._bitmask = bitmask
+        self._vocab_size = vocab_size
+        row.dead_end = None
+
+    def drafts(self, drafts: list[int], most: int, deterministic: bool) -> list[int]:
+        """The drafts to verify, `most` at most."""
+        kept: list[int] = []
+        num_accepted = 0
+        try:
+            while True:
+                self._fill(len(kept))
+                draft = drafts[len(kept)] if len(kept) < len(drafts) else -1
+                is_token = 0 <= draft < self._vocab_size
+                if not (is_token and self._allows(len(kept), draft)):
+                    if not deterministic:
+                        return [*kept, draft] if is_token else kept
+                    drafts, draft = [], self._only_token(len(kept))
+                    if draft < 0 or len(kept) == most:
+                        return kept
+                kept.append(draft)
+                if draft in self._row.eos:
+                    return kept
+                if not self._grammar.accept(draft):
+                    raise _Contradiction(f"refuses token {draft}, which its mask allows,")
+                num_accepted += 1
+        except Exception as error:
+            self._end(len(kept), error)
+            return kept
+        finally:
+            self._roll_back(num_accepted)
+
+    def _fill(self, place: int) -> None:
+        self._grammar.fill_bitmask(self._bitmask, place)
+        if self._vocab_size % 32:
+            # Bits beyond the vocabulary mean nothing.
+            self._bitmask[place, -1] &= (1 << self._vocab_size % 32) - 1
+
+    def _allows(self, place: int, token: int) -> bool:
+        return int(self._bitmask[place, token // 32].item()) >> token % 32 & 1 == 1
+
+    def _only_token(self, place: int) -> int:
+        """The token, if the grammar allows a single one, else -1."""
+        words = self._bitmask[place].nonzero()
+        if len(words) == 0:
+            raise _Contradiction("allows no token")
+        if len(words) > 1:
+            return -1
+        word = int(words.item())
+        bits = int(self._bitmask[place, word].item()) & 0xFFFFFFFF
+        return word * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else -1
+
+    def _end(self, place: int, error: Exception) -> None:
+        self._bitmask[place] = 0
+        self._row.dead_end = len(self._row.tokens) + place, _text_of(error)
+
+    def _roll_back(self, count: int) -> None:
+        try:
+            self._grammar.rollback(count)
+        except Exception as error:
+            self._end(0, error)
+
+
+class _Contradiction(Exception):
+    """A grammar that leaves no way on."""
+
+
+def _text_of(error: Exception) -> str:
+    return f"grammar: {error}" if isinstance(error, _Contradiction) else f"grammar: {type(error).__name__}: {error}"

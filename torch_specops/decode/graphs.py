@@ -1,0 +1,58 @@
+"""Steps as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafts import Draft
+
+__all__ = ["CapturedStep", "Masks", "capture"]
+
+# From a step's drafts, and whether their number is fixed, to those to verify, and the bitmask of `verify_and_commit`.
+Masks = Callable[[Draft, bool], tuple[Draft, Tensor]]
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step in one graph; or in two, where the host asks grammars between proposing and verifying.
+
+    Args:
+        verify: the only graph, or the second one.
+        record: what it writes.
+        propose: the first graph; None = there is none, or it would be empty.
+        proposal: what it writes; None = the step is one graph.
+        inputs: the drafts' tokens [B, K] and the bitmask that the second graph reads.
+    """
+
+    verify: torch.cuda.CUDAGraph
+    record: Tensor
+    propose: torch.cuda.CUDAGraph | None = None
+    proposal: Draft | None = None
+    inputs: tuple[Tensor, ...] = ()
+
+    def replay(self, masks: Masks | None) -> Tensor:
+        """Run the step; returns its record."""
+        if self.propose is not None:
+            self.propose.replay()
+        if masks is not None and self.proposal is not None:
+            chosen, bitmask = masks(self.proposal, True)
+            for own, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
+                own.copy_(new)
+        self.verify.replay()
+        return self.record
+
+
+def capture(
+    stream: torch.cuda.Stream, pool: Any, function: Callable[..., Any], *arguments: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call, and what the call returned: tensors that a replay writes."""
+    graph = torch.cuda.CUDAGraph()
+    # torch's defaults would capture on a stream of the device that captured first, and would keep other threads from
+    # using CUDA meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        return graph, function(*arguments)

@@ -1,0 +1,216 @@
+"""Grammars: which tokens may come next in a text, for structured output.
+
+`Grammar` is what the loop asks. `xgrammar` and `llguidance` make one from the library of that name, which is imported
+when it is called.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .tracing import can_read_data
+
+__all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """The state of one text: which tokens may come next. A class with these methods is one.
+
+    The text is that of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
+    call needs an object of its own.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> class Alternating:
+        ...     "Token 3, token 4, token 3, ..."
+        ...     def __init__(self):
+        ...         self.count = 0
+        ...     def fill_bitmask(self, bitmask, row):
+        ...         bitmask[row] = 0
+        ...         bitmask[row, 0] = 1 << 3 + self.count % 2
+        ...     def accept(self, token):
+        ...         is_right = token == 3 + self.count % 2
+        ...         self.count += is_right
+        ...         return is_right
+        ...     def rollback(self, count):
+        ...         self.count -= count
+        >>> isinstance(Alternating(), torch_specops.Grammar)
+        True
+    """
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        """Write which tokens may come next.
+
+        Args:
+            bitmask: [rows, ceil(V / 32)] int32 on the CPU; bit v % 32 of word v // 32 = token v may come next. Bits at
+                or above V mean nothing.
+            row: the row to write; all of it is to be written.
+        """
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token; False = it may not come next, and the state is unchanged. An eos token may be asked about
+        too; nothing is asked after it."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Undo the newest `count` accepted tokens, >= 0."""
+        ...
+
+
+def xgrammar(compiled_grammar: Any) -> Grammar:
+    """A new text in a grammar of the library xgrammar.
+
+    Args:
+        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of texts may share. Its stop tokens are the
+            eos tokens of its `TokenizerInfo`, and should be those of the row.
+
+    Raises:
+        ModuleNotFoundError: xgrammar is not installed.
+        TypeError: no compiled grammar.
+
+    Example:
+        >>> import torch, xgrammar, torch_specops
+        >>> info = xgrammar.TokenizerInfo(["a", "b", "ab", "</s>"], stop_token_ids=[3])
+        >>> compiled = xgrammar.GrammarCompiler(info).compile_regex("a(ba)*")
+        >>> grammar, bitmask = torch_specops.grammars.xgrammar(compiled), torch.zeros(1, 1, dtype=torch.int32)
+        >>> grammar.accept(1), grammar.accept(0)
+        (False, True)
+        >>> grammar.fill_bitmask(bitmask, 0)
+        >>> f"{bitmask.item():04b}"  # "b" or the end
+        '1010'
+    """
+    import xgrammar as library
+
+    if not isinstance(compiled_grammar, library.CompiledGrammar):
+        raise TypeError(f"compiled_grammar: expected an xgrammar.CompiledGrammar, got {type(compiled_grammar)}")
+    return _XGrammar(library.GrammarMatcher(compiled_grammar), compiled_grammar.tokenizer_info.vocab_size)
+
+
+def llguidance(tokenizer: Any, grammar: str) -> Grammar:
+    """A new text in a grammar of the library llguidance.
+
+    Args:
+        tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, from which one is made, which takes
+            about half a second: of several texts, better once, with `llguidance.hf.from_tokenizer`.
+        grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
+
+    Raises:
+        ModuleNotFoundError: llguidance is not installed.
+        TypeError: no such tokenizer.
+        ValueError: no such grammar.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> from importlib.resources import files
+        >>> from llguidance import LLMatcher
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained(files("torch_specops") / "data" / "austen_bytes" / "target")
+        >>> grammar = torch_specops.grammars.llguidance(tokenizer, LLMatcher.grammar_from_regex("a(ba)*"))
+        >>> grammar.accept(ord("b")), grammar.accept(ord("a"))
+        (False, True)
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    if not isinstance(tokenizer, LLTokenizer):
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise TypeError(
+                f"tokenizer: expected an LLTokenizer, or a fast tokenizer of transformers, got {type(tokenizer)}"
+            )
+        from llguidance.hf import from_tokenizer
+
+        tokenizer = from_tokenizer(tokenizer)
+    matcher = LLMatcher(tokenizer, grammar)
+    if matcher.is_error():
+        raise ValueError(f"grammar: llguidance refuses it: {matcher.get_error()}")
+    return _LLGuidance(matcher, tokenizer.vocab_size, tokenizer.eos_tokens)
+
+
+class _Matcher:
+    """A matcher of a library, whose vocabulary may have more or fewer tokens than the logits."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        # The libraries accept no other number of words.
+        self._own = torch.zeros(1, num_words(vocab_size), dtype=torch.int32)
+        # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
+        self._last = (1 << vocab_size % 32) - 1 if vocab_size % 32 else -1
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        self._fill(self._own)
+        self._own[0, -1] &= self._last
+        words = min(self._own.shape[1], bitmask.shape[1])
+        bitmask[row, :words] = self._own[0, :words]
+        bitmask[row, words:] = 0
+
+    def _fill(self, bitmask: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _XGrammar(_Matcher):
+    def _fill(self, bitmask: Tensor) -> None:
+        self._matcher.fill_next_token_bitmask(bitmask)
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+
+class _LLGuidance(_Matcher):
+    def __init__(self, matcher: Any, vocab_size: int, eos_tokens: list[int]) -> None:
+        super().__init__(matcher, vocab_size)
+        self._eos_tokens = eos_tokens
+        # Once no other token is possible, the library allows eos tokens and does not count them.
+        self._has_ended = False
+
+    def _fill(self, bitmask: Tensor) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bitmask.data_ptr(), bitmask.nbytes)
+        self._check()
+
+    def accept(self, token: int) -> bool:
+        if not self._matcher.is_stopped():
+            return bool(self._matcher.try_consume_tokens([token]))
+        self._check()
+        if self._has_ended or token not in self._eos_tokens or self._matcher.stop_reason() == "EndOfSentence":
+            return False
+        self._has_ended = True
+        return True
+
+    def rollback(self, count: int) -> None:
+        if count > 0 and self._has_ended:
+            self._has_ended = False
+            count -= 1
+        self._matcher.rollback(count)
+        self._check()
+
+    def _check(self) -> None:
+        # It remembers an error and raises none.
+        if self._matcher.is_error():
+            raise RuntimeError(f"llguidance: {self._matcher.get_error().splitlines()[0]}")
+
+
+def num_words(vocab_size: int) -> int:
+    """The int32 words of a bitmask."""
+    return -(-vocab_size // 32)
+
+
+# Of the tokens of each byte of a bitmask, what is added to their logits.
+_OF_BYTES = torch.where(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1 == 1, 0.0, -math.inf)
+
+
+def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """The logits [B, n, V], with -inf (or NaN, where they are infinite) for the tokens that a bitmask
+    [B, n, ceil(V / 32)] does not allow."""
+    if can_read_data(logits, bitmask):
+        # By far the fastest of torch's eager forms on a CPU.
+        added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))
+        return logits + added.flatten(2)[..., : logits.shape[2]]
+    bits = bitmask.unsqueeze(3) >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1
+    return logits.masked_fill(bits.flatten(2)[..., : logits.shape[2]] == 0, -math.inf)

@@ -1,0 +1,56 @@
+"""Processors of xgrammar and outlines in a list of transformers' processors, as the loop's own grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation import LogitsProcessorList
+
+from ..decode.inputs import AnyGrammar
+from ..grammars import Grammar, llguidance, xgrammar
+from .processors import commutes_with_masks, is_warper
+
+__all__ = ["take_grammars"]
+
+
+def take_grammars(
+    processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int
+) -> tuple[LogitsProcessorList, AnyGrammar]:
+    """The processors without the one of a grammar, and a new text in that grammar for each row; the arguments if there
+    is none that can be taken out: it is new, no warper comes before it, and what comes after it is understood.
+
+    Args:
+        grammar: as the caller gives it.
+
+    Raises:
+        ValueError: both a `grammar` and such a processor.
+    """
+    for place, processor in enumerate(processors):
+        before, after = processors[:place], processors[place + 1 :]
+        if any(map(is_warper, before)) or not all(map(commutes_with_masks, after)):
+            continue
+        found = _grammars_of(processor, num_rows)
+        if found is None:
+            continue
+        if grammar is not None:
+            raise ValueError(f"grammar: expected None beside {_name_of(processor)} in logits_processor, got both")
+        return LogitsProcessorList([*before, *after]), found
+    return processors, grammar
+
+
+def _grammars_of(processor: Any, num_rows: int) -> list[Grammar | None] | None:
+    """New texts in a processor's grammar, if it has not been called."""
+    match _name_of(processor):
+        case "xgrammar.contrib.hf.LogitsProcessor" if not processor.prefilled:
+            compiled = list(processor.compiled_grammars)
+            compiled = compiled * num_rows if len(compiled) == 1 else compiled
+            return [xgrammar(each) for each in compiled] if len(compiled) == num_rows else None
+        case "outlines.backends.xgrammar.XGrammarLogitsProcessor" if processor.is_first_token:
+            return [xgrammar(processor.compiled_grammar) for _ in range(num_rows)]
+        case "outlines.backends.llguidance.LLGuidanceLogitsProcessor" if processor.is_first_token:
+            return [llguidance(processor.llg_tokenizer, processor.grammar) for _ in range(num_rows)]
+    return None
+
+
+def _name_of(processor: object) -> str:
+    return f"{type(processor).__module__}.{type(processor).__qualname__}"
