@@ -185,6 +185,17 @@ def test_many() -> None:
     assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1
 
 
+def test_grammar() -> None:
+    """With the schema the texts are transformers'; with a grammar of any text, those of none."""
+    options = ["--target", "austen-bytes", "--prompts", "1", "--rounds", "1", "--new-tokens", "24"]
+    records = {(each["draft"], each["grammar"]): each for each in script("bench_grammar").main(options)}
+    for draft in ("no draft", "prompt lookup", "suffix lookup"):
+        assert records[draft, "xgrammar"]["same_text_as_transformers"]
+        assert records[draft, "any text"]["tokens_per_step"] == records[draft, "none"]["tokens_per_step"]
+        assert records[draft, "any text"]["mask_us"] > 0 == records[draft, "none"]["mask_us"]
+    assert records["no draft", "llguidance"]["tokens_per_step"] > 1 == records["no draft", "none"]["tokens_per_step"]
+
+
 def test_a_head_and_a_draft_model_are_compared(tmp_path: Path) -> None:
     save_head(new_head(vocab_size=256, draft_vocab_size=256, target_hidden_size=128), tmp_path / "head")
     options = ["--prompts", "4", "--batch", "2", "--new-tokens", "24", "--rounds", "1", "--num-draft-tokens", "3"]

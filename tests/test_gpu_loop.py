@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu_suite import no_synchronisation, size
 from tiny_eagle3 import trained_head
+from tiny_grammars import Allowing, by_turns
 from tiny_models import VOCAB, perturbed, tiny
 from torch import Tensor
 
@@ -90,6 +91,25 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
         assert texts(captured) == expected
     assert loop._runner._graphs
     assert captured.stats.compile_seconds == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("kind", ["none", "lookup", "model"])
+def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
+    """Proposing and verifying are graphs of their own, and steps without grammars are one graph as before."""
+
+    def grammars() -> list[Allowing | None]:
+        return [Allowing(by_turns), None, Allowing(lambda text: by_turns((*text, 0)))]
+
+    expected = texts(run(decoder("cpu", kind, compile=False), grammar=grammars()))
+    assert texts(run(decoder("cuda", kind, compile=False), grammar=grammars())) == expected
+    loop, without = decoder("cuda", kind), texts(run(decoder("cpu", kind, compile=False)))
+    for _ in range(2):
+        own = grammars()
+        assert texts(run(loop, grammar=own)) == expected
+        assert [list(each.text) for each in own if each is not None] == [expected[0], expected[2]]
+        assert texts(run(loop)) == without
+    assert {is_masked for _, is_masked in loop._runner._graphs} == {False, True}
 
 
 @pytest.mark.smoke

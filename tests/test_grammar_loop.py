@@ -65,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(draft: str, compile: bool) -> None:
 
 @pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=str)
 def test_schedules_and_logprobs(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar accepts every token that is emitted, and no other. Reading steps late, as on CUDA, changes nothing."""
+    """The grammar accepts every emitted token, and no other. Reading steps late, as on CUDA, changes nothing."""
     expected = None
     for late in (False, True):
         if late:
@@ -309,7 +309,11 @@ def test_a_processor_of_a_grammar_that_is_no_grammar_here_is_refused() -> None:
     wrong = raised(
         lambda options: hf_text(**ours, **options),
         [
-            ({"logits_processor": [used]}, NotImplementedError, "logits_processor: xgrammar.*, or pass it as grammar="),
+            (
+                {"logits_processor": [used]},
+                NotImplementedError,
+                "logits_processor: xgrammar.*passed as grammar=",
+            ),
             (fresh | grammar, ValueError, "grammar: expected None beside xgrammar.contrib.hf.LogitsProcessor"),
             (grammar | scores, NotImplementedError, "grammar: scores come from logits_processor"),
         ],

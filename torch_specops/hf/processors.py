@@ -373,6 +373,6 @@ def _refused(processor: object, what: str) -> NotImplementedError:
     kind = type(processor)
     return NotImplementedError(
         f"logits_processor: {kind.__module__}.{kind.__qualname__} {what}; with a draft or output_scores, expected a "
-        "function of the text and the scores, because texts are not asked about once and in order; decode without them"
-        + (", or pass it as grammar=" if kind.__module__.split(".")[0] in _GRAMMARS else "")
+        "function of the text and the scores, because texts are not asked about once and in order; decode without them "
+        "(a grammar is passed as grammar=)"
     )
