@@ -136,25 +136,29 @@ class _Matcher:
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
-        # The libraries accept no other number of words.
-        self._own = torch.zeros(1, num_words(vocab_size), dtype=torch.int32)
-        # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
-        self._last = (1 << vocab_size % 32) - 1 if vocab_size % 32 else -1
+        self._vocab_size = vocab_size
 
     def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
-        self._fill(self._own)
-        self._own[0, -1] &= self._last
-        words = min(self._own.shape[1], bitmask.shape[1])
-        bitmask[row, :words] = self._own[0, :words]
-        bitmask[row, words:] = 0
+        words = num_words(self._vocab_size)
+        if bitmask.shape[1] != words:
+            # The libraries accept no other number of words.
+            own = torch.zeros(1, words, dtype=torch.int32)
+            self.fill_bitmask(own, 0)
+            bitmask[row, :words] = own[0, : bitmask.shape[1]]
+            bitmask[row, words:] = 0
+            return
+        self._fill(bitmask, row)
+        if self._vocab_size % 32:
+            # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
+            bitmask[row, -1] &= (1 << self._vocab_size % 32) - 1
 
-    def _fill(self, bitmask: Tensor) -> None:
+    def _fill(self, bitmask: Tensor, row: int) -> None:
         raise NotImplementedError
 
 
 class _XGrammar(_Matcher):
-    def _fill(self, bitmask: Tensor) -> None:
-        self._matcher.fill_next_token_bitmask(bitmask)
+    def _fill(self, bitmask: Tensor, row: int) -> None:
+        self._matcher.fill_next_token_bitmask(bitmask, row)
 
     def accept(self, token: int) -> bool:
         return self._matcher.accept_token(token)
@@ -170,8 +174,9 @@ class _LLGuidance(_Matcher):
         # Once no other token is possible, the library allows eos tokens and does not count them.
         self._has_ended = False
 
-    def _fill(self, bitmask: Tensor) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bitmask.data_ptr(), bitmask.nbytes)
+    def _fill(self, bitmask: Tensor, row: int) -> None:
+        mask = bitmask[row]
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self._check()
 
     def accept(self, token: int) -> bool:
