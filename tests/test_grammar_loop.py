@@ -59,7 +59,7 @@ def test_greedy_text_is_that_of_transformers(draft: str, is_compiled: bool) -> N
         assert output.finish_reasons[0] == ("eos" if expected[0][-1] == EOS else "length")
 
 
-@pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=str)
+@pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=["heuristic", "pauses"])
 def test_schedules_and_logprobs(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar accepts every emitted token, and no other. Reading steps late, as on CUDA, changes nothing."""
     expected = None
