@@ -132,7 +132,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     adapter, tokenizer = load_model(options.model, options.device), load_tokenizer(options.model)
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)
     text = torch_specops.generate(adapter.model, prompt, max_new_tokens=options.text_tokens, seed=0).sequences
-    timed = adapter.first_layers(options.layers).prepared if options.layers else adapter.model
+    timed = adapter.model
+    if options.layers:
+        # Prepared models have an attention of the loop's own, which is not read again.
+        timed = adapter.first_layers(options.layers).prepared
+        timed.set_attn_implementation(adapter.model.config._attn_implementation)
     copies: dict[str, dict[str, Any]] = {}
     calls: dict[tuple[str, str, int], Callable[[], Any]] = {}
     for kind, make in kinds.items():

@@ -47,6 +47,8 @@ def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, T
         return target, draft, load_tokenizer(PAIR / "target")
     adapter = load_model(SMOLLM2, device)
     draft = adapter.first_layers(EXIT_LAYER).prepared
+    # Prepared models have an attention of the loop's own, which is not read again.
+    draft.set_attn_implementation(adapter.model.config._attn_implementation)
     # The copy shares it with the target.
     draft.generation_config = copy.deepcopy(draft.generation_config)
     return adapter.model, draft, load_tokenizer(SMOLLM2)
