@@ -62,7 +62,7 @@ def check_verify_sigmoid(given: SigmoidArguments) -> None:
 
 
 def check_bounds(alpha: float, beta: float) -> None:
-    """Those of the scores of `verify_sigmoid`."""
+    """The bounds of the scores of `verify_sigmoid`."""
     # So that 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), are float32 numbers.
     if not (-1e36 < alpha < -1e-36):
         raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {alpha}")

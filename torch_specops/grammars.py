@@ -7,6 +7,7 @@ when it is called.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -131,7 +132,7 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
     return _LLGuidance(matcher, tokenizer.vocab_size, tokenizer.eos_tokens)
 
 
-class _Matcher:
+class _Matcher(ABC):
     """A matcher of a library, whose vocabulary may have more or fewer tokens than the logits."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -152,8 +153,15 @@ class _Matcher:
             # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
             bitmask[row, -1] &= (1 << self._vocab_size % 32) - 1
 
+    @abstractmethod
     def _fill(self, bitmask: Tensor, row: int) -> None:
-        raise NotImplementedError
+        """Let the library write a bitmask with its own number of words."""
+
+    @abstractmethod
+    def accept(self, token: int) -> bool: ...
+
+    @abstractmethod
+    def rollback(self, count: int) -> None: ...
 
 
 class _XGrammar(_Matcher):
@@ -206,7 +214,7 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-# Of the tokens of each byte of a bitmask, what is added to their logits.
+# For each byte of a bitmask, the numbers to add to the logits of its eight tokens.
 _OF_BYTES = torch.where(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1 == 1, 0.0, -math.inf)
 
 

@@ -123,7 +123,7 @@ class Heuristic(Schedule):
 
     In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. Eager steps have any K
     up to `maximum`. Compiled steps need a graph for each K, and have the largest of 1, 2, 3, 5, 8, 12, 20 that does not
-    exceed the value of the rule. As "heuristic_transient" of transformers, every batch begins anew.
+    exceed the value of the rule. Every batch begins anew, like "heuristic_transient" of transformers.
 
     Args:
         num_draft_tokens: the first K, from 1 to `maximum`.

@@ -150,7 +150,7 @@ class Batch:
                 return replace(step, seconds=seconds)
 
     def _masks(self, proposal: Draft, is_fixed: bool) -> tuple[Draft, Tensor]:
-        """As `StepRunner.run` takes it."""
+        """The drafts to verify and their bitmask, for `StepRunner.run`."""
         # Waits for the drafts, and with them for the step before.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
         read = self._reader.pop(early=True)
@@ -190,7 +190,9 @@ class Batch:
         cuts = ask_row_rules(self.rows, num_new)
         if self._batch_rules is not None:
             cuts |= self._batch_rules.ask(self.rows)
-        cuts |= {index for index, row in enumerate(self.rows) if not accept_tokens(row, num_before[index])}
+        for index, row in enumerate(self.rows):
+            if row.grammar is not None and not accept_tokens(row, row.grammar, num_before[index]):
+                cuts.add(index)
         for index in cuts:
             runner.end_row(index, len(self.rows[index].prompt) + len(self.rows[index].tokens))
         shown, ended = [], []

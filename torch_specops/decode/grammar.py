@@ -58,18 +58,18 @@ def masks_of(
     return tokens.view(len(rows), width), bitmask[:, : width + 1]
 
 
-def accept_tokens(row: Row, start: int) -> bool:
+def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
     """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses one: the
     text then ends before it, with an error."""
     place = start
     try:
-        for place in range(start, len(row.tokens) if row.grammar is not None else start):
-            assert row.grammar is not None
-            if not row.grammar.accept(row.tokens[place]):
+        for place in range(start, len(row.tokens)):
+            if not grammar.accept(row.tokens[place]):
                 raise _Contradiction(f"refuses token {row.tokens[place]}, which its mask allows,")
     except Exception as error:
         row.error = f"{_text_of(error)} after {len(row.prompt) + place} tokens"
-        return not row.cut(place)
+        row.cut(place)
+        return False
     return True
 
 

@@ -78,7 +78,7 @@ class StepRunner:
         self._num_undrafted = 0
         # By K, and whether the steps have a bitmask.
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
-        # Those whose steps are compiled and captured.
+        # The keys whose steps are compiled and captured.
         self._ready: set[tuple[int, bool]] = set()
         # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
         self._captured: list[Tensor] = []

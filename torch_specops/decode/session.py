@@ -234,7 +234,7 @@ class Session:
                     row = free.pop(0)
                     self._rows[row] = text
             if isinstance(text.prompt, str):
-                self._end(text, "error", text.prompt)
+                self._end(text, "error")
             elif not text.needs_row:
                 self._end(text, "length")
             else:

@@ -1,4 +1,4 @@
-"""What the lookups share: the tokens that they copy from besides the text so far, and the search for matches."""
+"""The common part of the lookups: tokens to copy from besides the text so far, and the search for matches."""
 
 from __future__ import annotations
 

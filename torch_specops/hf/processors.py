@@ -163,12 +163,12 @@ def read_processors(
 
 
 def is_warper(processor: LogitsProcessor) -> bool:
-    """Whether `SamplingParams` applies it after the masks of grammars."""
+    """True if `SamplingParams` applies it after the masks of grammars."""
     return _ORDER.get(type(processor), -1) >= _FIRST_WARPER
 
 
 def commutes_with_masks(processor: LogitsProcessor) -> bool:
-    """Whether a grammar's mask before it means what the loop's does: after the processors and before the warpers."""
+    """True if a grammar's mask before it means the same as the loop's, after the processors and before the warpers."""
     return type(processor) in _ORDER
 
 

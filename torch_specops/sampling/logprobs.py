@@ -15,7 +15,7 @@ __all__ = ["LogProbabilities", "filtered", "log_probabilities"]
 
 
 class LogProbabilities(NamedTuple):
-    """Of emitted tokens, and of the most likely tokens in their places."""
+    """Log-probabilities of emitted tokens, and the most likely tokens in their places."""
 
     of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
     top_tokens: Tensor  # [B, n, N] int64, the most likely one first; of equal ones the lower index
@@ -38,7 +38,7 @@ def log_probabilities(
     if logprobs == "processed":
         target_logits = filtered(target_logits, sampling)
         temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # As the ops read logits: NaN masks a token, and infinity is the largest float32.
+    # Read logits like the ops: NaN masks a token, and infinity is the largest float32.
     largest = torch.finfo(torch.float32).max
     z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
     lse = z.logsumexp(2, keepdim=True)
