@@ -9,8 +9,9 @@ Greedy, one prompt at a time. Compared are
   grammar costs a step), with the schema in xgrammar, and in llguidance;
 - the schema where nothing is drafted because a grammar forces it ("no jump").
 
-They take turns. `mask_us` is the time of asking the grammar in a step, `apply_us` that of applying its masks; both are
-per row and step, and parts of `step_ms`. `mask_bytes` are written to the host's memory for a row and step.
+They take turns. `mask_us` is the time of asking the grammar in a step, `apply_us` that of applying its masks,
+`library_us` that inside xgrammar or llguidance, most of it a part of `mask_us`; they are per row and step, and parts of
+`step_ms`. `mask_bytes` are written to the host's memory for a row and step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -65,6 +67,7 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "suffix lookup": lambda: SuffixLookup(memory=0),
 }
 ANY_TEXT = r"[\s\S]*"
+METHODS = ("fill_bitmask", "accept", "rollback")
 NewGrammar = Callable[[], Grammar | None]
 
 
@@ -87,25 +90,33 @@ class Timed:
 @dataclass
 class Way:
     """One of the ways to generate, and what its rounds took: seconds in all, and per step of the loop, of asking
-    grammars and of applying masks."""
+    grammars, of applying masks and inside the grammars' library."""
 
-    run: Callable[[list[int]], tuple[list[int], int]]
+    run: Callable[[list[int], Timed], tuple[list[int], int]]
     rounds: list[tuple[float, ...]] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     steps: int = 0
     bytes: float = 0.0
 
     def round(self, prompts: list[list[int]]) -> None:
-        asked, applied, started = Timed(grammar.masks_of), Timed(grammars.allowed_logits), time.perf_counter()
+        asked, applied, called = Timed(grammar.masks_of), Timed(grammars.allowed_logits), Timed(call)
+        started = time.perf_counter()
         with mock.patch.object(batch, "masks_of", asked), mock.patch.object(step, "allowed_logits", applied):
-            found = [self.run(prompt) for prompt in prompts]
+            found = [self.run(prompt, called) for prompt in prompts]
         seconds = time.perf_counter() - started
         self.texts, self.steps = [text for text, _ in found], sum(steps for _, steps in found)
-        self.rounds.append((seconds, *(part / self.steps for part in (seconds, asked.seconds, applied.seconds))))
+        parts = seconds, asked.seconds, applied.seconds, called.seconds
+        self.rounds.append((seconds, *(part / self.steps for part in parts)))
         self.bytes = asked.bytes / self.steps
 
 
-def with_transformers(model: Any, compiled: Any, options: dict[str, Any], prompt: list[int]) -> tuple[list[int], int]:
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def with_transformers(
+    model: Any, compiled: Any, options: dict[str, Any], prompt: list[int], called: Timed
+) -> tuple[list[int], int]:
     ids = torch.tensor([prompt])
     processor = [LogitsProcessor(compiled)]
     output: Tensor = model.generate(
@@ -116,10 +127,18 @@ def with_transformers(model: Any, compiled: Any, options: dict[str, Any], prompt
 
 
 def with_loop(
-    decoder: SpeculativeDecoder, new_grammar: NewGrammar, options: dict[str, Any], jumps: bool, prompt: list[int]
+    decoder: SpeculativeDecoder,
+    new_grammar: NewGrammar,
+    options: dict[str, Any],
+    jumps: bool,
+    prompt: list[int],
+    called: Timed,
 ) -> tuple[list[int], int]:
+    own: Any = new_grammar()
+    if own is not None:
+        own = SimpleNamespace(**{name: partial(called, getattr(own, name)) for name in METHODS})
     with nullcontext() if jumps else mock.patch.object(grammar._Walk, "_only_token", return_value=-1):
-        output = decoder.generate(torch.tensor([prompt]), grammar=new_grammar(), **options)
+        output = decoder.generate(torch.tensor([prompt]), grammar=own, **options)
     return output.new_tokens(0), output.stats.num_steps
 
 
@@ -165,15 +184,16 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     report = Report(chosen.out, environment(torch.device("cpu"), **versions), vocab_size=vocab_size)
     report.add(record_of(key, way, ways, tokenizer) for key, way in ways.items())
     line = "{draft} | {grammar} | {tokens_per_second:.1f} | {tokens_per_step:.2f} | {step_ms:.2f} | {mask_us:.0f} | "
-    line += "{apply_us:.0f} | {mask_bytes:.0f} | {valid}"
-    header = "draft | grammar | tokens/s | tokens per step | ms per step | asking, us | applying, us | bytes | valid"
+    line += "{library_us:.0f} | {apply_us:.0f} | {mask_bytes:.0f} | {valid}"
+    header = "draft | grammar | tokens/s | tokens per step | ms per step | asking, us | library, us | applying, us | "
+    header += "bytes | valid"
     print(table(header, line, report.records, padded=True))
     return report.records
 
 
 def record_of(key: tuple[str, str], way: Way, ways: dict[tuple[str, str], Way], tokenizer: Any) -> dict[str, Any]:
     num_tokens, plain = sum(map(len, way.texts)), ways.get((key[0], "none"), way)
-    seconds, per_step, asking, applying = zip(*way.rounds, strict=True)
+    seconds, per_step, asking, applying, inside = zip(*way.rounds, strict=True)
     return {
         "draft": key[0],
         "grammar": key[1],
@@ -186,6 +206,7 @@ def record_of(key: tuple[str, str], way: Way, ways: dict[tuple[str, str], Way], 
         "step_time_to_none": [own / other[1] for own, other in zip(per_step, plain.rounds, strict=True)],
         "mask_us": 1e6 * statistics.median(asking),
         "apply_us": 1e6 * statistics.median(applying),
+        "library_us": 1e6 * statistics.median(inside),
         "mask_bytes": way.bytes,
         "valid": sum(map(is_valid, map(tokenizer.decode, way.texts))),
         "same_text_as_transformers": way.texts == ways["transformers", "xgrammar"].texts,

@@ -18,9 +18,11 @@ from tiny_laws import LENGTH, PROMPTS, TABLES, TARGET, V, filtered, first_tokens
 from tiny_models import PairModel
 from torch import Tensor
 
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import batch, step
 from torch_specops.drafts import DraftSource, ModelDraft
 from torch_specops.grammars import allowed_logits
+from torch_specops.laws import EngineReport, check_engine
 
 TRIALS = 2_000
 # [place, token before, token]; before the first token stands 0.
@@ -155,3 +157,39 @@ def test_filters_before_the_mask_are_caught(monkeypatch: pytest.MonkeyPatch, rep
     monkeypatch.setattr(step, "allowed_logits", filtered_first)
     tokens = tokens_of(make_draft("prompt lookup"), 1.2, top_k=4)
     expect_caught(report, "grammar, filters first", p_values(tokens, laws(1.2, top_k=4)))
+
+
+def engine_report(new_grammar: Callable[[], Table]) -> EngineReport:
+    """Of requests of two settings that share a session's rows; the target's logits are those with the mask."""
+    decoder = SpeculativeDecoder(PairModel(TARGET), make_draft("close"), num_draft_tokens=2)
+
+    def generate(prompts: list[list[int]], params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+        requests = [
+            Request(prompt, 2, each, [seed], (), grammar=new_grammar())
+            for prompt, each, seed in zip(prompts, params, seeds, strict=True)
+        ]
+        found = sorted(decoder.generate_many(requests, batch_size=50), key=lambda completion: completion.index)
+        return [each.tokens[len(prompt) :].tolist() for each, prompt in zip(found, prompts, strict=True)]
+
+    def target(texts: Tensor) -> Tensor:
+        place = texts.shape[1] - len(PROMPTS[1])
+        allowed = ALLOWED[place, texts[:, -1] if place else 0]
+        return TARGET[texts[:, -2], texts[:, -1]].masked_fill(~allowed, -math.inf)
+
+    settings = {"cold": SamplingParams(temperature=0.7), "top-k": SamplingParams(top_k=3)}
+    sizes: dict[str, Any] = {"vocab_size": V, "num_tokens": 2, "trials": 600, "batch_size": 600}
+    return check_engine(generate, target, settings, prompts=PROMPTS[1:], **sizes)
+
+
+def test_check_engine_accepts_the_loop_and_not_one_with_the_masks_of_the_position_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine_report(Table).assert_lossless()
+    right = batch.masks_of
+
+    def masks_of(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        tokens, bitmask = right(*arguments, **options)
+        return tokens, of_the_position_before(bitmask)
+
+    monkeypatch.setattr(batch, "masks_of", masks_of)
+    assert "cold" in engine_report(Lenient).broken

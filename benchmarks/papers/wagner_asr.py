@@ -51,7 +51,7 @@ from transformers import (
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils import logging
 from wagner_laws import distances, filtered
-from wagner_methods import EAGER, GAMMAS, METHODS, draw_steps, measure, scales, without_outputs
+from wagner_methods import GAMMAS, METHODS, draw_steps, measure, scales, without_compile, without_outputs
 
 from torch_specops.cli.loading import cache_directory
 from torch_specops.drafts.token_map import twin_tokens
@@ -313,7 +313,7 @@ def cells_of(chosen: Any) -> list[Cell]:
         for model in ("target", "draft"):
             add(f"alone/{source}/{model}", alone, size | {"model": model})
         if source == "librivox":
-            add(f"eager/{source}", transcribed, size | {"methods": EAGER})
+            add(f"eager/{source}", transcribed, size | {"methods": without_compile(METHODS)})
             for gamma in GAMMAS:
                 constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant", "num_seeds": 1}
                 add(f"gamma/{source}/{gamma}", transcribed, size | constant)

@@ -21,25 +21,34 @@ from torch._dynamo.utils import counters
 from transformers.generation import utils as generation
 
 BASELINE, EXACT, UNIFORM, SIGMOID = "transformers", "exact", "exact, one uniform number", "sigmoid"
-# The constants of the paper's main tables: 1e3 for speech, 1e4 for text; one scale serves both here.
+
+
+def sigmoid(scale: float) -> dict[str, Any]:
+    return {"method": "sigmoid", "alpha": -scale, "beta": scale, "compile": True}
+
+
+# The paper's scales are 1e3 for speech and 1e4 for text.
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"method": "transformers"},
     EXACT: {"method": "exact", "compile": True},
     UNIFORM: {"method": "exact", "next_token": "uniform", "compile": True},
-    SIGMOID: {"method": "sigmoid", "alpha": -1e3, "beta": 1e3, "compile": True},
+    SIGMOID: sigmoid(1e3),
 }
-EAGER = {name: {key: value for key, value in options.items() if key != "compile"} for name, options in METHODS.items()}
-
+METHODS_FOR_TEXT = METHODS | {SIGMOID: sigmoid(1e4)}
 GAMMAS = (1, 3, 5, 10, 15, 20)
 
 Decode = Callable[[int, int], list[int]]
+
+
+def without_compile(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {key: options[key] for key in options if key != "compile"} for name, options in methods.items()}
 
 
 def scales(exponents: Sequence[float]) -> dict[str, dict[str, Any]]:
     """The baseline, and "sigmoid" at each scale."""
     found = {BASELINE: METHODS[BASELINE]}
     for scale in exponents:
-        found[f"sigmoid {scale:g}"] = {"method": "sigmoid", "alpha": -scale, "beta": scale, "compile": True}
+        found[f"sigmoid {scale:g}"] = sigmoid(scale)
     return found
 
 

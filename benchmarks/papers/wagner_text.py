@@ -28,7 +28,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from wagner_laws import best_constants, distances, filtered
-from wagner_methods import EAGER, GAMMAS, METHODS, calls, draw_steps, measure, scales, without_outputs
+from wagner_methods import (
+    GAMMAS,
+    METHODS,
+    METHODS_FOR_TEXT,
+    calls,
+    draw_steps,
+    measure,
+    scales,
+    without_compile,
+    without_outputs,
+)
 
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
@@ -206,13 +216,13 @@ def cells_of(chosen: Any) -> list[Cell]:
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
         if subject == "austen":
             add(f"constants/{subject}", constants, law | {"top_k": 0})
-        add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS))
+        add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS_FOR_TEXT))
         if subject == "austen":
-            add(f"eager/{subject}", decoded, settings(subject, size, methods=EAGER))
+            add(f"eager/{subject}", decoded, settings(subject, size, methods=without_compile(METHODS_FOR_TEXT)))
         add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
         add(f"draft alone/{subject}", draft_alone, settings(subject, size))
         for gamma in GAMMAS:
-            constant = {"methods": METHODS, "num_draft_tokens": gamma, "schedule": "constant"}
+            constant = {"methods": METHODS_FOR_TEXT, "num_draft_tokens": gamma, "schedule": "constant"}
             add(f"gamma/{subject}/{gamma}", decoded, settings(subject, gamma_sizes[subject], **constant))
     return cells
 
