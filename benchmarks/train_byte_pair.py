@@ -210,21 +210,6 @@ def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: bytes) -> d
     return {"windows": num_windows, "window_bytes": WINDOW, **rates}
 
 
-@torch.no_grad()
-def nats_by_position(model: LlamaForCausalLM, text: bytes) -> list[float]:
-    """Nats per byte in each quarter of windows of the longest context."""
-    num_windows = len(text) // MAX_LENGTH
-    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * MAX_LENGTH].long()
-    # The first byte of a window is not predicted, so the first quarter has one byte less.
-    totals = torch.zeros(MAX_LENGTH, dtype=torch.float64)
-    for batch in windows.view(-1, MAX_LENGTH).split(4):
-        log_probs = model(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
-        totals[1:] -= log_probs.gather(-1, batch[:, 1:, None])[..., 0].sum(0, dtype=torch.float64)
-    quarters = (totals / num_windows).split(MAX_LENGTH // 4)
-    counts = [MAX_LENGTH // 4 - 1, *[MAX_LENGTH // 4] * 3]
-    return [round(quarter.sum().item() / count, 5) for quarter, count in zip(quarters, counts, strict=True)]
-
-
 def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
     """Store float16 weights, and return the model that a user gets from them: float32, because the config says so."""
     model.half().save_pretrained(folder)
@@ -268,9 +253,6 @@ def main(argv: list[str] | None = None) -> None:
         "target": {"parameters": target.num_parameters(), **trained["target"][1]},
         "draft": {"parameters": draft.num_parameters(), **trained["draft"][1]},
         "heldout": measure(target, draft, heldout_text),
-        "heldout_nats_by_quarter_of_context": {
-            role: nats_by_position(model, heldout_text) for role, model in (("target", target), ("draft", draft))
-        },
         "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

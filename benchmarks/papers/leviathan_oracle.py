@@ -43,10 +43,7 @@ from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule
 
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
 MOST = 40
-TRACES = {
-    "austen": ("bigram", "small model", "early exit 6"),
-    "code": ("prompt lookup", "early exit 25"),
-}
+TRACES = {"austen": ("bigram", "small model", "early exit 6"), "code": ("prompt lookup", "early exit 25")}
 WRITTEN = {"austen": (16, 64, 640), "code": (8, 64, 64)}
 
 

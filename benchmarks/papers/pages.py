@@ -187,9 +187,7 @@ LEVIATHAN_TABLES = {
         by_draft,
     ),
     "appendix A.2": Table(
-        "draft | min(1, p / q) | one round of rejection sampling",
-        "{draft} | {alpha:.3f} | {rejection:.4f}",
-        rejections,
+        "draft | min(1, p / q) | one round of rejection sampling", "{draft} | {alpha:.3f} | {rejection:.4f}", rejections
     ),
     "section 3.5": Table(
         "target, text | draft | T | alpha, follows | c | best constant | formula | heuristic | optimal | oracle"

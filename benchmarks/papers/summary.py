@@ -188,7 +188,7 @@ def or_not_run(write: Callable[[Found], str]) -> Callable[[Found], str]:
     def number(found: Found) -> str:
         try:
             return write(found) or NOT_RUN
-        except (KeyError, IndexError) as missing:
+        except (KeyError, IndexError, TypeError) as missing:
             return f"{NOT_RUN} ({missing})"
 
     return number
