@@ -17,15 +17,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from markdown_table import grid
-from rich.console import Console
-from timing import Report, environment, options_of
+from markdown_table import table
+from timing import Report, environment, options_of, settings_of
 
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune must be in want of"
 # A process that imports the package from the folder it is told, and then answers each line with a time.
@@ -49,22 +48,15 @@ def main() -> None:
         return
     if args.before is None:
         parser.error("--before is required")
-    console = Console(highlight=False)
-    options = {name: value for name, value in vars(args).items() if name not in ("before", "out", "worker")}
-    report = Report(args.out, environment(torch.device(args.device)), options=options)
+    report = Report(args.out, environment(torch.device(args.device)), options=settings_of(args) | {"before": None})
     folders = {"before": args.before, "now": Path(__file__).parents[1]}
     counts = [0, *(args.num_draft_tokens if args.draft != "none" else [])]
-    rows = []
     for compiled in args.compiled:
         workers = {name: Worker(folder, args.threads) for name, folder in folders.items()}
         for batch, count, temperature in product(args.batch, counts, [0.0, 1.0]):
-            call = {
-                "compiled": compiled == "yes",
-                "batch": batch,
-                "num_draft_tokens": count,
-                "temperature": temperature,
-            }
-            makers: dict[str, Callable[[], float]] = {name: worker.prepare(call) for name, worker in workers.items()}
+            call = {"compiled": compiled == "yes", "batch": batch}
+            call |= {"num_draft_tokens": count, "temperature": temperature}
+            makers = {name: worker.prepare(call) for name, worker in workers.items()}
             if compiled == "no" and batch == 1 and temperature == 0:
                 makers["transformers"] = workers["now"].prepare(call | {"transformers": True})
             seconds: dict[str, list[float]] = {name: [] for name in makers}
@@ -72,19 +64,20 @@ def main() -> None:
                 # Whoever comes first may find another clock rate.
                 for name in sorted(makers, reverse=turn % 2 > 0):
                     seconds[name].append(makers[name]())
-            texts = {worker.texts[json.dumps(call)] for worker in workers.values()} if temperature == 0 else {""}
-            if len(texts) != 1:
+            if temperature == 0 and len({worker.texts[json.dumps(call)] for worker in workers.values()}) != 1:
                 raise SystemExit(f"{call}: the texts differ")
-            medians = {name: statistics.median(times) for name, times in seconds.items()}
             ratio = statistics.median(b / n for b, n in zip(seconds["before"], seconds["now"], strict=True))
             report.add([call | {"seconds": seconds, "before_over_now": ratio}])
-            rows.append([f"{value}" for value in call.values()] + [f"{1e3 * medians[name]:.1f}" for name in folders])
-            rows[-1] += [f"{ratio:.3f}", f"{medians['transformers'] / medians['now']:.2f}" if len(medians) > 2 else ""]
-            console.print(call, {name: round(1e3 * value, 1) for name, value in medians.items()}, f"{ratio:.3f}")
+            print(report.records[-1], flush=True)
         for worker in workers.values():
             worker.end()
-    names = ["compiled", "B", "K", "T", "before, ms", "now, ms", "before / now", "transformers / now"]
-    console.print(grid(names, rows, padded=True), soft_wrap=True)
+    rows = [
+        record | {name: 1e3 * statistics.median(own) for name, own in record["seconds"].items()}
+        for record in report.records
+    ]
+    line = "{compiled} | {batch} | {num_draft_tokens} | {temperature} | {before:.1f} | {now:.1f} | {transformers:.1f}"
+    header = "compiled | B | K | T | before, ms | now, ms | transformers, ms | before / now"
+    print(table(header, line + " | {before_over_now:.3f}", rows, padded=True))
 
 
 class Worker:
@@ -92,12 +85,10 @@ class Worker:
 
     def __init__(self, folder: Path, threads: int) -> None:
         command = [sys.executable, __file__, *sys.argv[1:], WORKER]
-        paths = [str(folder.resolve()), str(Path(__file__).parent)]
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=variables, text=True
-        )
+        paths = os.pathsep.join([str(folder.resolve()), str(Path(__file__).parent)])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(command, **pipes, env=variables, text=True)
         self.texts: dict[str, str] = {}
         assert str(folder.resolve()) in self._ask({})["package"]
 
@@ -141,41 +132,34 @@ def answer(args: Any) -> None:
             model.generation_config.pad_token_id = 0
     decoders: dict[str, SpeculativeDecoder] = {}
 
-    def generate(call: dict[str, Any]) -> Sequence[Sequence[int]]:
+    def with_transformers(prompts: torch.Tensor, count: int) -> Any:
+        options = {"attention_mask": torch.ones_like(prompts), "do_sample": False}
+        if count > 0:
+            assert draft is not None
+            constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+            draft.generation_config.update(num_assistant_tokens=count, **constant)
+            options["assistant_model"] = draft
+        return target.generate(prompts, max_new_tokens=args.max_new_tokens, **options)
+
+    def generate(call: dict[str, Any]) -> Any:
         prompts, count = ids.repeat(call["batch"], 1), call["num_draft_tokens"]
         if call.get("transformers"):
-            mask, options = torch.ones_like(prompts), {}
-            if count > 0:
-                assert draft is not None
-                draft.generation_config.update(
-                    num_assistant_tokens=count,
-                    num_assistant_tokens_schedule="constant",
-                    assistant_confidence_threshold=0.0,
-                )
-                options = {"assistant_model": draft}
-            found = target.generate(
-                prompts, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False, **options
-            )
-            return found.tolist()
+            return with_transformers(prompts, count)
         key = json.dumps([call["compiled"], count, call["batch"]])
         if key not in decoders:
             source, most = (draft, count) if count > 0 else (None, 1)
             decoders[key] = SpeculativeDecoder(target, source, num_draft_tokens=most, compile=call["compiled"])
+        options = {"max_new_tokens": args.max_new_tokens, "seed": 1, "eos_token_id": ()}
         sampling = SamplingParams(temperature=call["temperature"])
-        output = decoders[key].generate(
-            prompts, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=1, eos_token_id=()
-        )
-        return output.sequences.tolist()
+        return decoders[key].generate(prompts, sampling=sampling, **options).sequences
 
     for line in sys.stdin:
-        call = json.loads(line)
-        if not call:
-            print(json.dumps({"package": torch_specops.__file__}), file=answers, flush=True)
-            continue
-        started = time.perf_counter()
-        text = generate(call)
-        seconds = time.perf_counter() - started
-        print(json.dumps({"seconds": seconds, "text": str(text)}), file=answers, flush=True)
+        call, found = json.loads(line), {"package": torch_specops.__file__}
+        if call:
+            started = time.perf_counter()
+            text = generate(call).tolist()
+            found = {"seconds": time.perf_counter() - started, "text": str(text)}
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from markdown_table import table
 from rich.console import Console
 from rich.progress import Progress
-from timing import Report, environment, options_of
+from timing import Report, environment, options_of, settings_of
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -45,7 +45,6 @@ MORE_PROMPTS = [
     "    for value in values:\n        x = x + value\n    return x / len(values)\n",
     "Write a Python class for a queue with the methods enqueue, dequeue and is_empty.",
 ]
-MEMORY = "suffix lookup, memory"
 # Bytes of a prompt that is cut from a text.
 PROMPT_LENGTH = 64
 
@@ -63,8 +62,8 @@ class Subject(NamedTuple):
 def lookup(options: argparse.Namespace, device: torch.device) -> Subject:
     models, tokenizer = load_models(Console(stderr=True), options.target, PROMPT_LOOKUP, device)
     prompts = [encode(tokenizer, text).to(device) for text in (PROMPTS + MORE_PROMPTS)[: options.prompts]]
-    drafts = {"prompt lookup": PromptLookup, "suffix lookup": lambda: SuffixLookup(memory=0), MEMORY: SuffixLookup}
-    return Subject(models.target, drafts, prompts, (0.0,), [10])
+    drafts = {"prompt lookup": PromptLookup, "suffix lookup": lambda: SuffixLookup(memory=0)}
+    return Subject(models.target, drafts | {"suffix lookup, memory": SuffixLookup}, prompts, (0.0,), [10])
 
 
 def eagle3(options: argparse.Namespace, device: torch.device) -> Subject:
@@ -72,8 +71,7 @@ def eagle3(options: argparse.Namespace, device: torch.device) -> Subject:
     text = load_tokenizer(AUSTEN)(HELDOUT.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
     pieces = text.to(device)[: len(text) // options.prompts * options.prompts].view(options.prompts, -1)
     drafts = {"draft model": lambda: model, "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.head, target)}
-    prompts = list(pieces[:, :PROMPT_LENGTH].split(options.batch))
-    return Subject(target, drafts, prompts, (0.0, 1.0), [2, 4, 6])
+    return Subject(target, drafts, list(pieces[:, :PROMPT_LENGTH].split(options.batch)), (0.0, 1.0), [2, 4, 6])
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -90,68 +88,44 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     subject = {"lookup": lookup, "eagle3": eagle3}[options.kind](options, device)
+    max_length = max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens
     counts = options.num_draft_tokens or subject.num_draft_tokens
-    chosen = [("no draft", 0), *((name, count) for count in counts for name in subject.drafts)]
-    decoders = {
-        (name, count): SpeculativeDecoder(
-            subject.target.model,
-            subject.drafts[name]() if count else None,
-            num_draft_tokens=max(count, 1),
-            compile=options.compile,
-            max_length=max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens,
-        )
-        for name, count in chosen
-    }
+    decoders = {}
+    for name, count in [("no draft", 0), *((name, count) for count in counts for name in subject.drafts)]:
+        draft = subject.drafts[name]() if count else None
+        how = {"num_draft_tokens": max(count, 1), "compile": options.compile, "max_length": max_length}
+        decoders[name, count] = SpeculativeDecoder(subject.target.model, draft, **how)
     # Of every round, the statistics for each batch of prompts.
     runs: dict[tuple[str, int, float], list[list[GenerationStats]]] = {}
     with Progress(transient=True) as progress:
         for _ in progress.track(range(options.rounds + 1), description="rounds"):
             for temperature in subject.temperatures:
+                sampling = SamplingParams(temperature=temperature)
                 for key, decoder in decoders.items():
                     if isinstance(decoder.draft, SuffixLookup):
                         decoder.draft.forget()
                     runs.setdefault((*key, temperature), []).append([])
                 for number, prompt in enumerate(subject.prompts):
+                    how = {"max_new_tokens": options.new_tokens, "seed": number, "eos_token_id": ()}
                     texts = set()
                     for key, decoder in decoders.items():
-                        output = decoder.generate(
-                            prompt,
-                            max_new_tokens=options.new_tokens,
-                            sampling=SamplingParams(temperature=temperature),
-                            seed=number,
-                            eos_token_id=(),
-                        )
+                        output = decoder.generate(prompt, sampling=sampling, **how)
                         runs[(*key, temperature)][-1].append(output.stats)
                         texts.add(tuple(output.sequences.flatten().tolist()))
                     if options.kind == "lookup" and len(texts) > 1:
                         raise RuntimeError(f"prompts {number}: the greedy outputs differ")
-    arguments_used = {name: value for name, value in vars(options).items() if name != "out"}
-    report = Report(options.out, environment(device), arguments=arguments_used)
+    report = Report(options.out, environment(device), arguments=settings_of(options))
+    fields = ("num_tokens", "num_accepted", "num_proposed", "num_row_steps")
     for (name, count, temperature), rounds in runs.items():
-        stats = rounds[-1]
-        num_tokens, accepted, proposed, steps = (
-            sum(getattr(each, field) for each in stats)
-            for field in ("num_tokens", "num_accepted", "num_proposed", "num_row_steps")
-        )
+        num_tokens, accepted, proposed, steps = (sum(getattr(each, field) for each in rounds[-1]) for field in fields)
         seconds = statistics.median(sum(each.seconds for each in own) for own in rounds[1:])
-        record = {
-            "draft": name,
-            "num_draft_tokens": count,
-            "temperature": temperature,
-            "acceptance_rate": accepted / proposed if proposed else None,
-            "drafts_per_step": proposed / steps,
-            "mean_acceptance_length": num_tokens / steps,
-            "by_prompt": [each.mean_acceptance_length for each in stats],
-            "seconds": seconds,
-            "tokens_per_second": num_tokens / seconds,
-        }
-        report.add([record])
-    line = (
-        "{temperature} | {draft} | {num_draft_tokens} | {mean_acceptance_length:.2f} | {tokens_per_second:.0f} | {each}"
-    )
-    header = "temperature | draft | K | tokens per step | tokens/s | by prompt"
-    rows = [record | {"each": " ".join(f"{n:.2f}" for n in record["by_prompt"])} for record in report.records]
-    print(table(header, line, rows, padded=True))
+        record = {"draft": name, "num_draft_tokens": count, "temperature": temperature}
+        record |= {"acceptance_rate": accepted / proposed if proposed else None, "drafts_per_step": proposed / steps}
+        record |= {"mean_acceptance_length": num_tokens / steps}
+        record |= {"by_prompt": [each.mean_acceptance_length for each in rounds[-1]]}
+        report.add([record | {"seconds": seconds, "tokens_per_second": num_tokens / seconds}])
+    line = "{temperature} | {draft} | {num_draft_tokens} | {mean_acceptance_length:.2f} | {tokens_per_second:.0f}"
+    print(table("temperature | draft | K | tokens per step | tokens/s", line, report.records, padded=True))
     return report.records
 
 

@@ -1,61 +1,114 @@
 """Runs every measurement for a GPU, in three calls of at most nine minutes.
 
-    python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH] [--earlier DIR.tar.gz]
+    python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH]
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
     python benchmarks/bench_gpu.py --rehearse      every step at a tiny size, without a GPU
 
-A step (`gpu_steps.py`) is a process with its own time limit. It writes its output to NAME.log and its results to
-NAME.json as they are measured; NAME.step.json says how it ended. A step that fails, hangs or is killed is recorded, and
-the next one starts. A step starts only if its whole limit fits into the time that is left. Steps that belong to no call
-fill the time that a call has left. After each step all files are packed into DIR.tar.gz, at most 16 MiB.
+A step is a process with its own time limit. It writes its output to NAME.log and its results to NAME.json as they are
+measured; NAME.step.json says how it ended. A step that fails, hangs or is killed is recorded, and the next one starts.
+A step starts only if its whole limit fits into the time that is left.
 
 The same command continues where it stopped: a recorded step is not run again unless its NAME.step.json is deleted. On
-another machine, --earlier unpacks the archive of the last call first.
+another machine, begin with a copy of DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_steps import CALLS, IF_TIME_IS_LEFT, NOT_REHEARSED, STEPS, Step, plan
-from timing import COMMIT, STAND_IN, Report, commit, copy_rate, environment, process_of, write_json, write_whole
+from timing import COMMIT, STAND_IN, Report, commit, copy_rate, environment, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MAX_PACKED = 16 * 2**20
 TAIL_LINES = 30
-# The middle of a longer log is left out of the archive.
-MAX_LOG = 2**19
 REHEARSED_SECONDS = 200
+CALLS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: of its files.
+        call: the call that it belongs to.
+        seconds: it is killed after this time.
+        command: a script of this folder and its arguments; "pytest" and its arguments; or a tool of compute-sanitizer,
+            under which the arguments of pytest are run.
+        tiny: arguments that a rehearsal adds; the last value of an option counts. None = not rehearsed, because
+            another step runs the same lines.
+    """
+
+    name: str
+    call: int
+    seconds: int
+    command: str
+    tiny: str | None
+
+
+VERIFY = "bench_verify.py --device cuda --no-compiled --dtype bfloat16"
+COMPILED = "bench_verify.py --device cuda --dtype bfloat16 --kind sampled"
+GRID = f"{VERIFY} --kind sampled --vocab 128256"
+FILTERS = "top-k top-p min-p --vocab 128256 --batch 1 64"
+VOCABULARIES = "--kind sampled --vocab 256000 32000 50256 50257 51864 51865 151936"
+TINY = "--batch 1 --vocab 40 --num-draft-tokens 1 --rounds 2"
+TINY_LOOP = (
+    "--target tiny --draft tiny --vocab 40 --batch 1 --num-draft-tokens 1 --prompt 4 --new-tokens 8 --max-length 32"
+    " --rounds 2"
+)
+STEPS = (
+    Step("device", 1, 25, "bench_gpu.py --describe", ""),
+    Step("smoke", 1, 75, "pytest -m 'gpu and smoke' -q -n 4", "--collect-only -n 0"),
+    Step("verify", 1, 120, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 60", f"{TINY} --acceptance 0.6"),
+    # FlashInfer's kernels are compiled in it.
+    Step(
+        "peers", 1, 300, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 20 --peers", f"{TINY} --acceptance 1"
+    ),
+    Step("tests", 2, 300, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
+    Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
+    Step("memcheck", 2, 90, "memcheck -m 'gpu and smoke' -q", None),
+    Step("racecheck", 2, 60, "racecheck -m 'gpu and smoke' -q", None),
+    Step("loop-compiled", 3, 120, "bench_loop.py --batch 1", None),
+    # In the interpreter the other two filters take minutes.
+    Step("filters", 3, 65, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p"),
+    Step("vocabularies", 3, 60, f"{VERIFY} {VOCABULARIES} --batch 1 64 --acceptance 1.0 --rounds 30", None),
+    Step("acceptance", 3, 60, f"{GRID} --batch 1 8 64 256 --acceptance 0.3 0.9 --rounds 40", None),
+    Step("kinds", 3, 45, f"{VERIFY} --kind one-hot greedy --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot"),
+    Step("drafts", 3, 60, f"{GRID} --batch 1 64 --num-draft-tokens 1 3 8 15 --acceptance 0.6", None),
+    Step("warm", 3, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
+    Step("compiled", 3, 80, f"{COMPILED} --vocab 128256 --batch 1 64 --acceptance 0.6 --rounds 20", None),
+)
+
+# What the stand-in for CUDA cannot execute, by name.
+NOT_REHEARSED = {
+    "GPU tests": "rehearsed by TORCH_SPECOPS_CUDA_STAND_IN=1 pytest -m gpu; here they are only collected",
+    "machine code": "Triton's, ptxas' and the GPU's own: kernels run in Triton's interpreter",
+    "Inductor on CUDA": "torch.compile returns the function as it is",
+    "kernels of FlashInfer and vLLM": "functions of the same signatures stand in",
+    "compute-sanitizer": "runs on a GPU alone",
+    "time": "no figure of a rehearsal means anything",
+}
 
 
 class Runner:
-    """Runs steps one after another.
+    """Runs steps one after another. The folder gets all files. Rehearsed = at tiny sizes, on the stand-in for CUDA."""
 
-    Args:
-        folder: gets all files.
-        rehearsed: run at tiny sizes, on the stand-in for CUDA.
-        archive: gets all files, packed; default: beside the folder.
-    """
-
-    def __init__(self, folder: Path, rehearsed: bool = False, archive: Path | None = None) -> None:
+    def __init__(self, folder: Path, rehearsed: bool = False) -> None:
         self.folder = folder
         self.rehearsed = rehearsed
-        self.packed = archive or folder.with_name(folder.name + ".tar.gz")
         folder.mkdir(parents=True, exist_ok=True)
 
     def record_of(self, step: Step) -> dict[str, Any] | None:
@@ -64,9 +117,22 @@ class Runner:
 
     def command(self, step: Step) -> list[str]:
         script, *arguments = shlex.split(step.command) + shlex.split(step.tiny or "") * self.rehearsed
-        if script == "pytest":
-            return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(ROOT / "tests")]
-        return [*process_of(HERE / script, self.rehearsed), *arguments, "--out", str(self.folder / f"{step.name}.json")]
+        if script.endswith(".py"):
+            stand_in = [str(ROOT / "tests" / "cuda_stand_in")] * self.rehearsed
+            out = ["--out", str(self.folder / f"{step.name}.json")]
+            return [sys.executable, *stand_in, str(HERE / script), *arguments, *out]
+        tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(ROOT / "tests")]
+        # The allocator's cache is off, so that a read behind a tensor's end is a read outside of its memory.
+        tool = [
+            "env",
+            "PYTORCH_NO_CUDA_MEMORY_CACHING=1",
+            "compute-sanitizer",
+            "--tool",
+            script,
+            "--error-exitcode",
+            "1",
+        ]
+        return tests if script == "pytest" else [*tool, "--target-processes", "all", *tests]
 
     def run(self, step: Step) -> dict[str, Any]:
         command, limit = self.command(step), REHEARSED_SECONDS if self.rehearsed else step.seconds
@@ -83,8 +149,9 @@ class Runner:
             except subprocess.TimeoutExpired:
                 code, outcome = None, "out of time"
             finally:
-                _end_group(process)
-        tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         described = self.folder / "device.json"
         record = {
             "step": step.name,
@@ -93,112 +160,66 @@ class Runner:
             "seconds": round(time.monotonic() - started, 1),
             "limit_seconds": limit,
             "command": shlex.join(command),
-            "tail": tail,
+            "tail": log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
             "environment": json.loads(described.read_text())["environment"] if described.exists() else None,
         }
         write_json(self.folder / f"{step.name}.step.json", record)
-        self.pack()
+        print(f"{step.name}: {outcome}, {record['seconds']} s", flush=True)
+        if outcome != "done":
+            print("\n".join(f"    {line}" for line in record["tail"]), flush=True)
         return record
 
     def variables(self) -> dict[str, str]:
         """The environment of a step: the package is found where it is not installed, and nothing is downloaded."""
         own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        paths, programs = [str(ROOT)], [os.environ.get("PATH", "")]
+        paths = [str(ROOT)]
         if self.rehearsed:
-            stand_ins = ROOT / "tests" / "peer_stand_ins"
             own |= {STAND_IN: "1", "OMP_NUM_THREADS": "1"}
-            paths.append(str(stand_ins / "installed"))
-            programs.insert(0, str(ROOT / "tests" / "gpu_tools"))
-            if not (HERE / "peers" / "external" / "manifest.json").exists():
-                own["TORCH_SPECOPS_PEERS"] = str(stand_ins / "copies")
+            paths.append(str(ROOT / "tests" / "peer_stand_ins"))
         own["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-        own["PATH"] = os.pathsep.join(programs)
         return {**os.environ, **own}
-
-    def pack(self) -> None:
-        """Pack all files into one archive, leaving out the largest ones if it gets too large."""
-        files = sorted(
-            (path for path in self.folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-        )
-        left_out: list[str] = []
-        while len(packed := _archive(self.folder, files, left_out)) > MAX_PACKED:
-            left_out.append(str(files.pop().relative_to(self.folder)))
-        write_whole(self.packed, packed)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _archive(folder: Path, files: list[Path], left_out: list[str]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-
-        def add(name: str, content: bytes) -> None:
-            entry = tarfile.TarInfo(f"{folder.name}/{name}")
-            entry.size, entry.mtime = len(content), int(time.time())
-            archive.addfile(entry, io.BytesIO(content))
-
-        for path in files:
-            content = path.read_bytes()
-            if path.suffix == ".log" and len(content) > MAX_LOG:
-                content = content[: MAX_LOG // 2] + b"\n[...]\n" + content[-MAX_LOG // 2 :]
-            add(str(path.relative_to(folder)), content)
-        if left_out:
-            add("left_out.txt", "\n".join(left_out).encode())
-    return packed.getvalue()
 
 
 def run_calls(runner: Runner, calls: list[int], minutes: float) -> list[str]:
     """Run the steps of these calls; return the names of those that are still not recorded."""
     end = time.monotonic() + 60 * minutes
-    for step in (step for call in (*calls, IF_TIME_IS_LEFT) for step in STEPS if step.call == call):
+    for step in (step for call in calls for step in STEPS if step.call == call):
         record = runner.record_of(step)
+        left = end - time.monotonic()
         if record is not None:
             print(f"{step.name}: {record['outcome']}, recorded", flush=True)
-            continue
-        left = end - time.monotonic()
-        if step.seconds > left:
+        elif step.seconds > left:
             print(f"{step.name}: not begun, may take {step.seconds} s of {left:.0f}", flush=True)
-            continue
-        print(f"{step.name}: begun, at most {step.seconds} s", flush=True)
-        _print_outcome(runner.run(step))
+        else:
+            print(f"{step.name}: begun, at most {step.seconds} s", flush=True)
+            runner.run(step)
     return [step.name for step in STEPS if step.call in calls and runner.record_of(step) is None]
 
 
 def rehearse(runner: Runner) -> int:
-    """Run every step at a tiny size; return how many failed or left out something that can be rehearsed."""
-    steps: dict[str, Any] = {}
+    """Run every step at a tiny size; return how many failed or skipped something."""
+    failed = 0
     for step in (step for step in STEPS if step.tiny is not None):
-        record = runner.run(step)
-        _print_outcome(record)
-        steps[step.name] = {name: record[name] for name in ("outcome", "seconds")}
-        steps[step.name]["left_out"] = left_out = _left_out(runner.folder / f"{step.name}.json")
-        for reason in left_out:
-            print(f"    left out: {reason}", flush=True)
+        outcome = runner.run(step)["outcome"]
+        results = runner.folder / f"{step.name}.json"
+        skipped = json.loads(results.read_text()).get("skipped", {}) if results.exists() else {}
+        for name, reason in skipped.items():
+            print(f"    left out: {name}: {reason}", flush=True)
+        failed += outcome != "done" or bool(skipped)
     for name, reason in NOT_REHEARSED.items():
         print(f"not executed: {name}: {reason}")
-    write_json(runner.folder / "rehearsal.json", {"steps": steps, "not_executed": NOT_REHEARSED})
-    return sum(step["outcome"] != "done" or bool(step["left_out"]) for step in steps.values())
+    return failed
 
 
-def _left_out(results: Path) -> list[str]:
-    """What a script skipped, except what the stand-in cannot run, and peers for a CPU."""
-    if not results.exists():
-        return []
-    written = json.loads(results.read_text())
-    reasons = written.get("skipped", {}).items()
-    skipped = [f"{name}: {reason}" for name, reason in reasons if not reason.startswith("needs a CPU")]
-    refused = [record for record in written.get("records", []) if "refused" in record]
-    return skipped + [record["refused"] for record in refused if record.get("provider") != "flex"]
-
-
-def _print_outcome(record: dict[str, Any]) -> None:
-    print(f"{record['step']}: {record['outcome']}, {record['seconds']} s", flush=True)
-    if record["outcome"] != "done":
-        print("\n".join(f"    {line}" for line in record["tail"]), flush=True)
+def plan(minutes: float) -> str:
+    """The steps of each call with their limits, and the sum of the limits."""
+    lines = []
+    for call in CALLS:
+        steps = [step for step in STEPS if step.call == call]
+        total = sum(step.seconds for step in steps)
+        lines.append(f"call {call}: {total} of {60 * minutes:.0f} s")
+        lines += [f"  {step.seconds:4d} s  {step.name:14}  {step.command}" for step in steps]
+    return "\n".join(lines)
 
 
 def describe(out: Path | None) -> None:
@@ -218,8 +239,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--call", type=int, nargs="+", choices=CALLS, default=list(CALLS), help="default: all")
     parser.add_argument("--minutes", type=float, default=9, help="how long this command may take")
     parser.add_argument("--out-dir", type=Path, help="default: benchmarks/results/gpu; a rehearsal's is temporary")
-    parser.add_argument("--archive", type=Path, help="default: DIR.tar.gz")
-    parser.add_argument("--earlier", type=Path, help="an archive of earlier calls, unpacked if --out-dir is not there")
     parser.add_argument("--commit", help="of the code, where there is no clone to ask")
     parser.add_argument("--plan", action="store_true", help="print what would be run")
     parser.add_argument("--rehearse", action="store_true", help="run every step at a tiny size on a CPU")
@@ -240,14 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("needs a CUDA device")
     if known := options.commit or commit():
         os.environ[COMMIT] = known
-    folder = options.out_dir or HERE / "results" / "gpu"
-    if options.earlier is not None and not folder.exists():
-        folder.mkdir(parents=True)
-        with tarfile.open(options.earlier) as archive:
-            for member in archive.getmembers():
-                member.name = str(Path(*Path(member.name).parts[1:]))
-                archive.extract(member, folder, filter="data")
-    left = run_calls(Runner(folder, archive=options.archive), options.call, options.minutes)
+    left = run_calls(Runner(options.out_dir or HERE / "results" / "gpu"), options.call, options.minutes)
     print(f"not recorded: {', '.join(left) or 'nothing'}", flush=True)
     return len(left)
 

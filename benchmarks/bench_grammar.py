@@ -71,13 +71,11 @@ METHODS = ("fill_bitmask", "accept", "rollback")
 NewGrammar = Callable[[], Grammar | None]
 
 
-@dataclass
 class Timed:
     """The time of a function's calls, and the bytes of the bitmasks that it returned."""
 
-    function: Callable[..., Any]
-    seconds: float = 0.0
-    bytes: int = 0
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds, self.bytes = function, 0.0, 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
@@ -114,14 +112,10 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def with_transformers(
-    model: Any, compiled: Any, options: dict[str, Any], prompt: list[int], called: Timed
-) -> tuple[list[int], int]:
+def with_transformers(model: Any, schema: Any, options: Any, prompt: list[int], _: Timed) -> tuple[list[int], int]:
     ids = torch.tensor([prompt])
-    processor = [LogitsProcessor(compiled)]
-    output: Tensor = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, logits_processor=processor, **options
-    )
+    how = {"do_sample": False, "logits_processor": [LogitsProcessor(schema)]}
+    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **how, **options)
     new = output[0, len(prompt) :].tolist()
     return new, len(new)
 

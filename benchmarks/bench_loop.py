@@ -21,7 +21,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import Lead, Report, call_seconds, capture, copy_rate, environment, options_of, spread, take_turns
+from timing import (
+    Lead,
+    Report,
+    call_seconds,
+    capture,
+    copy_rate,
+    environment,
+    options_of,
+    settings_of,
+    spread,
+    take_turns,
+)
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,7 +46,6 @@ SHAPES = {
     "1.3B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
     "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
-MODES = ("step", "forwards")
 
 
 def random_model(shape: str, vocab: int, max_length: int, device: torch.device) -> LlamaForCausalLM:
@@ -56,10 +66,9 @@ def forwards_alone(
     device = target.device
 
     def reader(model: LlamaForCausalLM, width: int, num_logits: int) -> Callable[[], Tensor]:
-        adapter = adapters[id(model)]
         tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
         positions = torch.arange(length - 1, length - 1 + width, device=device).expand(batch, -1).contiguous()
-        read = compile_piece(adapter.forward)
+        read = compile_piece(adapters[id(model)].forward)
         return lambda: read(tokens, positions, num_logits)
 
     adapters = {id(model): language_model(model) for model in (target, draft)}
@@ -103,14 +112,9 @@ def measure(
     g = torch.Generator().manual_seed(0)
     prompts = torch.randint(target.config.vocab_size, (batch, options.prompt), generator=g).to(device)
     torch.cuda.reset_peak_memory_stats(device)
-    decoder = SpeculativeDecoder(
-        language_model(target),
-        ModelDraft(language_model(draft)),
-        num_draft_tokens=num_drafts,
-        sampling=SamplingParams(temperature=1.0),
-        compile=True,
-        max_length=options.max_length,
-    )
+    how: dict[str, Any] = {"num_draft_tokens": num_drafts, "compile": True, "max_length": options.max_length}
+    source = ModelDraft(language_model(draft))
+    decoder = SpeculativeDecoder(language_model(target), source, sampling=SamplingParams(temperature=1.0), **how)
     settings = {"max_new_tokens": options.new_tokens, "seed": 0, "eos_token_id": ()}
     compile_seconds = decoder.generate(prompts, **settings).stats.compile_seconds
     stats = decoder.generate(prompts, **settings).stats
@@ -130,19 +134,15 @@ def measure(
         queued.append(time.perf_counter() - started)
     # Kept in a variable, because a graph does not keep the tensors that it reads.
     forwards = forwards_alone(target, draft, batch, num_drafts, options.prompt, options.max_length)
-    alone = capture([forwards])
-    lead = Lead(device)
-    runs = {
-        mode: lambda _, call=call: call_seconds(call, device, lead)
-        for mode, call in zip(MODES, (step, alone.replay), strict=True)
-    }
+    alone, lead = capture([forwards]), Lead(device)
+    calls: dict[str, Callable[[], object]] = {"step": step, "forwards": alone.replay}
+    runs = {mode: lambda _, call=call: call_seconds(call, device, lead) for mode, call in calls.items()}
     seconds = take_turns(runs, options.rounds)
-    medians = {mode: statistics.median(own) for mode, own in seconds.items()}
     return {
         "batch": batch,
         **spread(seconds["step"], "ms", "step"),
         **spread(seconds["forwards"], "ms", "forwards"),
-        "step_over_forwards": medians["step"] / medians["forwards"],
+        "step_over_forwards": statistics.median(seconds["step"]) / statistics.median(seconds["forwards"]),
         "host_queue_ms": statistics.median(queued) * 1e3,
         "host_synchronisation": waited,
         "tokens_per_s": stats.num_tokens / stats.seconds,
@@ -172,12 +172,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if options.no_inductor:
         torch.compiler.set_stance("force_eager")
     described = environment(device, copy_gb_per_s=copy_rate(device) * 1e-9, rounds=options.rounds)
-    target, draft = (
-        random_model(shape, options.vocab, options.max_length, device) for shape in (options.target, options.draft)
-    )
+    shapes = (options.target, options.draft)
+    target, draft = (random_model(shape, options.vocab, options.max_length, device) for shape in shapes)
     weights = [sum(p.nbytes for p in model.parameters()) * 1e-9 for model in (target, draft)]
-    chosen = {name: value for name, value in vars(options).items() if name not in ("out", "batch")}
-    report = Report(options.out, described, settings=chosen, weights_gb=weights)
+    report = Report(options.out, described, settings=settings_of(options), weights_gb=weights)
     with torch.inference_mode():
         for batch in options.batch:
             report.add([measure(target, draft, batch, options)])

@@ -23,16 +23,15 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_drafts import MORE_PROMPTS
+from bench_drafts import HELDOUT, MORE_PROMPTS
 from markdown_table import table
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from timing import Report, environment, options_of
-from torch import Tensor
+from rich.progress import Progress
+from timing import Report, environment, options_of, settings_of
+from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
@@ -40,9 +39,7 @@ from torch_specops.cli.bench import PROMPTS
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, log_messages_off
 from torch_specops.cli.models import encode, load_models
 
-HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "austen_heldout.txt"
 GREEDY = SamplingParams(temperature=0.0)
-MANY, STATIC, NO_DRAFT, BATCH, ASSISTED = "generate_many", "static batches", "no draft", "generate_batch", "assisted"
 
 Texts = list[list[int]]
 
@@ -69,12 +66,8 @@ def static(decoder: SpeculativeDecoder, requests: list[Request], rows: int) -> T
     texts: Texts = []
     for first in range(0, len(requests), rows):
         batch = requests[first : first + rows]
-        width = max(len(request.input_ids) for request in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(batch):
-            ids[row, : len(request.input_ids)] = request.input_ids
-            mask[row, : len(request.input_ids)] = 1
+        ids = pad_sequence([request.input_ids for request in batch], batch_first=True)
+        mask = pad_sequence([torch.ones_like(request.input_ids) for request in batch], batch_first=True)
         limits = [request.max_new_tokens for request in batch]
         settings = {"attention_mask": mask, "max_new_tokens": limits, "sampling": GREEDY, "eos_token_id": ()}
         output = decoder.generate(ids, **settings)
@@ -86,7 +79,7 @@ def assisted(model: Any, helper: dict[str, Any], requests: list[Request]) -> Tex
     texts: Texts = []
     with log_messages_off():
         for request in requests:
-            prompt: Tensor = request.input_ids.unsqueeze(0)
+            prompt = request.input_ids.unsqueeze(0)
             output = model.generate(prompt, do_sample=False, max_new_tokens=request.max_new_tokens, **helper)
             texts.append(output[0, prompt.shape[1] :].tolist())
     return texts
@@ -95,15 +88,10 @@ def assisted(model: Any, helper: dict[str, Any], requests: list[Request]) -> Tex
 def continuous(model: Any, requests: list[Request], rows: int) -> Texts:
     """What `generate_batch` does, with a limit for each request."""
     block, longest = 32, max(len(request.input_ids) + request.max_new_tokens for request in requests)
-    config = ContinuousBatchingConfig(
-        block_size=block,
-        num_blocks=(rows + 1) * -(-longest // block),
-        max_batch_tokens=256,
-        max_requests_per_batch=rows,
-        use_cuda_graph=False,
-        use_async_batching=False,
-    )
+    sizes = {"block_size": block, "num_blocks": (rows + 1) * -(-longest // block), "max_batch_tokens": 256}
+    ways = {"max_requests_per_batch": rows, "use_cuda_graph": False, "use_async_batching": False}
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(**sizes, **ways)
     settings = {"generation_config": generation, "continuous_batching_config": config, "warmup": False}
     texts: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(**settings, block=True, timeout=5) as manager:
@@ -132,69 +120,51 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(options.threads)
     models, tokenizer = load_models(Console(stderr=True), options.target, options.draft, torch.device("cpu"))
     requests = requests_of(tokenizer, options.target, options.requests, options.longest)
+    model = models.target.model
 
     def decoder(draft: Any) -> SpeculativeDecoder:
         settings = {"num_draft_tokens": options.num_draft_tokens, "schedule": options.schedule, "compile": False}
-        return SpeculativeDecoder(models.target.model, draft, **settings)
+        return SpeculativeDecoder(model, draft, **settings)
 
     drafting, plain = decoder(models.make_draft()), decoder(None)
     # Of its own, because continuous batching changes the attention of its model.
-    batched = copy.deepcopy(models.target.model)
-    model = models.target.model
+    batched = copy.deepcopy(model)
     model.generation_config = GenerationConfig(pad_token_id=0)
     helper = models.assistance(options.num_draft_tokens)
     if models.assistant is not None:
         helper["assistant_model"] = models.assistant
-        models.assistant.generation_config = GenerationConfig(
-            pad_token_id=0,
-            num_assistant_tokens=options.num_draft_tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
+        count = {"num_assistant_tokens": options.num_draft_tokens, "num_assistant_tokens_schedule": "constant"}
+        constant = GenerationConfig(pad_token_id=0, assistant_confidence_threshold=0.0, **count)
+        models.assistant.generation_config = constant
     ways: dict[str, Callable[[], Texts]] = {
-        MANY: partial(many, drafting, requests, options.rows),
-        STATIC: partial(static, drafting, requests, options.rows),
-        NO_DRAFT: partial(many, plain, requests, options.rows),
-        BATCH: partial(continuous, batched, requests, options.rows),
-        ASSISTED: partial(assisted, model, helper, requests),
+        "generate_many": partial(many, drafting, requests, options.rows),
+        "static batches": partial(static, drafting, requests, options.rows),
+        "no draft": partial(many, plain, requests, options.rows),
+        "generate_batch": partial(continuous, batched, requests, options.rows),
+        "assisted": partial(assisted, model, helper, requests),
     }
     ways = {name: way for name, way in ways.items() if options.only is None or name in options.only}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, Texts] = {}
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("", total=options.rounds * len(ways))
-        for _ in range(options.rounds):
-            for name, way in ways.items():
-                progress.update(task, description=name)
-                started = time.perf_counter()
-                texts[name] = way()
-                seconds[name].append(time.perf_counter() - started)
-                progress.advance(task)
+    with Progress(transient=True) as progress:
+        for name in progress.track(list(ways) * options.rounds, description="decoding"):
+            started = time.perf_counter()
+            texts[name] = ways[name]()
+            seconds[name].append(time.perf_counter() - started)
     num_tokens = sum(request.max_new_tokens for request in requests)
+    report = Report(
+        options.out, environment(torch.device("cpu")), arguments=settings_of(options), new_tokens=num_tokens
+    )
     first = next(iter(ways))
-    chosen = {name: value for name, value in vars(options).items() if name != "out"}
-    described = environment(torch.device("cpu"))
-    report = Report(options.out, described, arguments=chosen, new_tokens=num_tokens)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    for name in ways:
-        same = sum(own == other for own, other in zip(texts[name], texts[first], strict=True))
-        stats = {MANY: drafting.stats, NO_DRAFT: plain.stats}.get(name)
-        report.add(
-            [
-                {
-                    "name": name,
-                    "seconds": seconds[name],
-                    "tokens_per_second": num_tokens / median[name],
-                    "speedup_of_first": median[name] / median[first],
-                    # Each round against the same round of the first one.
-                    "speedup_of_first_by_round": [a / b for a, b in zip(seconds[name], seconds[first], strict=True)],
-                    "same_texts": same,
-                    "tokens_per_row_and_step": None if stats is None else stats.mean_acceptance_length,
-                    "compiled": None if stats is None else stats.compiled,
-                }
-            ]
-        )
+    for name, own in seconds.items():
+        median, stats = statistics.median(own), {"generate_many": drafting.stats, "no draft": plain.stats}.get(name)
+        record = {"name": name, "seconds": own, "tokens_per_second": num_tokens / median}
+        record |= {"speedup_of_first": median / statistics.median(seconds[first])}
+        # Each round against the same round of the first one.
+        record |= {"speedup_of_first_by_round": [a / b for a, b in zip(own, seconds[first], strict=True)]}
+        record |= {"same_texts": sum(a == b for a, b in zip(texts[name], texts[first], strict=True))}
+        record |= {"tokens_per_row_and_step": None if stats is None else stats.mean_acceptance_length}
+        report.add([record])
     print(f"{len(requests)} requests, {num_tokens} new tokens, {options.rows} rows; {first} is so many times as fast")
     line = "{name} | {tokens_per_second:.1f} | {speedup_of_first:.2f} | {same_texts} | {tokens_per_row_and_step:.2f}"
     header = f"way | tokens/s | {first} is faster by | same texts | tokens per row and step"

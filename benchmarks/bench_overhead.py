@@ -26,11 +26,11 @@ from unittest.mock import patch
 import torch
 from markdown_table import table
 from rich.console import Console
-from timing import Report, environment, options_of
-from torch import Tensor, nn
+from timing import Report, environment, options_of, settings_of
+from torch import nn
 
 from torch_specops import SamplingParams
-from torch_specops.cli.comparison.providers import Provider, make_providers
+from torch_specops.cli.comparison.providers import make_providers
 from torch_specops.cli.comparison.work import Workload
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT
 from torch_specops.cli.models import encode, load_models
@@ -92,25 +92,6 @@ class StepClock:
         self._step_began, self._forwards, self._ops = now, 0.0, 0.0
 
 
-def measure(
-    providers: Sequence[Provider], prompt: Tensor, sampling: SamplingParams, batch: int, rounds: int
-) -> list[dict[str, Any]]:
-    input_ids = prompt.repeat(batch, 1)
-    clocks = [StepClock() for _ in providers]
-    for number in range(rounds + 1):
-        for provider, clock in zip(providers, clocks, strict=True):
-            with clock.watching(provider.modules):
-                provider.decode(input_ids, torch.ones_like(input_ids), sampling, number)
-            if number == 0:
-                clock.steps.clear()
-    records = []
-    for provider, clock in zip(providers, clocks, strict=True):
-        forwards, ops, elsewhere = (1e6 * statistics.median(part) for part in zip(*clock.steps, strict=True))
-        parts = {"forwards_us": forwards, "ops_us": ops, "elsewhere_us": elsewhere, "outside_us": ops + elsewhere}
-        records.append({"loop": provider.name, "batch": batch, "steps": len(clock.steps)} | parts)
-    return records
-
-
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=5)
     parser.add_argument("--target", default=AUSTEN)
@@ -126,12 +107,21 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     sampling = SamplingParams(temperature=options.temperature)
     prompt = encode(tokenizer, PROMPT)
     work = Workload([], options.new_tokens, options.num_draft_tokens)
-    chosen = {name: value for name, value in vars(options).items() if name != "out"}
-    report = Report(options.out, environment(device), arguments=chosen)
+    report = Report(options.out, environment(device), arguments=settings_of(options))
     for batch in options.batch:
-        providers = make_providers(models, work, compile=False)
-        compared = [each for each in providers if "own K" not in each.name and (batch == 1 or not each.single)]
-        report.add(measure(compared, prompt, sampling, batch, options.rounds))
+        providers = [each for each in make_providers(models, work, compile=False) if "own K" not in each.name]
+        clocks = {each.name: (each, StepClock()) for each in providers if batch == 1 or not each.single}
+        input_ids = prompt.repeat(batch, 1)
+        for number in range(options.rounds + 1):
+            for provider, clock in clocks.values():
+                with clock.watching(provider.modules):
+                    provider.decode(input_ids, torch.ones_like(input_ids), sampling, number)
+                if number == 0:
+                    clock.steps.clear()
+        for name, (_, clock) in clocks.items():
+            forwards, ops, elsewhere = (1e6 * statistics.median(part) for part in zip(*clock.steps, strict=True))
+            parts = {"forwards_us": forwards, "ops_us": ops, "elsewhere_us": elsewhere, "outside_us": ops + elsewhere}
+            report.add([{"loop": name, "batch": batch, "steps": len(clock.steps)} | parts])
     header = "loop | B | steps | forwards us | ops us | elsewhere us | outside the forwards us"
     line = "{loop} | {batch} | {steps} | {forwards_us:.0f} | {ops_us:.0f} | {elsewhere_us:.0f} | {outside_us:.0f}"
     print(table(header, line, report.records, padded=True))

@@ -8,6 +8,7 @@ Providers
     softmax           what transformers' assisted generation does, for a batch: softmax of both sides in float32, ratio
                       test, clamp(p - q, 0), normalise, torch.multinomial; eager and under torch.compile. On CUDA the
                       token is drawn as multinomial draws it, without its checks, which wait for the device
+    with --peers      other implementations that are installed (`peers.py`), on sampled drafts
 Kinds
     sampled           drafts with logits, and a temperature of 1, which is an argument, as in the decoding loop
     one-hot           drafts without logits (prompt lookup). `softmax` samples every position and keeps the matches
@@ -20,9 +21,9 @@ rate of `copy_` on the same device in the same run. `problems.py` has the bytes 
 up to each sequence's first rejection; and what --acceptance does to the inputs.
 
 Every answer is checked before it is timed: specops, and softmax with its multinomial replaced by an inverse CDF over
-the same uniforms, against the float64 reference; softmax as it is timed, on inputs whose result does not depend on
-chance. For one-hot drafts that is its only check, and for top-p of 16-bit logits: many of those tie, and which of the
-tied tokens transformers' processor keeps is left to an unstable sort.
+the same uniforms, against the float64 reference; the others as they are timed, on inputs whose result does not depend
+on chance. A peer that is wrong is left out, with the reason. For one-hot drafts this is the only check of softmax, and
+for top-p of 16-bit logits: many of those tie, and an unstable sort decides which of them transformers' processor keeps.
 
 On CUDA, modes "call" (a Python call and its launches), "graph" (the replay of a CUDA graph of as many calls as there
 are sets of inputs, over their number) and "replay" (one replay of a graph of one call: what a step of decoding pays).
@@ -32,12 +33,13 @@ Cold inputs are rotated through twice the last cache; with --cache warm each cal
 from __future__ import annotations
 
 import statistics
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
+import peers
 import torch
 from markdown_table import table
 from problems import (
@@ -54,17 +56,7 @@ from problems import (
     op_arguments,
 )
 from rich.progress import Progress
-from timing import (
-    Report,
-    copy_rate,
-    device_work,
-    environment,
-    options_of,
-    peak_bytes,
-    spread,
-    take_turns,
-    timers,
-)
+from timing import Report, copy_rate, device_work, environment, options_of, peak_bytes, spread, take_turns, timers
 from torch import Tensor
 
 import torch_specops
@@ -86,9 +78,8 @@ def race(weights: Tensor, inputs: Inputs) -> Tensor:
 
 def inverse_cdf(weights: Tensor, inputs: Inputs) -> Tensor:
     cdf = weights.double().cumsum(-1)
-    return torch.searchsorted(cdf, inputs["sample_uniforms"].double().unsqueeze(-1) * cdf[:, -1:], right=True).squeeze(
-        1
-    )
+    thresholds = inputs["sample_uniforms"].double().unsqueeze(-1) * cdf[:, -1:]
+    return torch.searchsorted(cdf, thresholds, right=True).squeeze(1)
 
 
 def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multinomial) -> Provider:
@@ -127,11 +118,9 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
         return matched(inputs, inputs["target_logits"].argmax(-1))
 
     def filtered(inputs: Inputs) -> Result:
-        both = {
-            name: processor(None, inputs[name].flatten(0, 1).float()).view(inputs[name].shape)
-            for name in ("target_logits", "draft_logits")
-        }
-        return sampled(inputs | both)
+        sides = {name: inputs[name] for name in ("target_logits", "draft_logits")}
+        kept = {name: processor(None, x.flatten(0, 1).float()).view(x.shape) for name, x in sides.items()}
+        return sampled(inputs | kept)
 
     if kind in FILTERS:
         from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -143,12 +132,8 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
 
 
 def specops_provider(kind: str, with_lse: bool = False, op: str = "verify_exact") -> Provider:
-    verify_op = getattr(torch_specops, op)
-
-    def verify(inputs: Inputs) -> Result:
-        return verify_op(**op_arguments(kind, inputs, with_lse))
-
-    return verify
+    verify = getattr(torch_specops, op)
+    return lambda inputs: verify(**op_arguments(kind, inputs, with_lse))
 
 
 def providers(kind: str, device: torch.device, compiled: bool, op: str) -> dict[str, Provider]:
@@ -162,8 +147,8 @@ def providers(kind: str, device: torch.device, compiled: bool, op: str) -> dict[
     return found
 
 
-def check(problem: Problem, found: dict[str, Provider], inputs: Inputs, op: str = "verify_exact") -> None:
-    """Raise unless every provider is right: see the module's docstring."""
+def check(problem: Problem, found: Mapping[str, Provider], inputs: Inputs, op: str = "verify_exact") -> None:
+    """Raise RuntimeError unless every provider is right: see the module's docstring."""
 
     def against_reference(name: str, provider: Provider, values: Inputs) -> None:
         law = op if name.startswith("specops") else "verify_exact"
@@ -173,13 +158,16 @@ def check(problem: Problem, found: dict[str, Provider], inputs: Inputs, op: str 
         against_reference(name, provider, determined(inputs))
         if problem.kind == "sampled":
             against_reference(name, provider, determined(inputs, residual=True))
+            wrong = (provider(inputs)[1] != inputs["num_accepted"]).nonzero().flatten().tolist()
+            if wrong and op == "verify_exact":
+                raise RuntimeError(f"{problem}: {name} is wrong in rows {wrong}: numbers of accepted drafts")
         if name.startswith("specops"):
             against_reference(name, provider, inputs)
     ties = problem.kind == "top-p" and problem.dtype != "float32"
     if problem.has_draft_logits and not ties:
         against_reference("softmax, inverse CDF", softmax_provider(problem.kind, inverse_cdf), inputs)
     elif problem.kind == "greedy":
-        against_reference("softmax", found["softmax eager"], inputs)
+        against_reference("softmax", softmax_provider("greedy"), inputs)
 
 
 def run_problem(
@@ -190,120 +178,109 @@ def run_problem(
     cache: str = "cold",
     compiled: bool = True,
     op: str = "verify_exact",
+    others: Mapping[str, peers.Peer] | None = None,
+    skipped: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
+    """A record per provider and mode. `skipped` gets why one of the `others` has none, by name."""
     torch._dynamo.reset()
-    found = providers(problem.kind, device, compiled, op)
+    own = providers(problem.kind, device, compiled, op)
     first = make_inputs(problem, device, seed=0)
-    check(problem, found, first, op)
+    check(problem, own, first, op)
 
     sets = [first] * WARM_CALLS if cache == "warm" else copies(first, device)
-    runs = {}
-    for name, provider in found.items():
-        calls = [partial(provider, inputs) for inputs in sets]
-        runs |= {(name, mode): run for mode, run in timers(calls, device, cold=cache == "cold").items()}
+    runs: dict[tuple[str, str], Callable[[int], float]] = {}
+    work, peaks = {}, {}
+
+    def prepare(name: str, calls: Sequence[Callable[[], Any]], graphs: bool) -> None:
+        work[name], peaks[name] = device_work(calls[0], device), peak_bytes(calls[0], device)
+        modes = timers(calls, device, graphs, cold=cache == "cold")
+        runs.update({(name, mode): run for mode, run in modes.items()})
+
+    for name, provider in own.items():
+        prepare(name, [partial(provider, inputs) for inputs in sets], True)
+    for name, peer in (others or {}).items():
+        try:
+            check(problem, {name: peer}, first)
+            prepare(name, [peer.prepare(inputs) for inputs in sets], peer.captured)
+        except Exception as error:
+            # Written for another release, not for this device, or wrong: ours are measured all the same.
+            assert skipped is not None
+            skipped[name] = f"not timed: {type(error).__name__}: {error}"
     seconds = take_turns(runs, rounds)
-    work = {name: device_work(partial(provider, first), device) for name, provider in found.items()}
-    peaks = {name: peak_bytes(partial(provider, first), device) for name, provider in found.items()}
 
     records = []
     for (name, mode), values in seconds.items():
         median = statistics.median(values)
-        with_lse = ", lse" in name
-        moved, needed = problem.bytes(with_lse), problem.needed_bytes(with_lse)
-        launches, device_seconds = work[name]
-        records.append(
-            asdict(problem)
-            | {
-                "op": op,
-                "acceptance_rate": problem.acceptance_rate,
-                "cache": cache,
-                "provider": name,
-                "mode": mode,
-                "calls_per_replay": {"graph": len(sets), "replay": 1}.get(mode),
-                **spread(values, "ms"),
-                "bytes": moved,
-                "needed_bytes": needed,
-                "gb_per_s": moved / median * 1e-9,
-                "percent_of_copy": 100 * moved / median / roof,
-                "needed_percent_of_copy": 100 * needed / median / roof,
-                "launches": launches,
-                "device_ms": device_seconds * 1e3,
-                "peak_bytes": peaks[name],
-                "speedup": statistics.median(seconds[BASELINE, mode]) / median,
-            }
-        )
+        baseline = statistics.median(seconds[BASELINE, mode])
+        moved, needed = problem.bytes(", lse" in name), problem.needed_bytes(", lse" in name)
+        record = {"op": op, "acceptance_rate": problem.acceptance_rate, "cache": cache, "provider": name, "mode": mode}
+        record |= {"calls_per_replay": {"graph": len(sets), "replay": 1}.get(mode), **spread(values, "ms")}
+        record |= {"bytes": moved, "needed_bytes": needed, "gb_per_s": moved / median * 1e-9}
+        rates = {"percent_of_copy": 100 * moved / median / roof, "needed_percent_of_copy": 100 * needed / median / roof}
+        record |= {"launches": work[name][0], "device_ms": work[name][1] * 1e3, "peak_bytes": peaks[name]}
+        records.append(asdict(problem) | record | rates | {"speedup": baseline / median})
     return records
 
 
-def show(described: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    print(", ".join(f"{name} {value}" for name, value in described.items() if value is not None))
+def show(report: Report) -> None:
+    print(", ".join(f"{name} {value}" for name, value in report.written["environment"].items() if value is not None))
     print(f"bytes: what must be read (see --help); speedup: against '{BASELINE}' of the same row and mode")
     rows = [
-        record
-        | {"MB": record["bytes"] / 1e6, "needed_MB": record["needed_bytes"] / 1e6, "peak": record["peak_bytes"] / 1e6}
-        for record in records
+        record | {name: record[f"{name}_bytes".lstrip("_")] / 1e6 for name in ("", "needed", "peak")}
+        for record in report.records
     ]
-    header = (
-        "kind | accepted | V | B | K | dtype | cache | provider | mode | calls | ms | quartiles | MB | GB/s | % of copy"
-    )
+    header = "kind | accepted | V | B | K | dtype | cache | provider | mode | calls | ms | quartiles | GB/s | % of copy"
     line = "{kind} | {acceptance:g} | {vocab} | {batch} | {num_draft_tokens} | {dtype} | {cache} | {provider} | {mode}"
-    line += " | {calls_per_replay:d} | {median_ms:.3f} | {quartiles_ms[0]:.3f}-{quartiles_ms[1]:.3f} | {MB:.2f}"
-    line += " | {gb_per_s:.1f} | {percent_of_copy:.0f} | {needed_MB:.2f} | {needed_percent_of_copy:.0f} | {launches:d}"
-    more = " | needed MB | needed % of copy | launches | peak MB | speedup"
-    print(table(header + more, line + " | {peak:.3f} | {speedup:.2f}", rows, padded=True))
+    line += " | {calls_per_replay:d} | {median_ms:.3f} | {quartiles_ms[0]:.3f}-{quartiles_ms[1]:.3f}"
+    line += " | {gb_per_s:.1f} | {percent_of_copy:.0f} | {needed:.2f} | {needed_percent_of_copy:.0f} | {launches:d}"
+    more = " | needed MB | needed % of copy | launches | GPU ms | peak MB | speedup"
+    print(table(header + more, line + " | {device_ms:.4f} | {peak:.3f} | {speedup:.2f}", rows, padded=True))
+    for name, reason in report.written["skipped"].items():
+        print(f"not here: {name}: {reason}")
 
 
-def sizes_of(description: str | None, dtypes: Sequence[str], acceptance: Sequence[float | None]) -> ArgumentParser:
-    """A parser with the options for sizes of problems and for the device."""
-    parser = options_of(description, rounds=100)
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = options_of(__doc__, rounds=100)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5], help="K, at least 1")
     parser.add_argument("--vocab", type=int, nargs="+", default=[50257])
-    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=["float32", "bfloat16", "float16"])
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", nargs="+", default=dtypes[:2], choices=dtypes)
     reached = "probability that a draft that was reached is accepted, in (0, 1]"
-    parser.add_argument("--acceptance", type=float, nargs="+", default=acceptance, help=reached)
-    return parser
-
-
-def problems_of(parser: ArgumentParser, options: Namespace, kinds: Sequence[str]) -> list[Problem]:
-    """A problem for every combination of the sizes. Sets the number of threads."""
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[None], help=reached)
+    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--op", default="verify_exact", choices=["verify_exact", "verify_block"], help="of specops")
+    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
+    parser.add_argument("--peers", action="store_true", help="also time other implementations that are installed")
+    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
+    options = parser.parse_args(arguments)
     if min(options.num_draft_tokens) < 1 or min(options.batch) < 1 or min(options.vocab) < 3 or options.rounds < 2:
         parser.error("expected batch >= 1, num-draft-tokens >= 1, vocab >= 3 and rounds >= 2")
     if not all(rate is None or 0 < rate <= 1 for rate in options.acceptance):
         parser.error(f"--acceptance: expected numbers in (0, 1], got {options.acceptance}")
     torch.set_num_threads(options.threads)
-    return [
-        Problem(kind, batch, num_draft_tokens, vocab, dtype, acceptance)
-        for vocab in options.vocab
-        for num_draft_tokens in options.num_draft_tokens
-        for dtype in options.dtype
-        for batch in options.batch
-        for kind in kinds
-        for acceptance in options.acceptance
+    sizes = (options.vocab, options.num_draft_tokens, options.dtype, options.batch)
+    problems = [
+        (Problem(kind, batch, num_drafts, vocab, dtype, acceptance), cache)
+        for vocab, num_drafts, dtype, batch in product(*sizes)
+        for kind, acceptance, cache in product(options.kind, options.acceptance, options.cache)
     ]
-
-
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = sizes_of(__doc__, ["float32", "bfloat16"], [None])
-    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--op", default="verify_exact", choices=["verify_exact", "verify_block"], help="of specops")
-    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
-    parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
-    options = parser.parse_args(arguments)
-    problems = [(problem, cache) for problem in problems_of(parser, options, options.kind) for cache in options.cache]
     device = torch.device(options.device)
+    others, skipped = peers.find() if options.peers else ({}, {})
     with Progress(transient=True) as progress, torch.inference_mode():
         task = progress.add_task("copy rate", total=len(problems))
         roof = copy_rate(device)
         described = environment(device, copy_gb_per_s=roof * 1e-9, rounds=options.rounds)
-        report = Report(options.out, described)
+        report = Report(options.out, described, skipped=skipped)
         for problem, cache in problems:
             progress.update(task, description=f"{problem.kind} B={problem.batch} {problem.dtype} {cache}")
-            report.add(run_problem(problem, device, options.rounds, roof, cache, not options.no_compiled, options.op))
+            beside = others if problem.kind == "sampled" else {}
+            own = (not options.no_compiled, options.op)
+            report.add(run_problem(problem, device, options.rounds, roof, cache, *own, beside, skipped))
             progress.advance(task)
 
-    show(described, report.records)
+    show(report)
     return report.records
 
 

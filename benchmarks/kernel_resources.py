@@ -75,27 +75,11 @@ ABSENT_WITHOUT = {
     "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
 }
-TYPES = {
-    "draft_tokens_ptr": "*i64",
-    "num_accepted_ptr": "*i64",
-    "output_tokens_ptr": "*i64",
-    "tokens_ptr": "*i64",
-    "ratio_ptr": "*fp64",
-    "reach_ptr": "*fp64",
-    "count_ptr": "*i32",
-    "part_ptr": "*i32",
-    "token_ptr": "*i32",
-    "top_k_ptr": "*i64",
-    "lenience": "fp32",
-    "argmax_gap": "fp32",
-    "alpha": "fp32",
-    "inverse_range": "fp32",
-    "lowest": "fp32",
-    # Numbers of the launcher's own, never symbolic.
-    "tiles_per_program": "i32",
-}
-
-
+TYPES = dict.fromkeys(("draft_tokens_ptr", "num_accepted_ptr", "output_tokens_ptr", "tokens_ptr", "top_k_ptr"), "*i64")
+TYPES |= {"ratio_ptr": "*fp64", "reach_ptr": "*fp64", "count_ptr": "*i32", "part_ptr": "*i32", "token_ptr": "*i32"}
+TYPES |= dict.fromkeys(("lenience", "argmax_gap", "alpha", "inverse_range", "lowest"), "fp32")
+# A number of the launcher's own, never symbolic.
+TYPES |= {"tiles_per_program": "i32"}
 # `ptxas` keeps up to two registers in 8 bytes of stack to make room for another program on a multiprocessor, and
 # accesses them up to six times (docs/performance.md); what is more is a fault of the kernel.
 SPILL_LIMIT = 14
@@ -135,26 +119,14 @@ class Resources:
 def builds() -> Iterator[Build]:
     """Every kernel with every pair of dtypes and kind of draft, and every other option: temperatures, and sizes of 64
     bits, with every tile; the rest one at a time. Attention with every dtype and several widths of a head."""
+    cold, i64 = {"HAS_TEMPERATURE": False}, {"sizes": "i64"}
     options: list[dict[str, Any]] = [
-        {"HAS_TEMPERATURE": False},
-        {"UNIT_STRIDE": False},
-        {"BLOCK_K": 64},
-        {"FILTERED": True, "ARGMAX_LENIENT": True},
-        {"FILTERED": True, "UNFILTERED_DRAFT": True},
-        {"tokens": "i32", "uniforms": "fp64"},
-        {"sizes": "static"},
-        {"sizes": "i64"},
-        {"sizes": "i64", "HAS_TEMPERATURE": False},
-        {"sizes": "i64", "FILTERED": True},
+        *(cold, {"UNIT_STRIDE": False}, {"BLOCK_K": 64}, {"FILTERED": True, "ARGMAX_LENIENT": True}),
+        *({"FILTERED": True, "UNFILTERED_DRAFT": True}, {"tokens": "i32", "uniforms": "fp64"}, {"sizes": "static"}),
+        *(i64, i64 | cold, i64 | {"FILTERED": True}),
     ]
     for tile in SMALL_TILES:
-        options += [
-            tile,
-            {**tile, "HAS_TEMPERATURE": False},
-            {**tile, "FILTERED": True},
-            {**tile, "sizes": "i64"},
-            {**tile, "sizes": "i64", "HAS_TEMPERATURE": False},
-        ]
+        options += [tile, tile | cold, tile | {"FILTERED": True}, tile | i64, tile | i64 | cold]
     # The searches that `cut_warps` tells apart.
     few_groups = {"BLOCK_G": bounds.FEW_GROUPS}
     every = [_op_builds(*dtypes, **groups) for groups in ({}, few_groups) for dtypes in DTYPES]
@@ -177,19 +149,11 @@ def share(first: int, step: int) -> list[Build]:
 
 
 def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[Build]:
-    types = {
-        **TYPES,
-        "target_ptr": f"*{target_dtype}",
-        "logits_ptr": f"*{target_dtype}",
-        "output_ptr": f"*{target_dtype}",
-        "top_ptr": f"*{target_dtype}",
-        "value_ptr": f"*{target_dtype}",
-        "draft_ptr": f"*{draft_dtype}",
-        "draft_tokens_ptr": f"*{option.get('tokens', 'i64')}",
-        "sizes": option.get("sizes", ""),
-    }
-    for name in ("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"):
-        types[name] = f"*{option.get('uniforms', 'fp32')}"
+    types = TYPES | {"draft_ptr": f"*{draft_dtype}", "sizes": option.get("sizes", "")}
+    types |= {f"{name}_ptr": f"*{target_dtype}" for name in ("target", "logits", "output", "top", "value")}
+    types |= {"draft_tokens_ptr": f"*{option.get('tokens', 'i64')}"}
+    numbers = f"*{option.get('uniforms', 'fp32')}"
+    types |= dict.fromkeys(("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"), numbers)
     flags = {"HAS_TEMPERATURE": True, "UNIT_STRIDE": True}
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
     constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
@@ -201,18 +165,23 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     label = ", ".join([f"{target_dtype} / {draft_dtype}", *(f"{key}={value}" for key, value in option.items())])
     for kernel in [name for name in KERNELS if not name.startswith("attend")]:
         if kernel.startswith(("verify_exact", "verify_block")):
-            for mode, mode_flags in {
-                "draft rows": {"DRAFT_ROWS": True},
-                "draft_lse": {},
-                "one-hot": {"ONE_HOT": True},
-            }.items():
+            modes = {"draft rows": {"DRAFT_ROWS": True}, "draft_lse": {}, "one-hot": {"ONE_HOT": True}}
+            for mode, mode_flags in modes.items():
                 yield _build(kernel, f"{label}, {mode}", types, constants, flags | mode_flags)
         elif kernel.startswith("verify_sigmoid") or target_dtype == draft_dtype:
             yield _build(kernel, label, types, constants, flags)
 
 
 def _attention_builds() -> Iterator[Build]:
-    """Programs with few rows and with as many as they may have, of one part and of 32, and the kernel that joins 32."""
+    """Programs with few rows and with as many as they may have, of one part and of 32, and the kernel that joins 32.
+    The builds are those of an eager call, which specialises addresses here."""
+
+    def build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
+        names = [name for name in KERNELS[kernel].arg_names if name not in constants]
+        given = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
+        addresses = tuple(name for name in names if name.endswith("_ptr"))
+        return Build(kernel, config, tuple(given.items()), tuple(constants.items()), addresses)
+
     for dtype, width in itertools.product(("bf16", "fp16", "fp32"), (64, 80, 96, 128, 256, 512)):
         block_d, tile, most_rows = attention.block_sizes(width, 4 if dtype == "fp32" else 2)
         shape = {"D": width, "BLOCK_D": block_d}
@@ -224,16 +193,8 @@ def _attention_builds() -> Iterator[Build]:
                 constants["scales_ptr"] = None
                 sums["sums_ptr"] = f"*{dtype}"
             label = f"{dtype}, D={width}, ROWS={rows}, PARTS={parts}"
-            yield _attention_build("attend.parts", label, types | sums, constants)
-        yield _attention_build("attend.join", f"{dtype}, D={width}", types, shape | {"PARTS": 32})
-
-
-def _attention_build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any]) -> Build:
-    """Of an eager call, which specialises addresses here."""
-    names = [name for name in KERNELS[kernel].arg_names if name not in constants]
-    given = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
-    addresses = tuple(name for name in names if name.endswith("_ptr"))
-    return Build(kernel, config, tuple(given.items()), tuple(constants.items()), addresses)
+            yield build("attend.parts", label, types | sums, constants)
+        yield build("attend.join", f"{dtype}, D={width}", types, shape | {"PARTS": 32})
 
 
 def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str, Any], flags: dict[str, bool]) -> Build:
@@ -249,13 +210,8 @@ def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str,
     defaults = {name: "*fp32" if name.endswith("_ptr") else "i64" if sizes == "i64" else "i32" for name in names}
     given = {name: types.get(name, defaults[name]) for name in names if name not in constants}
     multiples = [name for name in given if name.endswith("_ptr") or (sizes == "static" and name in VOCABULARIES)]
-    return Build(
-        kernel,
-        config,
-        tuple(given.items()),
-        tuple((name, constants[name]) for name in names if name in constants),
-        tuple(multiples) if sizes else (),
-    )
+    known = tuple((name, constants[name]) for name in names if name in constants)
+    return Build(kernel, config, tuple(given.items()), known, tuple(multiples) if sizes else ())
 
 
 def compile_build(build: Build, target: str) -> Resources:
@@ -263,16 +219,19 @@ def compile_build(build: Build, target: str) -> Resources:
     compiled = compile_kernel(kernel, dict(build.types), dict(build.constants), target, build.multiples)
     if TARGETS[target].backend == "hip":
         counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]))
-        return Resources(
-            build.kernel, build.config, target, int(counts["vgpr_count"]), int(counts["private_segment_fixed_size"])
-        )
+        sizes = (int(counts[name]) for name in ("vgpr_count", "private_segment_fixed_size"))
+        return Resources(build.kernel, build.config, target, *sizes)
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump(compiled, "--dump-resource-usage")))
     sass = cuobjdump(compiled, "--dump-sass")
-    wide, narrow = count_loads(sass)
+    # Copies to shared memory are among them.
+    loads = re.findall(r"\bLDG(?:STS)?\.[\w.]*", sass)
+    wide = sum(".128" in load for load in loads)
     local = int(usage["STACK"]) + int(usage["LOCAL"]) + len(re.findall(r"\b(?:LDL|STL)\b", sass))
     fused = fused_exchanges(compiled.asm["ptx"])
     count = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
-    return Resources(build.kernel, build.config, target, int(usage["REG"]), local, wide, narrow, fused, count)
+    return Resources(
+        build.kernel, build.config, target, int(usage["REG"]), local, wide, len(loads) - wide, fused, count
+    )
 
 
 def compile_kernel(
@@ -280,21 +239,16 @@ def compile_kernel(
 ) -> Any:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples},
-    )
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    fixed = {
+        attention.attend_kernel: lambda: attention.ATTEND_WARPS,
+        attention.join_kernel: lambda: attention.join_warps(constants["PARTS"], constants["BLOCK_D"]),
+        search.cut_kernel: lambda: bounds.cut_warps(constants["BLOCK_G"]),
+    }
     # A kernel without tiles holds partials.
-    if kernel is attention.attend_kernel:
-        num_warps = attention.ATTEND_WARPS
-    elif kernel is attention.join_kernel:
-        num_warps = attention.join_warps(constants["PARTS"], constants["BLOCK_D"])
-    elif kernel is search.cut_kernel:
-        num_warps = bounds.cut_warps(constants["BLOCK_G"])
-    else:
-        num_warps = warps(kernel, constants.get("TILE", accept.MAX_PARTIALS))
+    num_warps = fixed.get(kernel, lambda: warps(kernel, constants.get("TILE", accept.MAX_PARTIALS)))()
     return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps, **launch.OPTIONS})
 
 
@@ -312,13 +266,6 @@ def cuobjdump(compiled: Any, flag: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def count_loads(sass: str) -> tuple[int, int]:
-    """128-bit global loads, copies to shared memory among them, and all narrower ones."""
-    loads = re.findall(r"\bLDG(?:STS)?\.[\w.]*", sass)
-    wide = sum(".128" in load for load in loads)
-    return wide, len(loads) - wide
-
-
 def fused_exchanges(ptx: str) -> int:
     """How often a product that is not rounded is added to a number of another lane, which adds the rounded one
     (`rounded_product` in `kernels/rows.py`)."""
@@ -331,11 +278,6 @@ def fused_exchanges(ptx: str) -> int:
     return sum(addend in exchanged for addend in addends)
 
 
-def compile_all(chosen: list[Build], target: str, processes: int = 2) -> Iterator[Resources]:
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(partial(compile_build, target=target), chosen, chunksize=4)
-
-
 def main() -> None:
     from markdown_table import table
 
@@ -345,21 +287,20 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="compile every so many-th build of a kernel")
     arguments = parser.parse_args()
     chosen = share(0, arguments.every)
-    results = [
-        result
-        for target in arguments.target
-        for result in track(compile_all(chosen, target), f"compiling for {target}", total=len(chosen))
-    ]
+    results = []
+    with ProcessPoolExecutor(2) as pool:
+        for target in arguments.target:
+            found = pool.map(partial(compile_build, target=target), chosen, chunksize=4)
+            results += track(found, f"compiling for {target}", total=len(chosen))
 
     rows = []
-    for kernel in KERNELS:
-        for target in arguments.target:
-            group = [result for result in results if (result.kernel, result.target) == (kernel, target)]
-            one = {"kernel": kernel, "target": target, "builds": len(group)}
-            for name in ("registers", "spill_bytes", "wide_loads"):
-                values = [value for result in group if (value := getattr(result, name)) is not None]
-                one[name] = f"{min(values)} to {max(values)}" if values else "not read"
-            rows.append(one)
+    for kernel, target in itertools.product(KERNELS, arguments.target):
+        group = [result for result in results if (result.kernel, result.target) == (kernel, target)]
+        one = {"kernel": kernel, "target": target, "builds": len(group)}
+        for name in ("registers", "spill_bytes", "wide_loads"):
+            values = [value for result in group if (value := getattr(result, name)) is not None]
+            one[name] = f"{min(values)} to {max(values)}" if values else "not read"
+        rows.append(one)
     line = "{kernel} | {target} | {builds} | {registers} | {spill_bytes} | {wide_loads}"
     print(table("kernel | target | builds | registers | spill bytes | 128-bit loads", line, rows, padded=True))
     if arguments.out:

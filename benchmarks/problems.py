@@ -186,22 +186,6 @@ def determined(inputs: Inputs, residual: bool = False) -> Inputs:
     return inputs | {"target_logits": target, "draft_logits": draft, "draft_tokens": tokens, "draft_lse": lse}
 
 
-def centred(inputs: Inputs) -> Inputs:
-    """The same with every checked sequence's s in the middle of a likely token's share of its law, so that an inverse
-    CDF in float32 draws that token however it rounds. For drafts with logits."""
-    s = inputs["sample_uniforms"].clone()
-    num_drafts = inputs["draft_tokens"].shape[1]
-    for b in checked_rows(len(s)):
-        n = int(inputs["num_accepted"][b])
-        weights = inputs["target_logits"][b, n].double().softmax(-1)
-        if n < num_drafts:
-            weights = (weights - inputs["draft_logits"][b, n].double().softmax(-1)).clamp(min=0)
-        likely = weights.topk(min(4, int((weights > 0).sum()))).indices
-        token = int(likely[b % len(likely)])
-        s[b] = ((weights[:token].sum() + weights[token] / 2) / weights.sum()).to(s.dtype)
-    return inputs | {"sample_uniforms": s}
-
-
 def op_arguments(kind: str, inputs: Inputs, with_lse: bool = False) -> dict[str, Any]:
     names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
     arguments: dict[str, Any] = {name: inputs[name] for name in names}

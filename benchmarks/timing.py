@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -136,11 +134,8 @@ def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: in
 def spread(seconds: Sequence[float], unit: str, name: str = "") -> dict[str, Any]:
     """Median and quartiles of some times in ms or us: `{"NAME_median_ms": ..., "NAME_quartiles_ms": [..., ...]}`."""
     values = [value * {"ms": 1e3, "us": 1e6}[unit] for value in seconds]
-    start = f"{name}_" if name else ""
-    return {
-        f"{start}median_{unit}": statistics.median(values),
-        f"{start}quartiles_{unit}": statistics.quantiles(values, n=4)[::2],
-    }
+    start, quartiles = f"{name}_" if name else "", statistics.quantiles(values, n=4)[::2]
+    return {f"{start}median_{unit}": statistics.median(values), f"{start}quartiles_{unit}": quartiles}
 
 
 def copy_rate(device: torch.device) -> float:
@@ -160,12 +155,11 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(seconds[2:])
 
 
-def device_work(call: Call, device: torch.device, warm_up: bool = True) -> tuple[int | None, float]:
+def device_work(call: Call, device: torch.device) -> tuple[int | None, float]:
     """Of one call: the number of launches on the device (kernels, copies, fills; None on a CPU), and the sum of their
     seconds. On a CPU, the seconds inside torch's own functions."""
     on_gpu = device.type == "cuda"
-    if warm_up:
-        call()
+    call()
     synchronize(device)
     # acc_events: without it torch 2.11 warns.
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
@@ -212,12 +206,9 @@ def options_of(description: str | None, rounds: int | None = None) -> argparse.A
     return parser
 
 
-def process_of(script: Path | str, on_stand_in: bool | None = None) -> list[str]:
-    """The command that runs a script in a new process, on the stand-in for CUDA if this process is on it."""
-    if on_stand_in is None:
-        on_stand_in = bool(os.environ.get(STAND_IN))
-    stand_in = Path(__file__).resolve().parents[1] / "tests" / "cuda_stand_in"
-    return [sys.executable, *([str(stand_in)] if on_stand_in else []), str(script)]
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that a result depends on."""
+    return {name: value for name, value in vars(options).items() if name != "out"}
 
 
 class Report:
@@ -232,18 +223,12 @@ class Report:
 
     def __init__(self, path: Path | None, described: dict[str, Any], **more: Any) -> None:
         self.path = path
-        self.written: dict[str, Any] = {"environment": described, **more, "records": []}
-        self.write()
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        return self.written["records"]
+        self.records: list[dict[str, Any]] = []
+        self.written: dict[str, Any] = {"environment": described, **more, "records": self.records}
+        self.add([])
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         self.records.extend(records)
-        self.write()
-
-    def write(self) -> None:
         if self.path is not None:
             write_json(self.path, self.written)
 
@@ -262,10 +247,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def environment(device: torch.device, **more: Any) -> dict[str, Any]:
     """Where and with what a result was measured; `more` is added."""
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(device),
-        "driver": driver_version() if device.type == "cuda" else None,
+        "driver": first_word_of(driver) if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -274,7 +260,6 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch_specops": torch_specops.__version__,
         "commit": commit(),
-        "sources": digest_of_sources(),
         **more,
     }
 
@@ -286,8 +271,8 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def first_word_of(command: list[str]) -> str | None:
+    """The first word that a command prints; None if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
@@ -297,19 +282,5 @@ def driver_version() -> str | None:
 def commit() -> str | None:
     """The commit, with "-dirty" behind it if there are uncommitted changes. None if there is no clone and the
     environment does not name it."""
-    if COMMIT in os.environ:
-        return os.environ[COMMIT]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def digest_of_sources() -> str:
-    """A hash of the package's Python files, which identifies the code if no commit is known."""
-    folder = Path(torch_specops.__file__).parent
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+    described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return os.environ.get(COMMIT) or first_word_of(["git", "-C", str(Path(__file__).parent), *described])

@@ -27,12 +27,13 @@ import time
 import zlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
@@ -97,11 +98,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def strings_of_rdb(path: Path) -> Iterator[str]:
-    """The character vectors of an R lazy-load database, each joined by line ends.
-
-    The file is a row of blocks, each a length of 4 bytes and a zlib stream of R's serialisation. A string in it has
-    flags that end in 00 09, a big-endian length, and its bytes.
-    """
+    """The character vectors of an R lazy-load database, each joined by line ends. The file is a row of blocks, each a
+    length of 4 bytes and a zlib stream of R's serialisation; a string in it has flags that end in 00 09, a big-endian
+    length, and its bytes."""
     raw, position = path.read_bytes(), 0
     while position < len(raw):
         stream = zlib.decompressobj()
@@ -120,10 +119,8 @@ def strings_of_rdb(path: Path) -> Iterator[str]:
 
 
 def read_texts(paths: list[Path]) -> bytes:
-    texts = []
-    for path in paths:
-        texts.extend(strings_of_rdb(path) if path.suffix == ".rdb" else [path.read_text(encoding="utf-8")])
-    return "\n\n\n".join(texts).encode()
+    texts = (strings_of_rdb(path) if path.suffix == ".rdb" else [path.read_text(encoding="utf-8")] for path in paths)
+    return "\n\n\n".join(chain.from_iterable(texts)).encode()
 
 
 def split(text: bytes) -> tuple[bytes, bytes]:
@@ -146,27 +143,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False
-    )
+    how = {"model_max_length": MAX_LENGTH, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **how)
 
 
 def new_model(role: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SHAPES[role],
-        vocab_size=256,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
-
-def learning_rate_factor(progress: float) -> float:
-    return min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    how = {"vocab_size": 256, "max_position_embeddings": MAX_LENGTH, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**SHAPES[role], **how, **no_tokens))
 
 
 def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, dict[str, Any]]:
@@ -179,12 +164,11 @@ def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple
     base_rates = [o.param_groups[0]["lr"] for o in optimizers]
     generator = torch.Generator().manual_seed(0)
     trained: dict[str, Any] = {"bytes_seen": 0, "steps": 0, "seconds": 0.0}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     model.train()
     recent = math.nan
     started = time.monotonic()
-    with Progress(*columns) as bar:
-        task = bar.add_task(role, total=1.0, note="")
+    with Progress() as bar:
+        task = bar.add_task(role, total=1.0)
         while (progress := max(trained["bytes_seen"] / (megabytes * 1e6), trained["seconds"] / (max_minutes * 60))) < 1:
             context = next(length for start, length in reversed(CONTEXTS) if progress >= start)
             starts = torch.randint(len(data) - context, (TOKENS_PER_STEP // context, 1), generator=generator)
@@ -193,15 +177,16 @@ def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             model.zero_grad()
             loss.backward()
+            factor = min(1.0, progress / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
             for o, base_rate in zip(optimizers, base_rates, strict=True):
-                o.param_groups[0]["lr"] = base_rate * learning_rate_factor(progress)
+                o.param_groups[0]["lr"] = base_rate * factor
                 o.step()
             trained["bytes_seen"] += TOKENS_PER_STEP
             trained["steps"] += 1
             trained["seconds"] = time.monotonic() - started
             recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
-            note = f"{trained['bytes_seen'] / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
-            bar.update(task, completed=progress, note=note)
+            note = f"{role}, {trained['bytes_seen'] / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
+            bar.update(task, completed=progress, description=note)
     return model, trained
 
 
@@ -210,39 +195,19 @@ def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: bytes) -> d
     """Both models on the whole windows of `text`; every byte of a window but its first is predicted."""
     num_windows = len(text) // WINDOW
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * WINDOW].view(-1, WINDOW).long()
-    nats_target = nats_draft = alpha = greedy = 0.0
+    totals = dict.fromkeys(("target_nats_per_byte", "draft_nats_per_byte", "alpha", "greedy_agreement"), 0.0)
     for batch in windows.split(8):
         following = batch[:, 1:, None]
-        log_p = target(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
-        log_q = draft(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
-        nats_target -= log_p.gather(-1, following).sum(dtype=torch.float64).item()
-        nats_draft -= log_q.gather(-1, following).sum(dtype=torch.float64).item()
-        alpha += torch.minimum(log_p, log_q).exp().sum(dtype=torch.float64).item()
-        greedy += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
+        log_p, log_q = (
+            model(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1) for model in (target, draft)
+        )
+        for name, log_probs in (("target_nats_per_byte", log_p), ("draft_nats_per_byte", log_q)):
+            totals[name] -= log_probs.gather(-1, following).sum(dtype=torch.float64).item()
+        totals["alpha"] += torch.minimum(log_p, log_q).exp().sum(dtype=torch.float64).item()
+        totals["greedy_agreement"] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
     positions = num_windows * (WINDOW - 1)
-    return {
-        "windows": num_windows,
-        "window_bytes": WINDOW,
-        "target_nats_per_byte": round(nats_target / positions, 5),
-        "draft_nats_per_byte": round(nats_draft / positions, 5),
-        "alpha": round(alpha / positions, 5),
-        "greedy_agreement": round(greedy / positions, 5),
-    }
-
-
-@torch.no_grad()
-def nats_by_position(model: LlamaForCausalLM, text: bytes) -> list[float]:
-    """Nats per byte in each quarter of windows of the longest context."""
-    num_windows = len(text) // MAX_LENGTH
-    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * MAX_LENGTH].long()
-    # The first byte of a window is not predicted, so the first quarter has one byte less.
-    totals = torch.zeros(MAX_LENGTH, dtype=torch.float64)
-    for batch in windows.view(-1, MAX_LENGTH).split(4):
-        log_probs = model(input_ids=batch, use_cache=False).logits[:, :-1].log_softmax(-1)
-        totals[1:] -= log_probs.gather(-1, batch[:, 1:, None])[..., 0].sum(0, dtype=torch.float64)
-    quarters = (totals / num_windows).split(MAX_LENGTH // 4)
-    counts = [MAX_LENGTH // 4 - 1, *[MAX_LENGTH // 4] * 3]
-    return [round(quarter.sum().item() / count, 5) for quarter, count in zip(quarters, counts, strict=True)]
+    rates = {name: round(total / positions, 5) for name, total in totals.items()}
+    return {"windows": num_windows, "window_bytes": WINDOW, **rates}
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
@@ -258,15 +223,11 @@ def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
     parser.add_argument("--megabytes", type=float, default=10.0, help="text that the target sees")
     parser.add_argument("--draft-megabytes", type=float, default=6.0, help="text that the draft sees")
-    parser.add_argument(
-        "--max-minutes", type=float, default=40.0, help="time for each model; the schedule ends by then"
-    )
+    parser.add_argument("--max-minutes", type=float, default=40.0, help="for each model; the schedule ends by then")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes")
     parser.add_argument("--heldout-sample", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
@@ -289,15 +250,9 @@ def main(argv: list[str] | None = None) -> None:
         "transformers": transformers.__version__,
         "text_bytes": len(text),
         "heldout_bytes": len(heldout_text),
-        **{
-            role: {"parameters": model.num_parameters(), **trained[role][1]}
-            for role, model in (("target", target), ("draft", draft))
-        },
+        "target": {"parameters": target.num_parameters(), **trained["target"][1]},
+        "draft": {"parameters": draft.num_parameters(), **trained["draft"][1]},
         "heldout": measure(target, draft, heldout_text),
-        "heldout_nats_by_quarter_of_context": {
-            "target": nats_by_position(target, heldout_text),
-            "draft": nats_by_position(draft, heldout_text),
-        },
         "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

@@ -2,21 +2,20 @@ r"""Train an EAGLE-3 head for a transformers model, on text that the model write
 
     python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
     python benchmarks/train_eagle3.py --target smollm2-135m-instruct --out DIR --tokens 200000 --steps 1500 \
-        --prompt $'<|im_start|>user\n' --turn $'<|im_end|>\n<|im_start|>assistant\n' --row 256 \
-        --draft-vocab 4096 --layers 9 19 29 --bfloat16 --learning-rate 0.001 --minutes 60
+        --prompt $'<|im_start|>user\n' --turn $'<|im_end|>\n<|im_start|>assistant\n' --row 256 --draft-vocab 4096
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
 DEPTH tokens, each from its own output before, under the text that the target wrote. The loss aims at what is accepted:
 -log sum_x min(p(x), q(x)), the logarithm of the acceptance rate of exact verification (as the LK losses do,
 arXiv:2602.23881), after a first part of the run with the Kullback-Leibler divergence, whose gradient is the better one
-as long as little is accepted. Matrices are trained by Muon, the rest by AdamW; what is stored is the mean of the last
-weights, in float16.
+as long as little is accepted. Matrices are trained by Muon, the rest by AdamW; the stored weights are the mean of the
+last ones, in float16.
 
 The text: half of the rows are sampled at temperature 1; the others begin with a piece of such a row, and go on at
 temperature 0 or 0.5. With `--turn`, the text by which a chat model's turn begins, they begin with the first tokens of
-such a row, and answer them. With `--draft-vocab` the head has the tokens that are commonest in the text.
-`--text FILE` measures on other text: the acceptance rate of each draft given that those before it were right, at
-temperature 1 (sum_x min(p, q)) and 0 (the same argmax).
+such a row, and answer them. With `--draft-vocab` the head has the tokens that are commonest in the text. Measured on
+`--text` is the acceptance rate of each draft given that those before it were right, at temperature 1
+(sum_x min(p, q)) and 0 (the same argmax).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -92,10 +91,8 @@ class ChainAttention:
 def chain_logits(head: Eagle3Head, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
     """For each depth d the logits [B, N, draft_vocab_size] of token i + d + 2, given the features of tokens up to i and
     the tokens up to i + d + 1. The features are [B, N, F * H], the embeddings [B, >= N + depth, H]."""
-    count = features.shape[1]
-    attention = ChainAttention()
-    hidden = head.fuse(features)
-    positions = torch.arange(count).unsqueeze(0)
+    count, attention = features.shape[1], ChainAttention()
+    hidden, positions = head.fuse(features), torch.arange(count).unsqueeze(0)
     for step in range(depth):
         output = head.read(hidden, embedded[:, step + 1 : step + 1 + count], positions + step, attention)
         yield head.logits(output)
@@ -123,10 +120,8 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, head: Eagle3Head) -> None:
         assert head.config.feature_layers is not None
-        self.model = model
-        self.layers = head.config.feature_layers
-        self.draft_of_target = head.draft_of_target
-        self.tokens = draft_tokens(head)
+        self.model, self.layers = model, head.config.feature_layers
+        self.draft_of_target, self.tokens = head.draft_of_target, draft_tokens(head)
         self._kept: dict[bytes, tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
@@ -165,8 +160,7 @@ def losses(head: Eagle3Head, read: Read, window: int, divergence: float) -> Tens
     count = window - DEPTH
     found = []
     for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        log_q = logits.float().log_softmax(-1)
-        own = log_p[:, depth + 1 : depth + 1 + count]
+        log_q, own = logits.float().log_softmax(-1), log_p[:, depth + 1 : depth + 1 + count]
         loss = (1.0 - divergence) * -acceptance(own, log_q).clamp(min=1e-6).log()
         if divergence > 0:
             loss = loss + divergence * (own.exp() * (own - log_q)).sum(-1)
@@ -193,31 +187,24 @@ def held_out(tokenizer: Tokenizer, path: Path) -> Tensor:
     return tokens[: WINDOWS_MEASURED * ROW].view(WINDOWS_MEASURED, ROW)
 
 
-def new_head(
-    model: PreTrainedModel, layers: tuple[int, ...], intermediate_size: int | None, tokens: Tensor
-) -> Eagle3Head:
+def new_head(model: PreTrainedModel, layers: tuple[int, ...], tokens: Tensor) -> Eagle3Head:
     """A head as wide as the target, with logits of tokens [Vd] in ascending order. It begins with the target's last
     norm and output matrix, and with the feature of the last of the layers."""
     config = model.config.get_text_config()
-    head = Eagle3Head(
-        Eagle3Config(
-            vocab_size=config.vocab_size,
-            draft_vocab_size=len(tokens),
-            hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size or config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            target_hidden_size=config.hidden_size,
-            feature_layers=layers,
-            num_features=len(layers),
-            norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_parameters["rope_theta"],
-            # Hidden states may be a hundred times as large as what the layer adds to them.
-            fc_norm=True,
-        ),
-        has_embedding=False,
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim")
+    own = Eagle3Config(
+        **{name: getattr(config, name) for name in same},
+        draft_vocab_size=len(tokens),
+        num_heads=config.num_attention_heads,
+        target_hidden_size=config.hidden_size,
+        feature_layers=layers,
+        num_features=len(layers),
+        norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_parameters["rope_theta"],
+        # Hidden states may be a hundred times as large as what the layer adds to them.
+        fc_norm=True,
     )
+    head = Eagle3Head(own, has_embedding=False)
     head.draft_of_target = torch.full((config.vocab_size,), -1).scatter(0, tokens, torch.arange(len(tokens)))
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -233,18 +220,14 @@ def write_text(
     model: PreTrainedModel, prompt: Tensor, turn: Tensor | None, num_tokens: int, length: int, progress: Progress
 ) -> Tensor:
     """[N, length] of the target's own text after prompt [1, n]. `turn` [1, m] asks for an answer."""
-    rows = []
-    num_batches = max(num_tokens // (ROWS_PER_BATCH * length), 2)
-    task = progress.add_task("text", total=num_batches)
-    for index in range(num_batches):
-        if index % 2 == 0:
-            prompts = prompt.expand(ROWS_PER_BATCH, -1)
-            temperatures = torch.ones(ROWS_PER_BATCH)
-        else:
-            prompts = beginnings(rows[-1], turn)
-            temperatures = 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
-        rows.append(continued(model, prompts, temperatures, length, seed=index))
-        progress.advance(task)
+    decoder = SpeculativeDecoder(model, compile=False)
+    rows: list[Tensor] = []
+    for seed in progress.track(range(max(num_tokens // (ROWS_PER_BATCH * length), 2)), description="text"):
+        prompts, temperatures = prompt.expand(ROWS_PER_BATCH, -1), torch.ones(ROWS_PER_BATCH)
+        if seed % 2 == 1:
+            prompts, temperatures = beginnings(rows[-1], turn), 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
+        how = {"max_new_tokens": length - prompts.shape[1], "seed": seed, "eos_token_id": ()}
+        rows.append(decoder.generate(prompts, sampling=SamplingParams(temperature=temperatures), **how).sequences)
     return torch.cat(rows)
 
 
@@ -256,66 +239,44 @@ def beginnings(rows: Tensor, turn: Tensor | None) -> Tensor:
     return rows.gather(1, starts + torch.arange(BEGINNING))
 
 
-def continued(model: PreTrainedModel, prompts: Tensor, temperatures: Tensor, length: int, seed: int) -> Tensor:
-    """[B, length] beginning with prompts [B, n]."""
-    output = SpeculativeDecoder(model, compile=False).generate(
-        prompts,
-        max_new_tokens=length - prompts.shape[1],
-        sampling=SamplingParams(temperature=temperatures),
-        seed=seed,
-        eos_token_id=(),
-    )
-    return output.sequences
-
-
 def train(
     head: Eagle3Head, target: Target, rows: Tensor, options: argparse.Namespace, progress: Progress
 ) -> tuple[Eagle3Head, int]:
     """The mean of the last weights, which is also stored from time to time, and the number of steps."""
-    named = [(name, parameter) for name, parameter in head.named_parameters()]
+    named = list(head.named_parameters())
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
     others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
-    optimizers: list[tuple[float, torch.optim.Optimizer]] = [
-        (MUON_RATE, Muon(matrices, MUON_RATE)),
-        (options.learning_rate, torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)),
-    ]
-    length = rows.shape[1]
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers: dict[float, torch.optim.Optimizer] = {MUON_RATE: Muon(matrices, MUON_RATE), ADAMW_RATE: adamw}
+    length, mean = rows.shape[1], copy.deepcopy(head)
     weights = DECAY ** torch.arange(DEPTH)
-    weights /= weights.sum()
-    mean = copy.deepcopy(head)
-    products = torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16)
-    task = progress.add_task("training", total=options.steps)
     order: Iterator[Tensor] = iter(())
-    start = time.monotonic()
-    for step in range(options.steps):
-        share = max(step / options.steps, (time.monotonic() - start) / (60 * options.minutes))
-        if share >= 1:
-            return mean, step
+    task = progress.add_task("training", total=1.0)
+    step, share, start = 0, 0.0, time.monotonic()
+    while share < 1:
         batch = next(order, None)
         if batch is None:
             order = iter(torch.randperm(len(rows)).split(max(TOKENS_PER_STEP // length, 1)))
             batch = next(order)
         scale = min(1.0, (share + 1e-4) / WARMUP) * max(0.02, 0.5 * (1 + math.cos(math.pi * share)))
-        for rate, optimizer in optimizers:
+        for rate, optimizer in optimizers.items():
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.zero_grad()
         window = WINDOW if share < WHOLE_ROWS_FROM else length
-        read = target.read(rows[batch])
-        with products:
-            found = losses(head, read, window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
-        (found * weights).sum().backward()
+        found = losses(head, target.read(rows[batch]), window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
+        (found * weights / weights.sum()).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        with products:
-            for _, optimizer in optimizers:
-                optimizer.step()
+        for optimizer in optimizers.values():
+            optimizer.step()
         with torch.no_grad():
             for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
                 averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
-        progress.update(task, completed=share * options.steps, description=f"training, loss {found[0].item():.3f}")
-        if step % SAVE_EVERY == SAVE_EVERY - 1:
-            progress.console.print(f"step {step + 1}, loss at each depth {[round(x, 3) for x in found.tolist()]}")
+        step += 1
+        share = max(step / options.steps, (time.monotonic() - start) / (60 * options.minutes))
+        progress.update(task, completed=share, description=f"training, loss {found[0].item():.3f}")
+        if step % SAVE_EVERY == 0:
             save(mean, options.out)
-    return mean, options.steps
+    return mean, step
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
@@ -323,28 +284,20 @@ def save(head: Eagle3Head, folder: Path) -> None:
     config = head.config
     folder.mkdir(parents=True, exist_ok=True)
     assert config.feature_layers is not None
+    same = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
+    # Here layers are counted by their outputs.
+    layers = [layer - 1 for layer in config.feature_layers]
     content: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{name: getattr(config, name) for name in (*same, "draft_vocab_size", "fc_norm")},
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "fc_norm": config.fc_norm,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
-        # Here layers are counted by their outputs.
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.feature_layers],
-            "use_aux_hidden_state": True,
-        },
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     path = folder / "model.safetensors"
@@ -357,10 +310,9 @@ def save(head: Eagle3Head, folder: Path) -> None:
     path.chmod(0o644)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def main(argv: list[str] | None = None) -> Tensor:
+    """The text that the head was trained on, [N, row]."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=AUSTEN, help="a folder, a hub id, or a name that the command line knows")
     parser.add_argument("--prompt", default="\n", help="what the text begins with")
     parser.add_argument("--turn", help="ask for answers: what ends a turn of a chat and begins the model's")
@@ -370,38 +322,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="of training at most; ends the schedule too")
     parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
     parser.add_argument("--draft-vocab", type=int, help="the head's tokens; default: all")
-    parser.add_argument("--bfloat16", action="store_true", help="the target and the products of the head in bfloat16")
-    parser.add_argument("--learning-rate", type=float, default=ADAMW_RATE, help="of the norms and the output matrix")
-    parser.add_argument("--intermediate-size", type=int, help="default: the target's")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes/eagle3")
-    parser.add_argument("--keep-text", type=Path, help="a file for the text, used again if it is there")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(0)
 
     model, tokenizer = load_model(args.target).model, load_tokenizer(args.target)
-    if args.bfloat16:
-        model.bfloat16()
-    count = model.config.get_text_config().num_hidden_layers
-    layers = tuple(args.layers or (2, count // 2, count - 3))
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
-    with Progress(*columns) as progress:
-        if args.keep_text is not None and args.keep_text.exists():
-            rows = torch.load(args.keep_text, weights_only=True)
-        else:
-            prompt, turn = (
-                None if text is None else tokenizer(text, return_tensors="pt")["input_ids"]
-                for text in (args.prompt, args.turn)
-            )
-            rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
-            if args.keep_text is not None:
-                torch.save(rows, args.keep_text)
-        vocab_size = model.config.get_text_config().vocab_size
+    count, vocab_size = (getattr(model.config.get_text_config(), n) for n in ("num_hidden_layers", "vocab_size"))
+    prompt, turn = (text and tokenizer(text, return_tensors="pt")["input_ids"] for text in (args.prompt, args.turn))
+    with Progress() as progress:
+        rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
         common = rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices
-        head = new_head(model, layers, args.intermediate_size, common.sort().values)
+        head = new_head(model, tuple(args.layers or (2, count // 2, count - 3)), common.sort().values)
         target = Target(model, head)
         head, steps = train(head, target, rows, args, progress)
     save(head, args.out)
@@ -418,6 +352,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
+    return rows
 
 
 if __name__ == "__main__":

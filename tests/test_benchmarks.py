@@ -110,44 +110,6 @@ def test_check_finds_a_wrong_provider(kind: str, provider: str) -> None:
             bench.check(problem, right | {f"{provider} eager": wrong}, inputs)
 
 
-def test_quantised_weights() -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    bench, pair = script("bench_quantised"), script("bench_beam").PAIR
-    size = ["--model", str(pair / "target"), "--layers", "2", "--rounds", "2", "--text-tokens", "8", "--no-compiled"]
-    result = bench.main([*size, "--kinds", "float32", "int8"])
-    cells = {(record["kind"], record["form"], record["M"]) for record in result["records"]}
-    assert cells == {(kind, "eager", width) for kind in ("float32", "int8") for width in (1, 5)}
-    copies = result["copies"]
-    assert copies["float32"]["acceptance"] == pytest.approx(1) and 0.9 < copies["int8"]["acceptance"] < 1
-    assert copies["int8"]["weight_bytes"] < copies["float32"]["weight_bytes"] / 3
-    # Two drafts that are always accepted, each a tenth of the target's forward.
-    assert bench.gain(1.0, 2, 1.0, 10.0, 10.0) == pytest.approx(2.5)
-
-
-def test_beam_search() -> None:
-    size = ["--num-beams", "2", "--num-draft-tokens", "2", "--max-new-tokens", "8", "--prompts", "1", "--rounds", "1"]
-    found = script("bench_beam").main(size)
-    records = {(record["search"], record["draft_beams"]): record for record in found}
-    assert set(records) == {("transformers", None), ("ours", None), ("ours", 2), ("ours", 4)}
-    assert all(record["same_tokens"] == 8 and record["tokens"] == 8 for record in found)
-    assert records["ours", 4]["levels_per_round"] > 1.0
-
-
-def test_accepted_lengths() -> None:
-    bench = script("accepted_length")
-    size = ["--prompts", "5", "--context", "24", "--repeats", "6", "--batch", "3", "--num-draft-tokens", "1", "3"]
-    records = bench.main([*size, "--temperature", "1.0", "0.5"])
-    assert [(r["temperature"], r["num_draft_tokens"]) for r in records] == [(1.0, 1), (1.0, 3), (0.5, 1), (0.5, 3)]
-    for cell in records:
-        assert 0 < cell["exact"] <= cell["num_draft_tokens"]
-        # For one draft the two are the same, number by number.
-        assert cell["num_draft_tokens"] > 1 or cell["gain"] == cell["gain_error"] == 0
-    # A target that is the draft accepts everything: the rows of both belong to the same positions.
-    same = ["--draft", str(bench.AUSTEN / "target"), "--prompts", "4", "--context", "16", "--repeats", "3"]
-    for cell in bench.main([*same, "--num-draft-tokens", "2", "4", "--temperature", "0.8"]):
-        assert cell["exact"] == cell["block"] == cell["num_draft_tokens"]
-
-
 def test_overhead() -> None:
     size = ["--rounds", "1", "--new-tokens", "6", "--num-draft-tokens", "2"]
     records = script("bench_overhead").main(size)

@@ -147,6 +147,13 @@ def test_inductor_can_write_the_kernels_anew(name: str) -> None:
             assert {node.id for node in names} <= provided | local
 
 
+@pytest.mark.parametrize("name", [name for name in aot.KERNELS if not name.startswith("attend")])
+def test_one_build_serves_all_sizes_strides_and_addresses(name: str) -> None:
+    """Triton compiles a kernel anew for each property of an argument that it specialises on."""
+    arguments = [parameter for parameter in aot.KERNELS[name].params if not parameter.is_constexpr]
+    assert all(each.do_not_specialize and each.do_not_specialize_on_alignment for each in arguments)
+
+
 @pytest.mark.parametrize("vocab_size, num_rows", [(32_000, 6), (128_256, 6), (128_256, 704), (256_000, 2816)])
 def test_a_row_is_split_over_programs(vocab_size: int, num_rows: int) -> None:
     """A tile is a small part of the vocabulary, and a small batch gets the smallest tiles."""

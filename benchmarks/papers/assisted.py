@@ -30,21 +30,14 @@ Sampler = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass
 class AssistedStats:
-    """Calls of the sampling function, drafts verified and kept in them, tokens returned, and the time of each call: by
-    the clock on a CPU, between two events on a GPU."""
+    """Calls of the sampling function, drafts verified and kept in them, tokens returned, and the seconds of each call,
+    whose sum is the metric of Wagner et al. 2024, section 4.1."""
 
     calls: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
     num_new_tokens: int = 0
-    times: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
-
-    @property
-    def step_seconds(self) -> list[float]:
-        """Their sum is the metric of Wagner et al. 2024, section 4.1. Reading it waits for the GPU."""
-        if not all(isinstance(taken, float) for taken in self.times):
-            torch.cuda.synchronize()
-        return [taken if isinstance(taken, float) else taken[0].elapsed_time(taken[1]) / 1e3 for taken in self.times]
+    step_seconds: list[float] = field(default_factory=list, repr=False)
 
 
 @contextmanager
@@ -125,15 +118,12 @@ def transformers_function() -> Sampler:
 def _timed(
     stats: AssistedStats, sampler: Sampler, ids: Tensor, draft: Tensor, num_drafts: int, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    if ids.is_cuda:
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    wait()
     started = time.perf_counter()
     tokens, num_matches = sampler(ids, draft, num_drafts, *rest, **named)
-    seconds = time.perf_counter() - started
-    if ids.is_cuda:
-        events[1].record()
-    stats.times.append(events if ids.is_cuda else seconds)
+    wait()
+    stats.step_seconds.append(time.perf_counter() - started)
     n = int(num_matches)
     # A draft that ends the text is kept without a next token, and one match less is reported. Only then is the last
     # token the draft in its place, because a residual has no weight on the rejected draft.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,23 +38,12 @@ import torch_specops
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_tokenizer
 
 # Temperature, top_p.
-LAWS: dict[str, tuple[float, float]] = {
-    "greedy": (0.0, 1.0),
-    "nucleus": (1.0, 0.8),
-    "nucleus, T = 0.8": (0.8, 0.95),
-}
+LAWS: dict[str, tuple[float, float]] = {"greedy": (0.0, 1.0), "nucleus": (1.0, 0.8), "nucleus, T = 0.8": (0.8, 0.95)}
 METHODS = ("plain", "speculative")
 NUM_DRAFT_TOKENS = 4
 DRAFTS = {"topics": "prompt lookup", "code": "prompt lookup", "austen": "small model"}
-ROWS = [
-    ("topics", "greedy"),
-    ("topics", "nucleus"),
-    ("code", "greedy"),
-    ("code", "nucleus, T = 0.8"),
-    ("austen", "greedy"),
-    ("austen", "nucleus"),
-    ("austen", "nucleus, T = 0.8"),
-]
+ROWS = [("topics", "greedy"), ("topics", "nucleus"), ("code", "greedy"), ("code", "nucleus, T = 0.8")]
+ROWS += [("austen", law) for law in LAWS]
 MEASURES = {"topics": ("rouge2", "rouge1"), "code": ("passes", "parses"), "austen": ("rouge1", "nats")}
 CURVES = [("austen", "greedy"), ("austen", "nucleus"), ("code", "nucleus, T = 0.8")]
 PROMPT_BYTES, REFERENCE_BYTES = 128, 96
@@ -74,9 +63,8 @@ def tasks(subject: str, number: int) -> list[tuple[str, Any]]:
     whole = HELDOUT.read_text(encoding="utf-8")
     last = len(whole) - PROMPT_BYTES - REFERENCE_BYTES - 100
     starts = [whole.index(" ", index * last // number) for index in range(number)]
-    return [
-        (whole[at : at + PROMPT_BYTES], whole[at + PROMPT_BYTES : at + PROMPT_BYTES + REFERENCE_BYTES]) for at in starts
-    ]
+    ends = [start + PROMPT_BYTES for start in starts]
+    return [(whole[end - PROMPT_BYTES : end], whole[end : end + REFERENCE_BYTES]) for end in ends]
 
 
 def encoded(subject: str, prompts: Sequence[str], device: str) -> tuple[Tensor, Tensor]:
@@ -111,12 +99,10 @@ def written(
     for seed in range(num_seeds):
         for first in range(0, num_prompts, batch):
             rows = slice(first, first + batch)
-            output = own.generate(
-                tokens[rows], attention_mask=mask[rows], max_new_tokens=num_tokens,
-                # A method has numbers of its own: what is compared are laws.
-                seed=10_000 * (2 * seed + METHODS.index(method)) + first + torch.arange(len(tokens[rows])),
-                eos_token_id=() if subject == "austen" else None,
-            )  # fmt: skip
+            # A method has numbers of its own: what is compared are laws.
+            seeds = 10_000 * (2 * seed + METHODS.index(method)) + first + torch.arange(len(tokens[rows]))
+            how = {"max_new_tokens": num_tokens, "eos_token_id": () if subject == "austen" else None}
+            output = own.generate(tokens[rows], attention_mask=mask[rows], seed=seeds, **how)
             for index in range(len(output.sequences)):
                 prompt_length = int(output.prompt_lengths[index])
                 found.append((output.sequences[index, :prompt_length].tolist(), output.new_tokens(index)))
@@ -178,9 +164,8 @@ def quality(subject: str, law: str, num_prompts: int, num_seeds: int, device: st
     }
     for name in MEASURES[subject]:
         # A prompt's mean over seeds; prompts are independent.
-        by_prompt = {
-            method: torch.tensor(scored[method][name]).view(num_seeds, num_prompts).mean(0) for method in METHODS
-        }
+        shape = (num_seeds, num_prompts)
+        by_prompt = {method: torch.tensor(scored[method][name]).view(shape).mean(0) for method in METHODS}
         differences = (by_prompt["speculative"] - by_prompt["plain"]).tolist()
         result[name] = {method: by_prompt[method].mean().item() for method in METHODS}
         result[name] |= {"difference": statistics.fmean(differences), "interval": interval(differences)}
@@ -195,9 +180,7 @@ def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: 
     num_prompts, num_tokens, device = shape["num_prompts"], shape["num_tokens"], shape["device"]
     rows = [encoded(subject, [text], device)[0] for text, _ in tasks(subject, num_prompts)]
     decoders = {number: decoder(subject, law, number, device) for number in numbers}
-    token_seconds: dict[int, list[float]] = {number: [] for number in numbers}
-    loop_seconds: dict[int, list[float]] = {number: [] for number in numbers}
-    emitted: dict[int, list[float]] = {number: [] for number in numbers}
+    token_seconds, loop_seconds, emitted = ({number: [] for number in numbers} for _ in range(3))
     for number in numbers:
         decoders[number].generate(rows[0], max_new_tokens=8, seed=0, eos_token_id=())
     order = list(numbers)
@@ -205,9 +188,8 @@ def loops(subject: str, law: str, numbers: Sequence[int], rounds: int, **shape: 
         for index, row in enumerate(rows):
             for number in order:
                 steps: list[Any] = []
-                decoders[number].generate(
-                    row, max_new_tokens=num_tokens, seed=[1000 * turn + index], eos_token_id=(), streamer=steps.append
-                )
+                how = {"max_new_tokens": num_tokens, "seed": [1000 * turn + index], "eos_token_id": ()}
+                decoders[number].generate(row, streamer=steps.append, **how)
                 later = steps[1:]
                 seconds = [step.seconds for step in later]
                 token_seconds[number].append(sum(seconds) / sum(len(step.tokens[0]) for step in later))
@@ -240,17 +222,17 @@ def cells_of(chosen: Any) -> list[Cell]:
     written_sizes = {"topics": (8, 2, 24, 8), "code": (16, 2, 32, 8), "austen": (192, 1, REFERENCE_BYTES, 64)}
     timed_sizes = {"topics": (4, 24, 1), "code": (4, 24, 1), "austen": (4, 128, 2)}
     cells = []
-    for subject, law in ROWS:
-        size = dict(zip(names, written_sizes[subject], strict=True)) | ({"num_seeds": 1} if law == "greedy" else {})
-        settings = {"subject": subject, "law": law, "device": chosen.device}
-        cells.append(Cell(f"quality/{subject}/{law}", quality, settings | size, missing(subject)))
-        timed = dict(zip(("num_prompts", "num_tokens", "rounds"), timed_sizes[subject], strict=True))
-        more = {"numbers": [0, NUM_DRAFT_TOKENS]}
-        cells.append(Cell(f"speed/{subject}/{law}", loops, settings | timed | more, missing(subject)))
-    for subject, law in CURVES:
-        timed = dict(zip(("num_prompts", "num_tokens", "rounds"), timed_sizes[subject], strict=True))
-        settings = {"subject": subject, "law": law, "device": chosen.device, "numbers": list(range(8))}
-        cells.append(Cell(f"figure 1/{subject}/{law}", loops, settings | timed, missing(subject)))
+    for kind, rows in {"quality": ROWS, "speed": ROWS, "figure 1": CURVES}.items():
+        for subject, law in rows:
+            settings: dict[str, Any] = {"subject": subject, "law": law, "device": chosen.device}
+            if kind == "quality":
+                settings |= dict(zip(names, written_sizes[subject], strict=True))
+                settings |= {"num_seeds": 1} if law == "greedy" else {}
+            else:
+                settings |= dict(zip(("num_prompts", "num_tokens", "rounds"), timed_sizes[subject], strict=True))
+                settings |= {"numbers": [0, NUM_DRAFT_TOKENS] if kind == "speed" else list(range(8))}
+            measure = quality if kind == "quality" else loops
+            cells.append(Cell(f"{kind}/{subject}/{law}", measure, settings, missing(subject)))
     return cells
 
 
@@ -261,15 +243,11 @@ def draw(found: Mapping[str, Any]) -> None:
             numbers = [int(number) for number in own]
             # Models of different sizes in one plot: in times of plain decoding.
             plain = own["0"]["seconds_of_128"]
-            axes[0].errorbar(
-                numbers,
-                [each["seconds_of_128"] / plain for each in own.values()],
-                [each["seconds_of_128_deviation"] / plain for each in own.values()],
-                marker="o",
-                markersize=3,
-                capsize=2,
-                label=f"{subject}, {law}",
+            middle, spread = (
+                [each[name] / plain for each in own.values()] for name in ("seconds_of_128", "seconds_of_128_deviation")
             )
+            style = {"marker": "o", "markersize": 3, "capsize": 2, "label": f"{subject}, {law}"}
+            axes[0].errorbar(numbers, middle, spread, **style)
             axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
             loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
             axes[2].plot(numbers, loop, "o-", markersize=3)
@@ -279,9 +257,7 @@ def draw(found: Mapping[str, Any]) -> None:
         axes[0].legend(frameon=False, fontsize="small")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return reproduce("chen", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
-
+main = partial(reproduce, "chen", __doc__, cells_of, draw=draw, packages=["rouge-score"])
 
 if __name__ == "__main__":
     main()

@@ -4,16 +4,13 @@ A cell is one number, row or curve of a paper's table: a key, a function, and th
 measures the cells that are not in the JSON file yet and writes the file after each one, so that a stopped run continues
 where it was. A cell is in the file if its key is there with the same settings. To measure it again, delete it there.
 
-    from evidence import Cell, reproduce
-
     def alpha(draft: str, temperature: float) -> dict[str, float]:
         ...                                             # returns anything that JSON can hold
 
     def cells_of(chosen: argparse.Namespace) -> list[Cell]:
         return [Cell(f"alpha/{draft}", alpha, {"draft": draft, "temperature": 1.0}) for draft in ("unigram", "bigram")]
 
-    def main(arguments: list[str] | None = None) -> dict[str, Any]:
-        return reproduce("leviathan_measured", __doc__, cells_of, arguments=arguments)
+    main = partial(reproduce, "leviathan_measured", __doc__, cells_of)
 
 Put a model that several cells use behind `functools.cache`, so that it is loaded only if a cell is measured.
 `tables.py` writes the tables.
@@ -44,7 +41,6 @@ from timing import commit, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
-FIGURES = ROOT / "docs" / "figures"
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,12 @@ class Cells:
     ) -> None:
         self.path = path
         self._cells = cells
-        self._environment = environment(device, packages)
+        self._environment = {
+            "device": device_name(torch.device(device)),
+            "threads": torch.get_num_threads(),
+            "versions": versions() | {package: metadata.version(package) for package in packages},
+            "commit": commit(),
+        }
         written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
         # By key: a cell of the file, with its environment in place of the index.
         self._records: dict[str, dict[str, Any]] = {}
@@ -95,13 +96,8 @@ class Cells:
             if record is not None and record["settings"] == _plain(cell.settings):
                 self._records[cell.key] = record | {"environment": written["environments"][record["environment"]]}
 
-    @property
-    def results(self) -> dict[str, Any]:
-        """The results of the finished cells, by key."""
-        return {key: record["result"] for key, record in self._records.items()}
-
     def run(self, only: str = "", console: Console | None = None) -> dict[str, Any]:
-        """Measure the unfinished cells whose key begins with `only`; return `results`."""
+        """Measure the unfinished cells whose key begins with `only`; return the results of all finished ones by key."""
         pending = [cell for cell in self._cells if cell.key not in self._records and cell.key.startswith(only)]
         console = console or Console(stderr=True)
         for reason in dict.fromkeys(cell.missing for cell in pending if cell.missing):
@@ -125,7 +121,7 @@ class Cells:
                 }
                 self._write()
                 progress.advance(task)
-        return self.results
+        return {key: record["result"] for key, record in self._records.items()}
 
     def _write(self) -> None:
         environments: list[dict[str, Any]] = []
@@ -138,58 +134,32 @@ class Cells:
         write_whole(self.path, _compact({"environments": environments, "cells": records}).encode())
 
 
-def environment(device: str | torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Device, threads, versions and commit. The commit ends in "-dirty" if there were uncommitted changes."""
-    return {
-        "device": device_name(torch.device(device)),
-        "threads": torch.get_num_threads(),
-        "versions": versions() | {package: metadata.version(package) for package in packages},
-        "commit": commit(),
-    }
+def reproduce(
+    name: str,
+    description: str | None,
+    cells_of: Callable[[argparse.Namespace], list[Cell]],
+    arguments: Sequence[str] | None = None,
+    *,
+    draw: Callable[[dict[str, Any]], None] | None = None,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The `main` of a script: read the options, measure what is missing, and draw the figures of docs/figures.
 
-
-def options(
-    description: str | None, arguments: Sequence[str] | None = None, add: Callable[[Any], None] | None = None
-) -> argparse.Namespace:
-    """The options that every script has. `add` is called with the parser to add more."""
+    Cells are kept in `--out`, or in a file named after the script and the kind of device. Figures are drawn from the
+    committed file alone, once it has every cell.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads on a CPU")
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/evidence/...")
     parser.add_argument("--only", default="", metavar="PREFIX", help="run the cells whose key begins with this")
-    if add is not None:
-        add(parser)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    return chosen
-
-
-def results_path(name: str, chosen: argparse.Namespace) -> Path:
-    """Where a script's cells are kept: `--out`, or a file named after the script and the kind of device."""
-    if chosen.out is not None:
-        return Path(chosen.out)
-    kind = torch.device(chosen.device).type
-    return RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
-
-
-def reproduce(
-    name: str,
-    description: str | None,
-    cells_of: Callable[[argparse.Namespace], list[Cell]],
-    draw: Callable[[dict[str, Any]], None] | None = None,
-    *,
-    arguments: Sequence[str] | None = None,
-    add: Callable[[Any], None] | None = None,
-    packages: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The `main` of a script: read the options, measure what is missing, and draw the figures of docs/figures.
-
-    Figures are drawn from the committed file alone, once it has every cell.
-    """
-    chosen = options(description, arguments, add)
-    cells, path = cells_of(chosen), results_path(name, chosen)
+    committed, kind = RESULTS / f"{name}.json", torch.device(chosen.device).type
+    path = chosen.out or (committed if kind == "cpu" else RESULTS / f"{name}-{kind}.json")
+    cells = cells_of(chosen)
     found = Cells(path, cells, chosen.device, packages).run(chosen.only)
-    if draw is not None and path == RESULTS / f"{name}.json" and all(cell.key in found for cell in cells):
+    if draw is not None and path == committed and all(cell.key in found for cell in cells):
         draw(found)
     print(f"{path}: {len(found)} of {len(cells)} cells")
     return found
@@ -205,9 +175,9 @@ def figure(name: str, columns: int = 1, size: tuple[float, float] = (5, 3.4), **
 
     drawn, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", **shared)
     yield axes
-    FIGURES.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "evidence", "svg.fonttype": "none"}):
-        drawn.savefig(FIGURES / f"{name}.svg", format="svg", metadata={"Date": None, "Creator": None})
+        path = ROOT / "docs" / "figures" / f"{name}.svg"
+        drawn.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(drawn)
 
 

@@ -22,18 +22,13 @@ from typing import Any
 
 import torch
 from evidence import Cell, figure, reproduce
-from subjects import continuations, draft_law, draft_source, missing, prompts, target, target_logits
+from subjects import continuations, draft_law, draft_source, missing, prompts, sizes, target, target_logits
+from timing import synchronize
 from torch import Tensor
 from wagner_laws import lenient_law, total_variation
 
 import torch_specops
-from torch_specops.analysis import (
-    acceptance_probability,
-    alpha_from_counts,
-    expected_tokens_per_step,
-    token_acceptance_probability,
-    walltime_factor,
-)
+from torch_specops import analysis
 from torch_specops.drafts import DraftSource
 from torch_specops.hf import TransformersModel
 
@@ -47,14 +42,7 @@ DRAFTS = {
 }
 # Draft, K. The baseline without drafts runs beside them.
 PROVIDERS = {
-    "austen": [
-        ["small model", 1],
-        ["small model", 3],
-        ["small model", 5],
-        ["small model", 7],
-        ["bigram", 3],
-        ["early exit 6", 3],
-    ],
+    "austen": [*(["small model", count] for count in (1, 3, 5, 7)), ["bigram", 3], ["early exit 6", 3]],
     "code": [["prompt lookup", 3], ["prompt lookup", 10], ["bigram", 3], ["early exit 25", 3]],
 }
 WRITTEN = {"austen": (16, 64, 640), "prose": (8, 64, 64), "code": (8, 64, 64)}
@@ -63,21 +51,16 @@ TIMED = {"austen": (4, 64, 96), "code": (1, 64, 48)}
 CHUNK = 16
 
 
-def sizes(shape: Sequence[int]) -> dict[str, int]:
-    return dict(zip(("num_prompts", "prompt_length", "num_tokens"), shape, strict=True))
-
-
 def alpha(
     subject: str,
     draft: str,
     temperature: float,
     leniences: Sequence[float],
     drawn: Sequence[float],
-    num_prompts: int,
     prompt_length: int,
-    num_tokens: int,
     written: list[list[int]],
     device: str,
+    **_: int,
 ) -> dict[str, Any]:
     """Acceptance at every position behind the prompts, for each lenience.
 
@@ -87,7 +70,6 @@ def alpha(
         emitted law and p. `drafted`: the share of positions that the draft has a token for.
     """
     text = torch.tensor(written, device=device)
-    assert text.shape == (num_prompts, prompt_length + num_tokens)
     p_logits = logits_of_the_target(subject, temperature, prompt_length, text)
     q_logits, q_tokens = draft_law(subject, draft, text, prompt_length, temperature)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -98,35 +80,28 @@ def alpha(
     for rows in torch.arange(len(p_logits)).split(CHUNK):
         p, t = p_logits[rows], temperatures[rows]
         q = None if q_logits is None else q_logits[rows]
+        own_tokens = None if q_tokens is None else q_tokens[rows]
         laws = () if q is None or temperature == 0 else tuple(x.double().div(temperature).softmax(-1) for x in (p, q))
         for each in leniences:
             lenient = {"lenience" if temperature > 0 else "argmax_lenience": each}
             if q is None:
-                assert q_tokens is not None
-                expected[each].append(token_acceptance_probability(p, q_tokens[rows], None, temperature, **lenient))
+                rate = analysis.token_acceptance_probability(p, own_tokens, None, temperature, **lenient)
             else:
-                expected[each].append(acceptance_probability(p, q, temperature, **lenient))
+                rate = analysis.acceptance_probability(p, q, temperature, **lenient)
+            expected[each].append(rate)
             if laws:
                 distance[each].append(total_variation(lenient_law(*laws, each)[0], laws[0]))
         for each in drawn:
             draws = torch.rand(3, len(rows), generator=generator, device=device)
             lenient = {"lenience" if temperature > 0 else "argmax_lenience": each}
-            tokens, lse = (q_tokens[rows], None) if q is None else torch_specops.sample(q, draws[0], t)
-            kept = torch_specops.verify_exact(
-                p.unsqueeze(1).expand(-1, 2, -1),
-                tokens.unsqueeze(1),
-                None if q is None else q.unsqueeze(1),
-                draws[1].unsqueeze(1),
-                draws[2],
-                t,
-                None if lse is None else lse.unsqueeze(1),
-                **lenient,
-            )[1]
+            tokens, lse = (own_tokens, None) if q is None else torch_specops.sample(q, draws[0], t)
+            drafts = [None if x is None else x.unsqueeze(1) for x in (tokens, q, draws[1], lse)]
+            twice = p.unsqueeze(1).expand(-1, 2, -1)
+            kept = torch_specops.verify_exact(twice, *drafts[:3], draws[2], t, drafts[3], **lenient)[1]
             accepted[each].append(kept.double())
-    result: dict[str, Any] = {
-        "positions": len(p_logits),
-        "drafted": 1.0 if q_tokens is None else (q_tokens >= 0).double().mean().item(),
-    }
+    result: dict[str, Any] = {"positions": len(p_logits), "drafted": 1.0}
+    if q_tokens is not None:
+        result["drafted"] = (q_tokens >= 0).double().mean().item()
     for each in leniences:
         by_sequence = torch.cat(expected[each]).view(len(written), -1).mean(1)
         result[str(each)] = {
@@ -142,14 +117,7 @@ def alpha(
 
 
 def rejection(
-    subject: str,
-    draft: str,
-    temperature: float,
-    num_prompts: int,
-    prompt_length: int,
-    num_tokens: int,
-    written: list[list[int]],
-    device: str,
+    subject: str, draft: str, temperature: float, prompt_length: int, written: list[list[int]], device: str, **_: int
 ) -> dict[str, float]:
     """Appendix A.2, at T > 0: the mean probability that a draft is accepted by min(1, p / q) ("alpha"), and by one
     round of rejection sampling, which is 1 / M with M = max p / q ("rejection")."""
@@ -173,8 +141,8 @@ def logits_of_the_target(subject: str, temperature: float, prompt_length: int, w
     return latest[subject, temperature]
 
 
-def rounded(value: Tensor, digits: int = 5) -> float:
-    return round(value.item(), digits)
+def rounded(value: Tensor) -> float:
+    return round(value.item(), 5)
 
 
 def speed(
@@ -213,32 +181,34 @@ def speed(
 
     widest = max(count for _, count in providers) + 1
     clock = Clock(model, rows[0], num_tokens // 2 + prompt_length, temperature, widest)
-    plain_step = statistics.median(seconds[0]) / len(steps[0])
+    medians = list(map(statistics.median, seconds))
+    plain_step = medians[0] / len(steps[0])
     result: dict[str, Any] = {
         "seconds": seconds[0],
-        "tokens_per_second": num_prompts * num_tokens / statistics.median(seconds[0]),
+        "tokens_per_second": num_prompts * num_tokens / medians[0],
         # What a step takes beside the target's forward, in forwards of one token.
         "outside": max(plain_step / clock.seconds([clock.forward(1)])[0] - 1, 0.0),
         "providers": [],
     }
-    for (draft, count), decoder, timed, taken in zip(providers, decoders[1:], seconds[1:], steps[1:], strict=True):
-        assert decoder.draft is not None
-        ratios = [plain / each for plain, each in zip(seconds[0], timed, strict=True)]
+    for i, (draft, count) in enumerate(providers, 1):
+        source = decoders[i].draft
+        assert source is not None
+        ratios = [plain / each for plain, each in zip(seconds[0], seconds[i], strict=True)]
         accepted, proposed = (
-            torch.tensor([getattr(step, name)[0] for step in taken]) for name in ("num_accepted", "num_proposed")
+            torch.tensor([getattr(step, name)[0] for step in steps[i]]) for name in ("num_accepted", "num_proposed")
         )
         result["providers"].append(
             {
                 "draft": draft,
                 "num_draft_tokens": count,
-                "seconds": timed,
-                "speed": statistics.median(seconds[0]) / statistics.median(timed),
+                "seconds": seconds[i],
+                "speed": medians[0] / medians[i],
                 "speed_range": [min(ratios), max(ratios)],
-                "mean_acceptance_length": num_prompts * num_tokens / len(taken),
+                "mean_acceptance_length": num_prompts * num_tokens / len(steps[i]),
                 "mean_drafts": proposed.double().mean().item(),
-                "alpha_of_the_loop": alpha_from_counts(accepted, proposed).item(),
+                "alpha_of_the_loop": analysis.alpha_from_counts(accepted, proposed).item(),
                 # Definition 3.7: one draft, in forwards of the target over one token.
-                "cost_ratio": clock.ratio(clock.draft(decoder.draft, count)) / count,
+                "cost_ratio": clock.ratio(clock.draft(source, count)) / count,
                 # Theorem 3.8 takes this for 1.
                 "width_ratio": clock.ratio(clock.forward(count + 1)),
             }
@@ -252,8 +222,7 @@ class Clock:
     @torch.inference_mode()
     def __init__(self, model: TransformersModel, row: Tensor, length: int, temperature: float, widest: int) -> None:
         self._model = model
-        repeats = -(-length // row.shape[1])
-        self._tokens = row.repeat(1, repeats + 1)
+        self._tokens = row.repeat(1, -(-length // row.shape[1]) + 1)
         self._lengths = torch.tensor([length], device=row.device)
         self._sampling = torch_specops.SamplingParams(temperature=temperature).tensors(1, row.device)
         self._length = length
@@ -286,8 +255,7 @@ class Clock:
             for own, call in zip(times, calls, strict=True):
                 started = time.perf_counter()
                 call()
-                if self._tokens.device.type == "cuda":
-                    torch.cuda.synchronize()
+                synchronize(self._tokens.device)
                 own.append(time.perf_counter() - started)
         return [statistics.median(own) for own in times]
 
@@ -298,58 +266,47 @@ def predictions(found: dict[str, Any], subject: str, temperature: float, provide
     measured = found[f"alpha/{subject}/{provider['draft']}/T={temperature}"]["1.0"]["alpha"]
     count, cost = provider["num_draft_tokens"], provider["cost_ratio"]
     outside = found[f"speed/{subject}/T={temperature}"]["outside"]
-    tokens = expected_tokens_per_step(measured, count).item()
-    return {
-        "alpha": measured,
-        "expected_tokens": tokens,
-        "theorem": walltime_factor(measured, cost, count).item(),
-        "machine": tokens * (1 + outside) / (count * cost + provider["width_ratio"] + outside),
-    }
+    tokens = analysis.expected_tokens_per_step(measured, count).item()
+    machine = tokens * (1 + outside) / (count * cost + provider["width_ratio"] + outside)
+    theorem = analysis.walltime_factor(measured, cost, count).item()
+    return {"alpha": measured, "expected_tokens": tokens, "theorem": theorem, "machine": machine}
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    cells = []
+    def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], **reads: str) -> None:
+        lacking = missing(settings["subject"])
+        cells.append(Cell(key, partial(measure, device=chosen.device), settings, lacking, reads))
+
+    cells: list[Cell] = []
     for subject, drafts in DRAFTS.items():
         for temperature in TEMPERATURES:
             common = {"subject": subject, "temperature": temperature} | sizes(WRITTEN[subject])
             text = f"text/{subject}/T={temperature}"
-            cells.append(Cell(text, partial(continuations, device=chosen.device), common, missing(subject)))
+            add(text, continuations, common)
+            # Drawing takes tens of passes over the vocabulary and gives what the formula gives.
+            how = {"leniences": LENIENCES, "drawn": LENIENCES if subject == "austen" else LENIENCES[:1]}
             for draft in drafts:
-                # Drawing takes tens of passes over the vocabulary and gives what the formula gives.
-                drawn = LENIENCES if subject == "austen" else LENIENCES[:1]
-                settings = common | {"draft": draft, "leniences": LENIENCES, "drawn": drawn}
-                key, measure = f"alpha/{subject}/{draft}/T={temperature}", partial(alpha, device=chosen.device)
-                cells.append(Cell(key, measure, settings, missing(subject), {"written": text}))
+                settings = common | {"draft": draft} | how
+                add(f"alpha/{subject}/{draft}/T={temperature}", alpha, settings, written=text)
     common = {"subject": "austen", "temperature": 1.0} | sizes(WRITTEN["austen"])
     for draft in DRAFTS["austen"]:
         if draft != "prompt lookup":
-            measure = partial(rejection, device=chosen.device)
-            reads = {"written": "text/austen/T=1.0"}
-            cells.append(Cell(f"rejection/austen/{draft}", measure, common | {"draft": draft}, reads=reads))
+            add(f"rejection/austen/{draft}", rejection, common | {"draft": draft}, written="text/austen/T=1.0")
     for subject, providers in PROVIDERS.items():
         for temperature in TEMPERATURES:
             settings = {"subject": subject, "temperature": temperature, "providers": providers, "rounds": 3}
-            key, measure = f"speed/{subject}/T={temperature}", partial(speed, device=chosen.device)
-            cells.append(Cell(key, measure, settings | sizes(TIMED[subject]), missing(subject)))
+            add(f"speed/{subject}/T={temperature}", speed, settings | sizes(TIMED[subject]))
     return cells
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return reproduce("leviathan_measured", __doc__, cells_of, draw, arguments=arguments)
 
 
 def draw(found: dict[str, Any]) -> None:
     with figure("leviathan_table_3", len(DRAFTS), (9, 3.2), sharex=True) as axes:
         for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
             for shift, temperature in ((-0.2, 0.0), (0.2, 1.0)):
-                at_one = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
-                axis.barh(
-                    [index + shift for index in range(len(drafts))],
-                    [cell["alpha"] for cell in at_one],
-                    0.38,
-                    xerr=[cell["standard_error"] for cell in at_one],
-                    label=f"T = {temperature:.0f}",
-                )
+                cells = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
+                rates, errors = ([cell[name] for cell in cells] for name in ("alpha", "standard_error"))
+                places = [index + shift for index in range(len(drafts))]
+                axis.barh(places, rates, 0.38, xerr=errors, label=f"T = {temperature:.0f}")
             axis.set_yticks(range(len(drafts)), drafts)
             axis.invert_yaxis()
             axis.set_title(subject, fontsize="medium")
@@ -366,8 +323,7 @@ def draw(found: dict[str, Any]) -> None:
                 axis.plot([each["machine"] for each in expected], measured, marker, color=f"C{index}", label=label)
                 axis.plot([each["theorem"] for each in expected], measured, marker, color=f"C{index}", fillstyle="none")
         axis.axline((1, 1), slope=1, color="grey", linewidth=1)
-        axis.set_xlabel("predicted: theorem 3.8 (hollow), with this machine's widths (full)")
-        axis.set_ylabel("measured")
+        axis.set(xlabel="predicted: theorem 3.8 (hollow), with this machine's widths (full)", ylabel="measured")
         axis.set_title("Speed over the loop without drafts (tables 2 and 4)", fontsize="medium")
         axis.legend()
 
@@ -381,6 +337,8 @@ def draw(found: dict[str, Any]) -> None:
             axis.legend(fontsize="x-small")
         axes[0].set_ylabel("alpha at T = 1")
 
+
+main = partial(reproduce, "leviathan_measured", __doc__, cells_of, draw=draw)
 
 if __name__ == "__main__":
     main()

@@ -20,16 +20,22 @@ from typing import Any
 
 import torch
 from evidence import Cell, figure, reproduce
-from subjects import continuations, draft_law, draft_source, missing, prompts, small_model, table, target, target_logits
+from subjects import (
+    continuations,
+    draft_law,
+    draft_source,
+    missing,
+    prompts,
+    sizes,
+    small_model,
+    table,
+    target,
+    target_logits,
+)
 from torch import Tensor
 
 import torch_specops
-from torch_specops.analysis import (
-    optimal_num_draft_tokens,
-    oracle_walltime_factor,
-    token_acceptance_probability,
-    walltime_factor,
-)
+from torch_specops import analysis
 from torch_specops.drafts import ModelDraft
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.hf import TransformersModel
@@ -37,12 +43,8 @@ from torch_specops.schedules import Constant, Heuristic, Optimal, Schedule
 
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
 MOST = 40
-TRACES = {
-    "austen": ("bigram", "small model", "early exit 6"),
-    "code": ("prompt lookup", "early exit 25"),
-}
+TRACES = {"austen": ("bigram", "small model", "early exit 6"), "code": ("prompt lookup", "early exit 25")}
 WRITTEN = {"austen": (16, 64, 640), "code": (8, 64, 64)}
-SIZES = ("num_prompts", "prompt_length", "num_tokens")
 
 
 def trace(
@@ -60,7 +62,7 @@ def trace(
         p_logits = target_logits(subject, text, prompt_length)
         # With p and q in each other's place: min(1, q(y) / p(y)).
         chance = [
-            token_acceptance_probability(q_logits[rows], tokens[rows], p_logits[rows], temperature)
+            analysis.token_acceptance_probability(q_logits[rows], tokens[rows], p_logits[rows], temperature)
             for rows in torch.arange(len(tokens)).split(64)
         ]
         generator = torch.Generator(device=device).manual_seed(0)
@@ -125,7 +127,7 @@ def policies(rows: Sequence[str], costs: Sequence[float], **_: Any) -> dict[str,
     result: dict[str, Any] = {"alpha": alpha, "follows": follows.item(), "costs": []}
     for cost in costs:
         constants = [decoded(rows, Constant(count), cost) for count in range(MOST + 1)]
-        best = optimal_num_draft_tokens(alpha, cost)
+        best = analysis.optimal_num_draft_tokens(alpha, cost)
         result["costs"].append(
             {
                 "cost_ratio": cost,
@@ -135,36 +137,34 @@ def policies(rows: Sequence[str], costs: Sequence[float], **_: Any) -> dict[str,
                 "heuristic": decoded(rows, Heuristic(), cost),
                 "optimal": decoded(rows, Optimal(cost), cost),
                 "oracle": in_hindsight(rows, cost),
-                "formula_constant": walltime_factor(alpha, cost, best).item(),
+                "formula_constant": analysis.walltime_factor(alpha, cost, best).item(),
                 "formula_k": best.item(),
-                "formula_oracle": oracle_walltime_factor(alpha, cost).item(),
+                "formula_oracle": analysis.oracle_walltime_factor(alpha, cost).item(),
             }
         )
     return result
 
 
-def against_the_loop(rows: Sequence[str], num_draft_tokens: int, device: str, **text: Any) -> dict[str, float]:
+def against_the_loop(
+    rows: Sequence[str], draft: str, temperature: float, num_draft_tokens: int, device: str, **size: int
+) -> dict[str, float]:
     """Mean acceptance length: on the trace, and in the loop from the same prompts with other random numbers."""
-    decoder = torch_specops.SpeculativeDecoder(
-        target("austen", device).model,
-        draft_source("austen", text["draft"], text["temperature"], device),
-        num_draft_tokens=num_draft_tokens,
-        sampling=torch_specops.SamplingParams(temperature=text["temperature"]),
-    )
-    input_ids = prompts("austen", text["num_prompts"], text["prompt_length"]).to(device)
+    source = draft_source("austen", draft, temperature, device)
+    sampling, model = torch_specops.SamplingParams(temperature=temperature), target("austen", device).model
+    decoder = torch_specops.SpeculativeDecoder(model, source, num_draft_tokens=num_draft_tokens, sampling=sampling)
+    input_ids = prompts("austen", size["num_prompts"], size["prompt_length"]).to(device)
     seeds = 7 + torch.arange(len(input_ids))
-    stats = decoder.generate(input_ids, max_new_tokens=text["num_tokens"], seed=seeds, eos_token_id=()).stats
+    stats = decoder.generate(input_ids, max_new_tokens=size["num_tokens"], seed=seeds, eos_token_id=()).stats
     return {"trace": decoded(rows, Constant(num_draft_tokens), 0.0), "loop": stats.mean_acceptance_length}
 
 
 class Counted(TransformersModel):
-    """Counts its forwards and the tokens they read."""
+    """Counts its forwards."""
 
-    forwards = tokens_read = 0
+    forwards = 0
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         self.forwards += 1
-        self.tokens_read += tokens.shape[1]
         return super().forward(tokens, positions, num_logits)
 
 
@@ -180,22 +180,16 @@ def hierarchical(
         "with a trigram table, at most 2 forwards": lambda model: HierarchicalDraft(model, counted, num_forwards=2),
     }
     models = {name: Counted(small_model(device).model) for name in makers}
-    decoders = {
-        name: torch_specops.SpeculativeDecoder(
-            target("austen", device).model,
-            make(models[name]),
-            num_draft_tokens=num_draft_tokens,
-            sampling=torch_specops.SamplingParams(temperature=temperature),
-        )
-        for name, make in makers.items()
-    }
+    sampling = torch_specops.SamplingParams(temperature=temperature)
+    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "sampling": sampling}
+    big = target("austen", device).model
+    decoders = {name: torch_specops.SpeculativeDecoder(big, make(models[name]), **how) for name, make in makers.items()}
     rows = prompts("austen", num_prompts, prompt_length).to(device).split(1)
     results: dict[str, dict[str, Any]] = {name: {"draft": name, "seconds": []} for name in makers}
     for turn in range(4):
         names = list(makers)
         for name in names[turn:] + names[:turn]:
-            model, stats = models[name], []
-            model.forwards = model.tokens_read = 0
+            models[name].forwards, stats = 0, []
             started = time.perf_counter()
             for index, row in enumerate(rows):
                 output = decoders[name].generate(row, max_new_tokens=num_tokens, seed=[index], eos_token_id=())
@@ -203,50 +197,45 @@ def hierarchical(
             results[name]["seconds"].append(time.perf_counter() - started)
             steps = sum(each.num_steps for each in stats)
             drafts = sum(each.num_proposed for each in stats)
-            # The prompts are read by a forward each.
             results[name] |= {
                 "mean_acceptance_length": num_prompts * num_tokens / steps,
                 "drafts_per_step": drafts / steps,
-                "draft_forwards_per_step": (model.forwards - num_prompts) / steps,
+                # The prompts are read by a forward each.
+                "draft_forwards_per_step": (models[name].forwards - num_prompts) / steps,
                 "acceptance_rate": sum(each.num_accepted for each in stats) / drafts,
             }
     return list(results.values())
 
 
 def cells_of(chosen: Any) -> list[Cell]:
-    own = {"device": chosen.device}
-    cells = []
+    def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], **reads: str) -> None:
+        lacking = missing(settings.get("subject", "austen"))
+        own = measure if measure is policies else partial(measure, device=chosen.device)
+        cells.append(Cell(key, own, settings, lacking, reads))
+
+    cells: list[Cell] = []
     for subject, drafts in TRACES.items():
-        written = dict(zip(SIZES, WRITTEN[subject], strict=True))
         for temperature in (0.0, 1.0):
-            common = {"subject": subject, "temperature": temperature} | written
+            common = {"subject": subject, "temperature": temperature} | sizes(WRITTEN[subject])
             text = f"text/{subject}/T={temperature}"
-            cells.append(Cell(text, partial(continuations, **own), common, missing(subject)))
+            add(text, continuations, common)
             for draft in drafts:
                 name, settings = f"{subject}/{draft}/T={temperature}", common | {"draft": draft}
-                measure = partial(trace, **own)
-                cells.append(Cell(f"trace/{name}", measure, settings, missing(subject), {"written": text}))
-                settings, reads = settings | {"costs": COSTS}, {"rows": f"trace/{name}"}
-                cells.append(Cell(f"policies/{name}", policies, settings, missing(subject), reads))
+                add(f"trace/{name}", trace, settings, written=text)
+                add(f"policies/{name}", policies, settings | {"costs": COSTS}, rows=f"trace/{name}")
     for temperature in (0.0, 1.0):
-        sizes = dict(zip(SIZES, WRITTEN["austen"], strict=True))
-        settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5} | sizes
-        reads = {"rows": f"trace/austen/small model/T={temperature}"}
-        cells.append(Cell(f"check/T={temperature}", partial(against_the_loop, **own), settings, reads=reads))
-        sizes = {"num_prompts": 4, "prompt_length": 64, "num_tokens": 96}
-        settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes
-        cells.append(Cell(f"hierarchical/T={temperature}", partial(hierarchical, **own), settings))
+        settings = {"draft": "small model", "temperature": temperature, "num_draft_tokens": 5}
+        rows = f"trace/austen/small model/T={temperature}"
+        add(f"check/T={temperature}", against_the_loop, settings | sizes(WRITTEN["austen"]), rows=rows)
+        settings = {"temperature": temperature, "num_draft_tokens": 6} | sizes((4, 64, 96))
+        add(f"hierarchical/T={temperature}", hierarchical, settings)
     return cells
 
 
 def draw(found: dict[str, Any]) -> None:
     shown = [("austen", "small model", 1.0), ("austen", "bigram", 1.0), ("code", "prompt lookup", 0.0)]
-    names = {
-        "oracle": "oracle in hindsight",
-        "constant": "best constant",
-        "optimal": "optimal schedule",
-        "heuristic": "heuristic",
-    }
+    names = {"oracle": "oracle in hindsight", "constant": "best constant"}
+    names |= {"optimal": "optimal schedule", "heuristic": "heuristic"}
     with figure("leviathan_oracle", len(shown), (9, 3.2)) as axes:
         for axis, (subject, draft, temperature) in zip(axes, shown, strict=True):
             rows = found[f"policies/{subject}/{draft}/T={temperature}"]["costs"]
@@ -255,16 +244,13 @@ def draw(found: dict[str, Any]) -> None:
                 axis.plot(costs, [row[name] for row in rows], "o-", markersize=3, color=f"C{index}", label=label)
             for index, name in enumerate(("formula_oracle", "formula_constant")):
                 axis.plot(costs, [row[name] for row in rows], "--", linewidth=1, color=f"C{index}")
-            axis.set_xscale("log")
-            axis.set_xlabel("cost ratio c")
+            axis.set(xscale="log", xlabel="cost ratio c")
             axis.set_title(f"{subject}, {draft}, T = {temperature:.0f}", fontsize="medium")
         axes[0].set_ylabel("speed; dashed: formulas")
         axes[0].legend(fontsize="x-small")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return reproduce("leviathan_oracle", __doc__, cells_of, draw, arguments=arguments)
-
+main = partial(reproduce, "leviathan_oracle", __doc__, cells_of, draw=draw)
 
 if __name__ == "__main__":
     main()

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from evidence import Cell, figure, reproduce
 from torch import Tensor
 
-from torch_specops.analysis import (
-    expected_tokens_per_step,
-    operations_factor,
-    optimal_num_draft_tokens,
-    oracle_walltime_factor,
-    walltime_factor,
-)
+from torch_specops import analysis
+from torch_specops.analysis import operations_factor, optimal_num_draft_tokens, walltime_factor
 
 # Table 1: alpha, gamma, operations, speed.
 TABLE_1 = [
@@ -61,85 +57,60 @@ def grid(num_points: int, highest: float = 1.0) -> Tensor:
     return torch.linspace(0, highest, num_points, dtype=torch.float64)
 
 
-def rounded(values: Tensor, digits: int = 4) -> list[Any]:
-    return [[round(value, digits) for value in row] for row in values.tolist()]
+def rounded(values: Tensor) -> Any:
+    """The numbers of a tensor, with four digits behind the point."""
+    return values.round(decimals=4).tolist()
 
 
 def figure_2(gammas: Sequence[int], num_points: int) -> dict[str, Any]:
     alpha = grid(num_points)
-    tokens = expected_tokens_per_step(alpha, torch.tensor(gammas).unsqueeze(1))
-    return {"alpha": rounded(alpha.unsqueeze(0))[0], "gammas": gammas, "expected_tokens_per_step": rounded(tokens)}
+    tokens = analysis.expected_tokens_per_step(alpha, torch.tensor(gammas).unsqueeze(1))
+    return {"alpha": rounded(alpha), "gammas": gammas, "expected_tokens_per_step": rounded(tokens)}
 
 
 def figure_3(costs: Sequence[float], num_points: int, highest: float) -> dict[str, Any]:
     alpha = grid(num_points, highest)
     best = optimal_num_draft_tokens(alpha, torch.tensor(costs, dtype=torch.float64).unsqueeze(1))
-    return {"alpha": rounded(alpha.unsqueeze(0))[0], "costs": costs, "optimal_num_draft_tokens": best.tolist()}
+    return {"alpha": rounded(alpha), "costs": costs, "optimal_num_draft_tokens": best.tolist()}
 
 
 def figure_4(gammas: Sequence[int], num_points: int) -> dict[str, Any]:
     alpha, counts = grid(num_points), torch.tensor(gammas).unsqueeze(1)
-    return {
-        "alpha": rounded(alpha.unsqueeze(0))[0],
-        "gammas": gammas,
-        "walltime_factor": rounded(walltime_factor(alpha, 0.0, counts)),
-        "operations_factor": rounded(operations_factor(alpha, 0.0, counts)),
-    }
+    factors = {f.__name__: rounded(f(alpha, 0.0, counts)) for f in (walltime_factor, operations_factor)}
+    return {"alpha": rounded(alpha), "gammas": gammas, **factors}
 
 
 def table_1() -> list[dict[str, float]]:
     rows = []
     for alpha, gamma, operations, speed in TABLE_1:
-        ours = {
-            "operations": operations_factor(alpha, 0.0, gamma).item(),
-            "speed": walltime_factor(alpha, 0.0, gamma).item(),
-        }
+        ours = {"operations": operations_factor(alpha, 0.0, gamma).item()}
+        ours["speed"] = walltime_factor(alpha, 0.0, gamma).item()
         rows.append({"alpha": alpha, "gamma": gamma, **ours, "paper_operations": operations, "paper_speed": speed})
     return rows
 
 
-def within_rounding(alpha: float, cost: float, gamma: int) -> tuple[float, float]:
-    """The least and greatest factor of any alpha and c that print as these two with two decimals."""
-    low = walltime_factor(max(alpha - 0.005, 0.0), cost + 0.005, gamma).item()
-    return low, walltime_factor(min(alpha + 0.005, 1.0), max(cost - 0.005, 0.0), gamma).item()
-
-
 def table_4() -> list[dict[str, Any]]:
-    """The column "expected": theorem 3.8 from the printed alpha, c and gamma."""
+    """The column "expected": theorem 3.8 from the printed alpha, c and gamma; and the least and greatest factor of any
+    alpha and c that print as these two with two decimals."""
     rows = []
     for task, draft, temperature, gamma, alpha, cost, expected, measured in TABLE_4:
-        low, high = within_rounding(alpha, cost, gamma)
-        rows.append(
-            {
-                "task": task,
-                "draft": draft,
-                "temperature": temperature,
-                "gamma": gamma,
-                "expected": walltime_factor(alpha, cost, gamma).item(),
-                "within_rounding": [low, high],
-                "optimal_gamma": optimal_num_draft_tokens(alpha, cost).item(),
-                "paper_expected": expected,
-                "paper_measured": measured,
-            }
-        )
+        low = walltime_factor(max(alpha - 0.005, 0.0), cost + 0.005, gamma).item()
+        high = walltime_factor(min(alpha + 0.005, 1.0), max(cost - 0.005, 0.0), gamma).item()
+        ours = {"expected": walltime_factor(alpha, cost, gamma).item(), "within_rounding": [low, high]}
+        ours["optimal_gamma"] = optimal_num_draft_tokens(alpha, cost).item()
+        row = {"task": task, "draft": draft, "temperature": temperature, "gamma": gamma, **ours}
+        rows.append(row | {"paper_expected": expected, "paper_measured": measured})
     return rows
 
 
 def lenience(rows: Sequence[Sequence[float]], cost: float, gamma: int | None) -> list[dict[str, Any]]:
     """Factors from the alphas of appendix A.5; without a gamma the best one, and the alpha rounded in its favour."""
     found = []
-    for each, alpha, factor in rows:
+    for each, alpha, paper in rows:
         count = optimal_num_draft_tokens(alpha, cost).item() if gamma is None else gamma
-        found.append(
-            {
-                "lenience": each,
-                "alpha": alpha,
-                "gamma": count,
-                "factor": walltime_factor(alpha, cost, count).item(),
-                "factor_at_alpha_rounded_up": walltime_factor(alpha + 0.005, cost, count).item(),
-                "paper_factor": factor,
-            }
-        )
+        factor, up = (walltime_factor(rate, cost, count).item() for rate in (alpha, alpha + 0.005))
+        row = {"lenience": each, "alpha": alpha, "gamma": count, "factor": factor}
+        found.append(row | {"factor_at_alpha_rounded_up": up, "paper_factor": paper})
     return found
 
 
@@ -154,17 +125,10 @@ def oracle(costs: Sequence[float], num_points: int) -> list[dict[str, float]]:
     rows = []
     for cost in costs:
         best = optimal_num_draft_tokens(alpha, cost)
-        gain = oracle_walltime_factor(alpha, cost) / walltime_factor(alpha, cost, best)
-        where = int(gain.argmax())
-        rows.append(
-            {
-                "cost_ratio": cost,
-                "gain": gain[where].item() - 1,
-                "alpha": alpha[where].item(),
-                "gamma": best[where].item(),
-                "paper_gain": 0.6,
-            }
-        )
+        gain = analysis.oracle_walltime_factor(alpha, cost) / walltime_factor(alpha, cost, best)
+        at = int(gain.argmax())
+        row = {"cost_ratio": cost, "gain": gain[at].item() - 1, "alpha": alpha[at].item(), "gamma": best[at].item()}
+        rows.append(row | {"paper_gain": 0.6})
     return rows
 
 
@@ -173,8 +137,7 @@ def draw(found: dict[str, Any]) -> None:
     def labelled(name: str, title: str, ylabel: str) -> Iterator[Any]:
         with figure(name, size=(5, 3.2)) as axis:
             axis.set_title(title, fontsize="medium")
-            axis.set_xlabel("alpha")
-            axis.set_ylabel(ylabel)
+            axis.set(xlabel="alpha", ylabel=ylabel)
             axis.grid(alpha=0.3)
             yield axis
             axis.legend()
@@ -212,9 +175,7 @@ def cells_of(_: Any) -> list[Cell]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return reproduce("leviathan_theory", __doc__, cells_of, draw, arguments=arguments)
-
+main = partial(reproduce, "leviathan_theory", __doc__, cells_of, draw=draw)
 
 if __name__ == "__main__":
     main()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+from evidence import RESULTS
 from leviathan_measured import DRAFTS, TEMPERATURES, predictions
 from leviathan_oracle import TRACES, percentiles
 from markdown_table import table
 from wagner_methods import BASELINE, GAMMAS, METHODS
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "evidence"
 LEVIATHAN = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
 SCRIPTS = (*LEVIATHAN, "wagner_text", "wagner_asr", "wagner_memory", "chen")
 NOT_RUN = "not run"
@@ -24,11 +21,11 @@ Found: TypeAlias = "dict[str, dict[str, Any]]"
 Rows: TypeAlias = "Iterator[Mapping[str, Any]]"
 
 
-def load(kind: str = "") -> Found:
+def load() -> Found:
     """The results of every script; none of a script that was not run."""
     found: Found = {"seconds": {}}
     for script in SCRIPTS:
-        path = RESULTS / (f"{script}-{kind}.json" if kind else f"{script}.json")
+        path = RESULTS / f"{script}.json"
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else {}
         found[script] = {key: cell["result"] for key, cell in cells.items()}
         found["seconds"][script] = [cell["seconds"] for cell in cells.values()]
@@ -47,11 +44,16 @@ class Table:
         return table(self.header, self.line, self.rows(found), NOT_RUN)
 
 
-def starting(found: Found, script: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every cell of a script whose key begins so: the rest of the key, and the result."""
+def starting(found: Found, script: str, prefix: str) -> Iterator[tuple[list[str], Any]]:
+    """Every cell of a script whose key begins so: the parts of the rest of the key, and the result."""
     for key, own in found[script].items():
         if key.startswith(prefix):
-            yield key.removeprefix(prefix), own
+            yield key.removeprefix(prefix).split("/"), own
+
+
+def each(form: str, names: Iterable[str], between: str = " | ") -> str:
+    """The same cell for every name, which stands for "@"."""
+    return between.join(form.replace("@", name) for name in names)
 
 
 # Chen et al.
@@ -60,19 +62,15 @@ MEASURES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "nats": "nats per byte", "
 
 
 def chen_quality(found: Found) -> Rows:
-    for key, own in starting(found, "chen", "quality/"):
-        subject, law = key.split("/")
-        plain, timed = found["chen"].get(f"speed/{key}", {"": None, "K": None}).values()
-        for name in (name for name in MEASURES if name in own):
-            one = {"subject": subject, "law": law, "own": own, "plain": plain, "timed": timed}
-            yield one | {"measure": MEASURES[name], "value": own[name]}
+    for (subject, law), own in starting(found, "chen", "quality/"):
+        plain, timed = found["chen"].get(f"speed/{subject}/{law}", {"": None, "K": None}).values()
+        one = {"subject": subject, "law": law, "own": own, "plain": plain, "timed": timed}
+        yield from (one | {"measure": MEASURES[name], "value": own[name]} for name in MEASURES if name in own)
 
 
 def chen_speed(found: Found) -> Rows:
-    for key, own in starting(found, "chen", "figure 1/"):
-        subject, law = key.split("/")
-        for number, one in own.items():
-            yield one | {"subject": subject, "law": law, "K": number}
+    for (subject, law), own in starting(found, "chen", "figure 1/"):
+        yield from (one | {"subject": subject, "law": law, "K": number} for number, one in own.items())
 
 
 CHEN = {
@@ -115,25 +113,26 @@ def by_draft(found: Found) -> Rows:
 def speeds(found: Found) -> Rows:
     """Every provider that was timed: what was measured, and what theorem 3.8 predicts."""
     measured = found["leviathan_measured"]
-    for key, own in starting(found, "leviathan_measured", "speed/"):
-        subject, temperature = key.split("/T=")
+    for (subject, temperature), own in starting(found, "leviathan_measured", "speed/"):
         for provider in own["providers"]:
-            if f"alpha/{subject}/{provider['draft']}/T={temperature}" in measured:
-                expected = predictions(measured, subject, float(temperature), provider)
-                yield provider | {"subject": subject, "T": float(temperature), "expected": expected}
+            if f"alpha/{subject}/{provider['draft']}/{temperature}" in measured:
+                t = float(temperature.removeprefix("T="))
+                expected = predictions(measured, subject, t, provider)
+                shares = {f"of_{name}": provider["speed"] / expected[name] for name in ("theorem", "machine")}
+                yield provider | shares | {"subject": subject, "T": t, "expected": expected}
 
 
 def policies(found: Found) -> Rows:
     names = ((subject, draft, t) for subject, drafts in TRACES.items() for draft in drafts for t in TEMPERATURES)
     for subject, draft, temperature in names:
         own = found["leviathan_oracle"].get(f"policies/{subject}/{draft}/T={temperature}", {"costs": [{}]})
-        for each in own["costs"]:
-            named = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
-            if not each:
+        named = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
+        for cost in own["costs"]:
+            if not cost:
                 yield named
-            elif each["cost_ratio"] in (0.01, 0.05, 0.2):
-                gain = 100 * (each["oracle"] / each["constant"] - 1)
-                yield each | named | {"alpha": own["alpha"], "follows": own["follows"], "gain": gain}
+            elif cost["cost_ratio"] in (0.01, 0.05, 0.2):
+                gain = 100 * (cost["oracle"] / cost["constant"] - 1)
+                yield cost | named | {"alpha": own["alpha"], "follows": own["follows"], "gain": gain}
 
 
 def checks(found: Found) -> Rows:
@@ -142,17 +141,19 @@ def checks(found: Found) -> Rows:
 
 
 def hierarchical(found: Found) -> Rows:
-    for temperature, own in starting(found, "leviathan_oracle", "hierarchical/T="):
-        for each in own:
-            ratios = sorted(a / b for a, b in zip(own[0]["seconds"], each["seconds"], strict=True))
+    for (temperature,), own in starting(found, "leviathan_oracle", "hierarchical/T="):
+        for draft in own:
+            ratios = sorted(a / b for a, b in zip(own[0]["seconds"], draft["seconds"], strict=True))
             middle = sum(ratios[len(ratios) // 2 - 1 : len(ratios) // 2 + 1]) / 2
-            yield each | {"T": temperature[0], "low": ratios[0], "middle": middle, "high": ratios[-1]}
+            yield draft | {"T": temperature[0], "low": ratios[0], "middle": middle, "high": ratios[-1]}
 
 
-def lenient(which: str) -> str:
-    return " | ".join(f"{{{which}[{lenience}][alpha]:.2f}}" for lenience in ("1.0", "0.5", "0.3", "0.1"))
+def rejections(found: Found) -> Rows:
+    for (draft,), own in starting(found, "leviathan_measured", "rejection/austen/"):
+        yield own | {"draft": draft}
 
 
+LENIENT = each("{@:.2f}", (f"which[{lenience}][alpha]" for lenience in ("1.0", "0.5", "0.3", "0.1")))
 LEVIATHAN_TABLES = {
     "table 1": Table(
         "alpha | gamma | operations | paper | speed | paper",
@@ -177,16 +178,16 @@ LEVIATHAN_TABLES = {
     ),
     "table 5": Table(
         "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1 | total variation from p at 0.5, 0.3, 0.1",
-        "{subject} | {draft} | " + lenient("warm") + " | {apart}",
+        "{subject} | {draft} | " + LENIENT.replace("which", "warm") + " | {apart}",
         by_draft,
     ),
     "table 5, greedy": Table(
-        "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1", "{subject} | {draft} | " + lenient("cold"), by_draft
+        "target, text | draft | l = 1 | 0.5 | 0.3 | 0.1",
+        "{subject} | {draft} | " + LENIENT.replace("which", "cold"),
+        by_draft,
     ),
     "appendix A.2": Table(
-        "draft | min(1, p / q) | one round of rejection sampling",
-        "{draft} | {alpha:.3f} | {rejection:.4f}",
-        lambda found: [own | {"draft": key} for key, own in starting(found, "leviathan_measured", "rejection/austen/")],
+        "draft | min(1, p / q) | one round of rejection sampling", "{draft} | {alpha:.3f} | {rejection:.4f}", rejections
     ),
     "section 3.5": Table(
         "target, text | draft | T | alpha, follows | c | best constant | formula | heuristic | optimal | oracle"
@@ -230,12 +231,11 @@ def wagner_quality(found: Found) -> Rows:
         for method in METHODS:
             one = {"subject": subject, "method": method, "own": own.get(method), "base": own.get(BASELINE)}
             if own:
-                form = "WER {quality:.3f}"
-                if subject not in SPEECH:
-                    form = "ROUGE-1 {quality:.3f} +- {quality_error:.3f}, {nats:.2f} nats"
-                one["quality"] = form.format_map(own[method])
-                for field in ("seconds", "step_ms_median"):
-                    one[field] = "" if method == BASELINE else f"{less(own[method], own[BASELINE], field):.1f}"
+                form = "ROUGE-1 {quality:.3f} +- {quality_error:.3f}, {nats:.2f} nats"
+                one["quality"] = ("WER {quality:.3f}" if subject in SPEECH else form).format_map(own[method])
+                one["step_less"] = less(own[method], own[BASELINE], "step_ms_median")
+                one["seconds"] = f"{less(own[method], own[BASELINE], 'seconds'):.1f}" * (method != BASELINE)
+                one["step"] = f"{one['step_less']:.1f}" * (method != BASELINE)
             yield one
 
 
@@ -243,20 +243,17 @@ def wagner_wall(found: Found) -> Rows:
     for subject in SUBJECTS:
         own = of(found, "main", subject)
         one = {"subject": subject} | own
-        for method in METHODS if own else ():
-            one[f"{method}, less"] = less(own[method], own[BASELINE], "wall_seconds")
         if own:
+            one |= {f"{method}, less": less(own[method], own[BASELINE], "wall_seconds") for method in METHODS}
             one["share"] = 100 * own[BASELINE]["seconds"] / own[BASELINE]["wall_seconds"]
         yield one
 
 
 def wagner_gammas(found: Found) -> Rows:
-    for subject in ("librivox", "austen", "topics"):
-        for gamma in GAMMAS:
-            one: dict[str, Any] = {"subject": subject, "gamma": gamma}
-            for method, own in of(found, "gamma", subject, f"/{gamma}").items():
-                one[method] = own | {"rate": own["accepted"] / own["drafted"]}
-            yield one
+    for subject, gamma in ((subject, gamma) for subject in ("librivox", "austen", "topics") for gamma in GAMMAS):
+        cells = of(found, "gamma", subject, f"/{gamma}").items()
+        rates = {method: own | {"rate": own["accepted"] / own["drafted"]} for method, own in cells}
+        yield {"subject": subject, "gamma": gamma} | rates
 
 
 def wagner_scales(found: Found) -> Rows:
@@ -267,21 +264,24 @@ def wagner_scales(found: Found) -> Rows:
         kind, more = ("alone", "/draft") if subject in SPEECH else ("draft alone", "")
         alone = of(found, kind, subject, more)
 
-        def line(what: str, values: Iterable[str], subject: str = "", alone: str = "") -> dict[str, str]:
-            return {"subject": subject, "what": what, **dict(zip(names, values, strict=False)), "alone": alone}
-
+        measure = "WER" if subject in SPEECH else "ROUGE-1"
         if not own:
-            yield {"subject": subject, "what": "WER" if subject in SPEECH else "ROUGE-1"}
+            yield {"subject": subject, "what": measure}
             continue
-        qualities = [f"{own[name]['quality']:.3f}" for name in names]
-        worst = f"{alone['quality']:.3f}" if alone else ""
-        yield line("WER" if subject in SPEECH else "ROUGE-1", qualities, subject, worst)
+        cells = {}
+        for name in names:
+            times = {field: less(own[name], own[BASELINE], field) for field in ("seconds", "step_ms_median")}
+            cells[name] = own[name] | times | {"rate": own[name]["accepted"] / own[name]["drafted"]}
+
+        def line(what: str, form: str, alone: Mapping[str, Any], subject: str = "", cells: Any = cells) -> Any:
+            values = {name: form.format_map(cells[name]) for name in names}
+            return {"subject": subject, "what": what, **values, "alone": form.format_map(alone) if alone else ""}
+
+        yield line(measure, "{quality:.3f}", alone, subject)
         if subject not in SPEECH:
-            nats = [f"{own[name]['nats']:.2f}" for name in names]
-            yield line("nats per token under the target", nats, alone=f"{alone['nats']:.2f}" if alone else "")
-        times = [[less(own[name], own[BASELINE], field) for field in ("seconds", "step_ms_median")] for name in SCALES]
-        yield line("time, % less (median step)", ["", *(f"{whole:.1f} ({step:.1f})" for whole, step in times)])
-        yield line("accepted", [f"{own[name]['accepted'] / own[name]['drafted']:.3f}" for name in names])
+            yield line("nats per token under the target", "{nats:.2f}", alone)
+        yield line("time, % less (median step)", "{seconds:.1f} ({step_ms_median:.1f})", {}) | {BASELINE: ""}
+        yield line("accepted", "{rate:.3f}", {})
 
 
 def wagner_laws(found: Found) -> Rows:
@@ -291,39 +291,32 @@ def wagner_laws(found: Found) -> Rows:
 
 
 def wagner_pairs(found: Found) -> Rows:
+    early = "SmolLM2-135M-Instruct, its first 28 of 30 layers"
     described = {
         "librivox": ("Whisper base, tiny.en in the target's vocabulary", "5 clips that people read, 3 seeds"),
         "espeak": ("the same", "6 sentences that espeak-ng speaks"),
         "austen": ("the byte-level pair of the package", "16 continuations of 100 bytes"),
-        "topics": (
-            "SmolLM2-135M-Instruct, its first 28 of 30 layers",
-            '4 topics of Python\'s help and "Summary:", 24 tokens',
-        ),
+        "topics": (early, '4 topics of Python\'s help and "Summary:", 24 tokens'),
     }
     for subject, (models, text) in described.items():
         yield {"subject": subject, "models": models, "text": text} | of(found, "laws", subject, "/top_k=0")
 
 
 def wagner_peaks(found: Found) -> Rows:
-    for name, own in starting(found, "wagner_memory", "figures 4, 5/"):
+    for (name,), own in starting(found, "wagner_memory", "figures 4, 5/"):
         for method in METHODS:
             yield {"name": name, "method": method} | {f"at {n}": peak / 1e6 for n, peak in own[method].items()}
 
 
 def wagner_rates(found: Found) -> Rows:
-    for name, own in starting(found, "wagner_memory", "table 3/"):
+    for (name,), own in starting(found, "wagner_memory", "table 3/"):
         yield {"name": name} | {method: one | {"MB": one["bytes"] / 1e6} for method, one in own.items()}
 
 
 def wagner_calls(found: Found) -> Rows:
-    for name, own in starting(found, "wagner_text", "calls/"):
+    for (name,), own in starting(found, "wagner_text", "calls/"):
         for number in own[BASELINE]:
             yield {"name": name, "number": number} | {method: own[method][number] for method in METHODS}
-
-
-def each(form: str, names: Iterable[str]) -> str:
-    """The same cell for every name, which stands for "@"."""
-    return " | ".join(form.replace("@", name) for name in names)
 
 
 WAGNER = {
@@ -335,7 +328,7 @@ WAGNER = {
     "table 1": Table(
         " | method | quality | time in the sampling function, % less | median step, % less"
         " | texts equal to transformers'",
-        "{subject} | {method} | {quality} | {seconds} | {step_ms_median} | {own[identical]} of {base[identical]}",
+        "{subject} | {method} | {quality} | {seconds} | {step} | {own[identical]} of {base[identical]}",
         wagner_quality,
     ),
     "table 3": Table(

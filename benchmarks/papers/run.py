@@ -14,23 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 COMMON = ("rich", "matplotlib", "transformers")
-# What each script imports beside torch. A cell that needs more says so itself.
-NEEDS = {
-    "leviathan_theory": COMMON,
-    "leviathan_measured": COMMON,
-    "leviathan_oracle": COMMON,
-    "wagner_text": (*COMMON, "rouge_score"),
-    "wagner_asr": (*COMMON, "jiwer"),
-    "wagner_memory": COMMON,
-    "chen": (*COMMON, "rouge_score"),
-    "tables": COMMON,
-}
+# What a script imports beside torch and these. A cell that needs more says so itself.
+NEEDS = {"leviathan_theory": [], "leviathan_measured": [], "leviathan_oracle": [], "wagner_text": ["rouge_score"]}
+NEEDS |= {"wagner_asr": ["jiwer"], "wagner_memory": [], "chen": ["rouge_score"], "tables": []}
 
 
 def missing(script: str) -> list[str]:
-    return [package for package in NEEDS[script] if importlib.util.find_spec(package) is None]
+    return [package for package in (*COMMON, *NEEDS[script]) if importlib.util.find_spec(package) is None]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     for script in parser.parse_args(arguments).only:
         if missing(script):
             print(f"{script}: not run, not installed: {', '.join(missing(script))} (the extra `evidence`)", flush=True)
-        elif subprocess.run([sys.executable, str(HERE / f"{script}.py")]).returncode != 0:
+        elif subprocess.run([sys.executable, str(Path(__file__).with_name(f"{script}.py"))]).returncode != 0:
             failed.append(script)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

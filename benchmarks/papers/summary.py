@@ -1,39 +1,41 @@
-"""The numbers in the table of docs/evidence.md, which has a line for every table and figure of the papers."""
+"""The numbers in the table of docs/evidence.md, which has a line for every table and figure of the papers. They are
+written from the rows of the tables in `pages.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from leviathan_oracle import percentiles
-from pages import NOT_RUN, SPEECH, SUBJECTS, Found, less, speeds, starting
+from pages import CHEN, LEVIATHAN_TABLES, NOT_RUN, SPEECH, SUBJECTS, WAGNER, Found, Table, each, of, starting
 from wagner_methods import BASELINE, EXACT, GAMMAS, METHODS, SIGMOID, UNIFORM
 
 TEXT = ("austen", "topics")
 
 
-def span(values: Iterable[float], digits: int = 2) -> str:
+def span(numbers: Iterable[str]) -> str:
     """ "low to high", or the number if all are the same."""
-    numbers = sorted(values)
-    low, high = f"{numbers[0]:.{digits}f}", f"{numbers[-1]:.{digits}f}"
-    return low if low == high else f"{low} to {high}"
+    ordered = sorted(numbers, key=float)
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
-def of_subjects(found: Found, kind: str, more: str = "", subjects: Iterable[str] = SUBJECTS) -> dict[str, Any]:
-    scripts = {subject: "wagner_asr" if subject in SPEECH else "wagner_text" for subject in subjects}
-    return {subject: found[script][f"{kind}/{subject}{more}"] for subject, script in scripts.items()}
+def over(rows: Iterable[Mapping[str, Any]], form: str) -> str:
+    """The format string with the span over all rows for each of its fields."""
+    every = list(rows)
+    return re.sub(r"\{.+?\}", lambda field: span(field[0].format_map(row) for row in every), form)
 
 
-def percent_less(cells: Mapping[str, Any], method: str, field: str) -> str:
-    """Less than the baseline, over the subjects."""
-    return f"{span((less(own[method], own[BASELINE], field) for own in cells.values()), 0)} % less"
+def spans(table: Table, form: str) -> Callable[[Found], str]:
+    return lambda found: over(table.rows(found), form)
 
 
 def wagner_table_1(found: Found) -> str:
-    cells = of_subjects(found, "main")
+    cells = {subject: of(found, "main", subject) for subject in SUBJECTS}
     same, texts = (sum(own[method]["identical"] for own in cells.values()) for method in (EXACT, BASELINE))
-    large = {subject: own for subject, own in cells.items() if subject != "austen"}
-    step = {method: percent_less(large, method, "step_ms_median") for method in METHODS}
+    rows = [row for row in WAGNER["table 1"].rows(found) if row["subject"] != "austen"]
+    less = {method: [row for row in rows if row["method"] == method] for method in METHODS}
+    step = {method: over(less[method], "{step_less:.0f} % less") for method in (EXACT, UNIFORM, SIGMOID)}
 
     def change(subjects: Iterable[str]) -> str:
         values = [cells[subject][SIGMOID]["quality"] - cells[subject][BASELINE]["quality"] for subject in subjects]
@@ -47,65 +49,39 @@ def wagner_table_1(found: Found) -> str:
 
 
 def wagner_tables_2_7(found: Found) -> str:
-    cells, laws = of_subjects(found, "scales"), of_subjects(found, "laws", "/top_k=0")
+    cells = {subject: of(found, "scales", subject) for subject in SUBJECTS}
+    laws = [of(found, "laws", subject, "/top_k=0") for subject in SUBJECTS]
 
     def change(subjects: Iterable[str]) -> str:
         base = " and ".join(f"{cells[subject][BASELINE]['quality']:.2f}" for subject in subjects)
-        scaled = (own["quality"] for subject in subjects for name, own in cells[subject].items() if name != BASELINE)
-        return f"{base} -> {span(scaled)}"
+        scaled = (own for subject in subjects for name, own in cells[subject].items() if name != BASELINE)
+        return f"{base} -> {over(scaled, '{quality:.2f}')}"
 
     # How much of the draft's distance from the target is left.
-    left = span(
-        own[f"sigmoid, +-{scale}"]["distance"] / own["the draft alone"]["distance"]
-        for own in laws.values()
-        for scale in (10, 1000, 10000, 100000)
-    )
+    scales = [f"sigmoid, +-{scale}" for scale in (10, 1000, 10000, 100000)]
+    shares = (law[name]["distance"] / law["the draft alone"]["distance"] for law in laws for name in scales)
+    left = span(f"{share:.2f}" for share in shares)
     return (
         f"WER {change(SPEECH)}; ROUGE-1 {change(TEXT)}; at every scale the law is {left} of the draft's distance away "
         "from the target's"
     )
 
 
-def wagner_table_3(found: Found) -> str:
-    cells = [own for _, own in starting(found, "wagner_memory", "table 3/")]
-    return ", ".join(f"{name} {span(own[name]['gb_per_s'] for own in cells)}" for name in (*METHODS, "copy_")) + " GB/s"
-
-
-def wagner_table_5(found: Found) -> str:
-    cells = of_subjects(found, "main")
-    parts = [f"{method} {percent_less(cells, method, 'wall_seconds')}" for method in (EXACT, UNIFORM, SIGMOID)]
-    share = span((100 * own[BASELINE]["seconds"] / own[BASELINE]["wall_seconds"] for own in cells.values()), 1)
-    return f"{', '.join(parts)}; the sampling function is {share} % of the time"
-
-
-def wagner_table_6(found: Found) -> str:
-    cells = of_subjects(found, "main").values()
-    return ", ".join(f"{method} {span(own[method]['step_ms_median'] for own in cells)} ms" for method in METHODS)
-
-
-def gammas(found: Found, subject: str) -> list[Any]:
-    return [of_subjects(found, "gamma", f"/{gamma}", [subject])[subject] for gamma in GAMMAS]
-
-
 def wagner_table_8(found: Found) -> str:
     parts = []
     for subject in ("librivox", "austen", "topics"):
-        cells = gammas(found, subject)
-        verb = "equal" if all(own[EXACT]["accepted"] == own[BASELINE]["accepted"] for own in cells) else "not equal"
-        base, sigmoid = (
-            span(own[method]["accepted"] / own[method]["drafted"] for own in cells) for method in (BASELINE, SIGMOID)
-        )
-        parts.append(f"{subject}: baseline and exact {verb}, {base}; sigmoid {sigmoid}")
+        rows = [row for row in WAGNER["table 8"].rows(found) if row["subject"] == subject]
+        verb = "equal" if all(row[EXACT]["accepted"] == row[BASELINE]["accepted"] for row in rows) else "not equal"
+        rates = over(rows, f"{{{BASELINE}[rate]:.2f}}; sigmoid {{{SIGMOID}[rate]:.2f}}")
+        parts.append(f"{subject}: baseline and exact {verb}, {rates}")
     return "; ".join(parts)
 
 
 def wagner_figure_3(found: Found) -> str:
-    parts = []
-    for method in METHODS:
-        both = (gammas(found, subject) for subject in ("librivox", "topics"))
-        growth = span(cells[-1][method]["step_ms_median"] / cells[0][method]["step_ms_median"] for cells in both)
-        parts.append(f"{method} {growth}")
-    return f"median step at gamma 20 over 1 (V = 50k): {', '.join(parts)}"
+    texts, ends = ("librivox", "topics"), (GAMMAS[0], GAMMAS[-1])
+    cells = [[of(found, "gamma", text, f"/{gamma}") for gamma in ends] for text in texts]
+    growth = [{m: last[m]["step_ms_median"] / first[m]["step_ms_median"] for m in METHODS} for first, last in cells]
+    return f"median step at gamma 20 over 1 (V = 50k): {over(growth, each('@ {@:.2f}', METHODS, ', '))}"
 
 
 def peaks_of(*names: str) -> Callable[[Found], str]:
@@ -113,7 +89,7 @@ def peaks_of(*names: str) -> Callable[[Found], str]:
         parts = []
         for name in names:
             own = found["wagner_memory"][f"figures 4, 5/{name}"]
-            peaks = ", ".join(span((peak / 1e6 for peak in own[method].values()), 1) for method in METHODS)
+            peaks = ", ".join(span(f"{peak / 1e6:.1f}" for peak in own[method].values()) for method in METHODS)
             parts.append(f"{name} {peaks}")
         return f"peak of a call for {', '.join(METHODS)}, gamma 1 to 20, MB: {'; '.join(parts)}"
 
@@ -128,54 +104,38 @@ def leviathan_table_1(found: Found) -> str:
 
 def leviathan_table_2(found: Found) -> str:
     best: dict[str, Mapping[str, Any]] = {}
-    for own in speeds(found):
-        text = f"{own['subject']}, T = {own['T']:.0f}"
-        best[text] = max(best.get(text, own), own, key=lambda each: each["speed"])
-    parts = (
-        f"{text}: {own['speed']:.2f} ({own['draft']}, K = {own['num_draft_tokens']})" for text, own in best.items()
-    )
-    return "best: " + "; ".join(parts)
-
-
-def alphas(found: Found, subject: str, draft: str, temperature: float) -> Any:
-    return found["leviathan_measured"][f"alpha/{subject}/{draft}/T={temperature}"]
+    for own in LEVIATHAN_TABLES["tables 2 and 4"].rows(found):
+        text = "{subject}, T = {T:.0f}".format_map(own)
+        best[text] = max(best.get(text, own), own, key=lambda row: row["speed"])
+    form = "{speed:.2f} ({draft}, K = {num_draft_tokens})"
+    return "best: " + "; ".join(f"{text}: {form.format_map(own)}" for text, own in best.items())
 
 
 def leviathan_table_3(found: Found) -> str:
-    def both(subject: str, draft: str) -> str:
-        return " and ".join(f"{alphas(found, subject, draft, t)['1.0']['alpha']:.2f}" for t in (0.0, 1.0))
+    rows = {(row["subject"], row["draft"]): row for row in LEVIATHAN_TABLES["table 3"].rows(found)}
 
-    texts = {"austen": "bytes", "prose": "prose", "code": "code"}
-    parts = [
-        f"{draft} " + ", ".join(f"{both(subject, draft)} ({text})" for subject, text in texts.items())
-        for draft in ("unigram", "bigram")
-    ]
-    return f"T = 0 and 1: {'; '.join(parts)}; small model {both('austen', 'small model')}"
+    def both(draft: str, *subjects: str) -> str:
+        form = "{cold[1.0][alpha]:.2f} and {warm[1.0][alpha]:.2f}"
+        named = {"austen": " (bytes)", "prose": " (prose)", "code": " (code)"} if len(subjects) > 1 else {}
+        return f"{draft} " + ", ".join(form.format_map(rows[each, draft]) + named.get(each, "") for each in subjects)
 
-
-def leviathan_table_4(found: Found) -> str:
-    theorem, machine = (
-        span(own["speed"] / own["expected"][name] for own in speeds(found)) for name in ("theorem", "machine")
-    )
-    return f"{theorem} of the theorem; {machine} of it with the measured widths of forwards"
+    tables = "; ".join(both(draft, "austen", "prose", "code") for draft in ("unigram", "bigram"))
+    return f"T = 0 and 1: {tables}; {both('small model', 'austen')}"
 
 
 def leviathan_table_5(found: Found) -> str:
-    def at_leniences(draft: str, field: str, leniences: Iterable[str]) -> str:
-        return ", ".join(f"{alphas(found, 'austen', draft, 1.0)[lenience][field]:.2f}" for lenience in leniences)
-
-    leniences = ("1.0", "0.5", "0.3", "0.1")
-    bigram, small = (at_leniences(draft, "alpha", leniences) for draft in ("bigram", "small model"))
-    apart = at_leniences("small model", "total_variation", leniences[1:])
+    rows = {row["draft"]: row for row in LEVIATHAN_TABLES["table 5"].rows(found) if row["subject"] == "austen"}
+    bigram, small = (
+        each("{warm[@][alpha]:.2f}", ("1.0", "0.5", "0.3", "0.1"), ", ").format_map(rows[draft])
+        for draft in ("bigram", "small model")
+    )
+    apart = rows["small model"]["apart"]
     return f"austen: bigram {bigram}; small model {small}, at a total variation of {apart} from p"
 
 
 def leviathan_appendix_a_2(found: Found) -> str:
-    parts = [
-        f"{key} {own['alpha']:.2f} and {own['rejection']:.4f}"
-        for key, own in starting(found, "leviathan_measured", "rejection/austen/")
-    ]
-    return f"austen, T = 1: {', '.join(parts)}" if parts else ""
+    rows = LEVIATHAN_TABLES["appendix A.2"].rows(found)
+    return "austen, T = 1: " + ", ".join("{draft} {alpha:.2f} and {rejection:.4f}".format_map(row) for row in rows)
 
 
 def curves(figure: str, parameter: str, form: str, *names: str, what: str = "") -> Callable[[Found], str]:
@@ -192,31 +152,22 @@ def curves(figure: str, parameter: str, form: str, *names: str, what: str = "") 
 
 
 def chen_table_1(found: Found) -> str:
-    parts = []
-    for text, measure in (
-        ("topics/nucleus", "rouge2"),
-        ("topics/greedy", "rouge2"),
-        ("code/nucleus, T = 0.8", "passes"),
-        ("austen/nucleus", "rouge1"),
-    ):
-        one, timed = found["chen"][f"quality/{text}"][measure], found["chen"][f"speed/{text}"]
-        low, high = one["interval"]
-        parts.append(
-            f"{text.replace('/', ', ')}: {one['plain']:.3f}, {one['speculative']:.3f} (difference {low:+.3f} to "
-            f"{high:+.3f}), {list(timed.values())[-1]['speed']:.2f}x"
-        )
-    return "; ".join(parts)
+    rows = {(row["subject"], row["law"], row["measure"]): row for row in CHEN["table 1"].rows(found)}
+    form = "{subject}, {law}: {value[plain]:.3f}, {value[speculative]:.3f} (difference {value[interval][0]:+.3f} to "
+    form += "{value[interval][1]:+.3f}), {timed[speed]:.2f}x"
+    shown = [("topics", "nucleus", "ROUGE-2"), ("topics", "greedy", "ROUGE-2"), ("code", "nucleus, T = 0.8", "passes")]
+    return "; ".join(form.format_map(rows[key]) for key in [*shown, ("austen", "nucleus", "ROUGE-1")])
 
 
 def chen_figure_1(found: Found) -> str:
     parts = []
-    for text, own in starting(found, "chen", "figure 1/"):
+    for (subject, law), own in starting(found, "chen", "figure 1/"):
         best = max(own, key=lambda number: own[number]["speed"])
-        efficiency = [own[number]["efficiency"] for number in list(own)[1:]]
         loop = own["7"]["loop_ms"] / own["0"]["loop_ms"]
         parts.append(
-            f"{text.replace('/', ', ')}: fastest at K = {best} ({own[best]['speed']:.2f}x), efficiency "
-            f"{efficiency[0]:.2f} to {efficiency[-1]:.2f} for K = 1 to 7, a loop of K = 7 takes {loop:.1f} of K = 0"
+            f"{subject}, {law}: fastest at K = {best} ({own[best]['speed']:.2f}x), efficiency "
+            f"{own['1']['efficiency']:.2f} to {own['7']['efficiency']:.2f} for K = 1 to 7, a loop of K = 7 takes "
+            f"{loop:.1f} of K = 0"
         )
     return "; ".join(parts)
 
@@ -224,11 +175,9 @@ def chen_figure_1(found: Found) -> str:
 def chen_percentiles(found: Found) -> str:
     parts = []
     for temperature in ("0", "1"):
-        own = [each for each in percentiles(found["leviathan_oracle"]) if each["T"] == temperature]
-        best = {name: min(own, key=lambda each: each[name]) for name in ("mean", "p90", "p99")}
-        named = ", ".join(
-            f"{name.replace('p', 'P')} {each[name]:.2f} at K = {each['K']}" for name, each in best.items()
-        )
+        own = [row for row in percentiles(found["leviathan_oracle"]) if row["T"] == temperature]
+        best = {name: min(own, key=lambda row: row[name]) for name in ("mean", "p90", "p99")}
+        named = ", ".join(f"{name.replace('p', 'P')} {at[name]:.2f} at K = {at['K']}" for name, at in best.items())
         parts.append(f"T = {temperature}: {named}; deviation {own[1]['deviation']:.3f} to {own[-1]['deviation']:.3f}")
     return f"best times of 128 tokens over none drafted, {'; '.join(parts)} for K = 1 to {own[-1]['K']}"
 
@@ -239,37 +188,37 @@ def or_not_run(write: Callable[[Found], str]) -> Callable[[Found], str]:
     def number(found: Found) -> str:
         try:
             return write(found) or NOT_RUN
-        except (KeyError, IndexError) as missing:
+        except (KeyError, IndexError, TypeError) as missing:
             return f"{NOT_RUN} ({missing})"
 
     return number
 
 
-NUMBERS = {
-    name: or_not_run(write)
-    for name, write in {
-        "wagner table 1": wagner_table_1,
-        "wagner tables 2 and 7": wagner_tables_2_7,
-        "wagner table 3": wagner_table_3,
-        "wagner table 5": wagner_table_5,
-        "wagner table 6": wagner_table_6,
-        "wagner table 8": wagner_table_8,
-        "wagner figure 3": wagner_figure_3,
-        "wagner figure 4": peaks_of("Llama 2", "Qwen", "Gemma"),
-        "wagner figure 5": peaks_of("Whisper"),
-        "leviathan table 1": leviathan_table_1,
-        "leviathan table 2": leviathan_table_2,
-        "leviathan table 3": leviathan_table_3,
-        "leviathan table 4": leviathan_table_4,
-        "leviathan table 5": leviathan_table_5,
-        "leviathan appendix A.2": leviathan_appendix_a_2,
-        "leviathan figure 2": curves("figure 2", "gamma", ".2f", "expected_tokens_per_step"),
-        "leviathan figure 3": curves("figure 3", "cost", "d", "optimal_num_draft_tokens"),
-        "leviathan figure 4": curves(
-            "figure 4", "gamma", ".2f", "walltime_factor", "operations_factor", what=", speed and operations"
-        ),
-        "chen table 1": chen_table_1,
-        "chen figure 1": chen_figure_1,
-        "chen percentiles": chen_percentiles,
-    }.items()
+FACTORS = ("walltime_factor", "operations_factor")
+WIDTHS = "{of_theorem:.2f} of the theorem; {of_machine:.2f} of it with the measured widths of forwards"
+FASTER = each("@ {@, less:.0f} % less", (EXACT, UNIFORM, SIGMOID), ", ")
+RATES = each("@ {@[gb_per_s]:.2f}", (*METHODS, "copy_"), ", ")
+WRITERS = {
+    "wagner table 1": wagner_table_1,
+    "wagner tables 2 and 7": wagner_tables_2_7,
+    "wagner table 3": spans(WAGNER["table 3"], f"{RATES} GB/s"),
+    "wagner table 5": spans(WAGNER["table 5"], f"{FASTER}; the sampling function is {{share:.1f}} % of the time"),
+    "wagner table 6": spans(WAGNER["table 6"], each("@ {@[step_ms_median]:.2f} ms", METHODS, ", ")),
+    "wagner table 8": wagner_table_8,
+    "wagner figure 3": wagner_figure_3,
+    "wagner figure 4": peaks_of("Llama 2", "Qwen", "Gemma"),
+    "wagner figure 5": peaks_of("Whisper"),
+    "leviathan table 1": leviathan_table_1,
+    "leviathan table 2": leviathan_table_2,
+    "leviathan table 3": leviathan_table_3,
+    "leviathan table 4": spans(LEVIATHAN_TABLES["tables 2 and 4"], WIDTHS),
+    "leviathan table 5": leviathan_table_5,
+    "leviathan appendix A.2": leviathan_appendix_a_2,
+    "leviathan figure 2": curves("figure 2", "gamma", ".2f", "expected_tokens_per_step"),
+    "leviathan figure 3": curves("figure 3", "cost", "d", "optimal_num_draft_tokens"),
+    "leviathan figure 4": curves("figure 4", "gamma", ".2f", *FACTORS, what=", speed and operations"),
+    "chen table 1": chen_table_1,
+    "chen figure 1": chen_figure_1,
+    "chen percentiles": chen_percentiles,
 }
+NUMBERS = {name: or_not_run(write) for name, write in WRITERS.items()}

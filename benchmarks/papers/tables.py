@@ -2,7 +2,6 @@
 
     python benchmarks/papers/tables.py            # writes the pages
     python benchmarks/papers/tables.py --check    # writes nothing; exit status 1 if a page is not what the JSON says
-    python benchmarks/papers/tables.py --kind cuda    # prints the tables of NAME-cuda.json
 
 In a page, a table stands between `<!-- table: NAME -->` and `<!-- end -->` on lines of their own, and a number in
 running text between `<!-- number: NAME -->` and `<!-- end -->`. What is between them is replaced. `pages.py` describes
@@ -14,17 +13,16 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from evidence import ROOT
 from pages import CHEN, LEVIATHAN_TABLES, TIMES, WAGNER, Found, load
 from summary import NUMBERS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES: dict[str, dict[str, Callable[[Found], str]]] = {
+PAGES: dict[str, Mapping[str, Callable[[Found], str]]] = {
     "evidence.md": {**NUMBERS, "times": TIMES},
-    "evidence_wagner.md": {**WAGNER},
-    "evidence_leviathan.md": {**LEVIATHAN_TABLES},
-    "evidence_chen.md": {**CHEN},
+    "evidence_wagner.md": WAGNER,
+    "evidence_leviathan.md": LEVIATHAN_TABLES,
+    "evidence_chen.md": CHEN,
 }
 MARK = re.compile(r"<!-- (table|number): (.+?) -->(\n?).*?<!-- end -->", re.DOTALL)
 
@@ -50,21 +48,16 @@ def main(arguments: list[str] | None = None) -> list[str]:
     """The pages that are not what the results say and were not written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something would change")
-    parser.add_argument("--kind", default="", help="print the tables of the results NAME-KIND.json instead")
     options = parser.parse_args(arguments)
-    found, changed = load(options.kind), []
+    found, changed = load(), []
     for name, tables in PAGES.items():
-        if options.kind:
-            print(
-                f"# {name}\n\n" + "\n\n".join(f"## {each}\n\n{write(found)}" for each, write in tables.items()) + "\n"
-            )
-            continue
-        page = (DOCS / name).read_text(encoding="utf-8")
+        path = ROOT / "docs" / name
+        page = path.read_text(encoding="utf-8")
         new = rewritten(page, tables, found)
         if new != page:
             changed.append(name)
             if not options.check:
-                (DOCS / name).write_text(new, encoding="utf-8")
+                path.write_text(new, encoding="utf-8")
         print(f"docs/{name}: {len(tables)} tables and numbers, {'changed' if new != page else 'as they were'}")
     return changed if options.check else []
 

@@ -31,6 +31,7 @@ import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 from evidence import Cell, reproduce
 from huggingface_hub import try_to_load_from_cache
+from subjects import HELDOUT
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -51,12 +53,11 @@ from transformers import (
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils import logging
 from wagner_laws import distances, filtered
-from wagner_methods import GAMMAS, METHODS, draw_steps, measure, scales, without_compile, without_outputs
+from wagner_methods import GAMMAS, METHODS, drafting, draw_steps, measure, scales, without_compile, without_outputs
 
 from torch_specops.cli.loading import cache_directory
 from torch_specops.drafts.token_map import twin_tokens
 
-HELDOUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "austen_heldout.txt"
 SCALES = (1e1, 1e3, 1e4, 1e5)
 TOP_K = 50
 # With the prompt, the paper's 256 tokens.
@@ -86,12 +87,9 @@ def place(name: str) -> Path | str:
 def load(name: str) -> Whisper:
     """One of the models in float32, without the tokens that its own `generate` suppresses or forces."""
     model = WhisperForConditionalGeneration.from_pretrained(place(name), dtype=torch.float32).eval()
-    kept = model.generation_config
-    model.generation_config = GenerationConfig(
-        eos_token_id=kept.eos_token_id,
-        pad_token_id=kept.pad_token_id,
-        decoder_start_token_id=kept.decoder_start_token_id,
-    )
+    names = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
+    kept = {name: getattr(model.generation_config, name) for name in names}
+    model.generation_config = GenerationConfig(**kept)
     tokenizer = AutoTokenizer.from_pretrained(place(name))
     return Whisper(model, tokenizer, tokenizer.get_vocab())
 
@@ -136,8 +134,8 @@ def in_vocabulary_of(target: Whisper, draft: Whisper) -> None:
     head.weight, head.bias = nn.Parameter(rows), nn.Parameter(torch.where(written, 0.0, -torch.inf))
     draft.model.proj_out = head
     draft.model.config.vocab_size = rows.shape[0]
-    draft.model.generation_config.eos_token_id = target.model.generation_config.eos_token_id
-    draft.model.generation_config.pad_token_id = target.model.generation_config.pad_token_id
+    for name in ("eos_token_id", "pad_token_id"):
+        setattr(draft.model.generation_config, name, getattr(target.model.generation_config, name))
 
 
 def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,11 +184,6 @@ def read_wav(path: Path) -> np.ndarray:
         return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
 
 
-def read_transcription(path: Path) -> dict[str, str]:
-    """Clip -> words, from lines `<s> words </s> (clip)`."""
-    return {name: words for words, name in re.findall(r"<s>(.*?)</s>\s*\((\S+)\)", path.read_text())}
-
-
 @cache
 def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str]]:
     """Features of each clip, and what is said in it."""
@@ -199,7 +192,8 @@ def clips(source: str, number: int, device: str) -> tuple[list[Tensor], list[str
         sounds = [spoken(text) for text in words]
     else:
         files = sorted(SPEECH.glob("*.wav"))[:number]
-        transcription = read_transcription(SPEECH / "transcription")
+        lines = re.findall(r"<s>(.*?)</s>\s*\((\S+)\)", (SPEECH / "transcription").read_text())
+        transcription = {name: said for said, name in lines}
         words, sounds = [transcription[path.stem] for path in files], [read_wav(path) for path in files]
     extract = WhisperFeatureExtractor.from_pretrained(place(TARGET))
     features = [extract(sound, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features for sound in sounds]
@@ -239,9 +233,7 @@ def transcribed(
     """The results of `measure` for every method, with the word error rate."""
     target, draft, prompt = pair(device)
     features, words = clips(source, num_clips, device)
-    settings = draft.model.generation_config
-    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = num_draft_tokens, schedule
-    settings.assistant_confidence_threshold = 0.0
+    draft.model.generation_config.update(**drafting(num_draft_tokens, schedule))
 
     def decode(clip: int, seed: int) -> list[int]:
         return sampled(target.model, features[clip], prompt, 1000 * seed + clip, assistant_model=draft.model)
@@ -260,11 +252,8 @@ def alone(source: str, device: str, num_clips: int, num_seeds: int, model: str) 
     target, draft, prompt = pair(device)
     own = (target if model == "target" else draft).model
     features, words = clips(source, num_clips, device)
-    outputs = [
-        sampled(own, clip, prompt, 1000 * seed + index)
-        for index, clip in enumerate(features)
-        for seed in range(num_seeds)
-    ]
+    runs = product(range(len(features)), range(num_seeds))
+    outputs = [sampled(own, features[clip], prompt, 1000 * seed + clip) for clip, seed in runs]
     return quality(target, outputs, words)
 
 
@@ -274,9 +263,8 @@ def laws(source: str, device: str, num_clips: int, top_k: int) -> dict[str, dict
     target, draft, prompt = pair(device)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
     for clip in clips(source, num_clips, device)[0]:
-        ids = target.model.generate(
-            input_features=clip, decoder_input_ids=prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS
-        )
+        greedy = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+        ids = target.model.generate(input_features=clip, decoder_input_ids=prompt, **greedy)
         for whose, rows in zip((target, draft), both, strict=True):
             logits = whose.model(input_features=clip, decoder_input_ids=ids).logits
             rows.append(logits[0, prompt.shape[1] - 1 : -1])
@@ -298,12 +286,12 @@ def missing(source: str) -> str:
 def cells_of(chosen: Any) -> list[Cell]:
     # num_clips, num_seeds
     sizes = {"librivox": (5, 3), "espeak": (6, 1)}
-    cells = []
+
+    def add(key: str, measure: Callable[..., Any], settings: dict[str, Any]) -> None:
+        cells.append(Cell(key, measure, settings, missing(settings["source"])))
+
+    cells: list[Cell] = []
     for source in sizes:
-
-        def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], source: str = source) -> None:
-            cells.append(Cell(key, measure, settings, missing(source)))
-
         some = {"source": source, "device": chosen.device, "num_clips": sizes[source][0]}
         size = some | {"num_seeds": sizes[source][1]}
         for top_k in (0, TOP_K):
@@ -324,7 +312,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     draw = partial(draw_steps, "wagner_step_time_asr", ("librivox",))
-    return reproduce("wagner_asr", __doc__, cells_of, draw, arguments=arguments, packages=["jiwer"])
+    return reproduce("wagner_asr", __doc__, cells_of, arguments, draw=draw, packages=["jiwer"])
 
 
 if __name__ == "__main__":

@@ -64,23 +64,16 @@ def score_pairs(z_p: Tensor, z_q: Tensor) -> Iterator[tuple[str, Tensor, Tensor]
         yield f"sigmoid, +-{scale:g}", score(z_p, -scale, 2 * scale), score(z_q, -scale, 2 * scale)
     # The narrowest that alpha < 0 < beta allows: the logit itself.
     yield "sigmoid, alpha -> 0, beta = 1", score(z_p, 0.0), score(z_q, 0.0)
-    for more in (0, 10):
+    offsets = {
         # A number for each model, fixed beforehand.
-        yield f"sigmoid, offset mean lse + {more}", score(z_p, own_p.mean() + more), score(z_q, own_q.mean() + more)
-    for more in (0, 10):
-        yield (
-            f"sigmoid, offset lse of the row before + {more}",
-            score(z_p, before_p + more),
-            score(z_q, before_q + more),
-        )
-    for more in (0, 10):
-        yield (
-            f"sigmoid, offset lse of the row before (target), own (draft) + {more}",
-            score(z_p, before_p + more),
-            score(z_q, own_q + more),
-        )
-    for more in (0, 10):
-        yield f"sigmoid, offset own lse + {more}", score(z_p, own_p + more), score(z_q, own_q + more)
+        "mean lse": (own_p.mean(), own_q.mean()),
+        "lse of the row before": (before_p, before_q),
+        "lse of the row before (target), own (draft)": (before_p, own_q),
+        "own lse": (own_p, own_q),
+    }
+    for name, (of_p, of_q) in offsets.items():
+        for more in (0, 10):
+            yield f"sigmoid, offset {name} + {more}", score(z_p, of_p + more), score(z_q, of_q + more)
 
 
 def best_constants(z_p: Tensor, z_q: Tensor) -> dict[str, float]:
@@ -97,12 +90,9 @@ def best_constants(z_p: Tensor, z_q: Tensor) -> dict[str, float]:
     losses = [loss(*constants, slice(0, None, 2)) for constants in grid]
     offset, width = grid[losses.index(min(losses))]
     between = slice(1, None, 2)
-    return {
-        "offset": offset,
-        "width": width,
-        "distance": round(loss(offset, width, between), 6),
-        "distance_of_draft": round(float(total_variation(q[between], p[between]).mean()), 6),
-    }
+    of_draft = round(float(total_variation(q[between], p[between]).mean()), 6)
+    own = {"distance": round(loss(offset, width, between), 6), "distance_of_draft": of_draft}
+    return {"offset": offset, "width": width, **own}
 
 
 def distances(z_p: Tensor, z_q: Tensor) -> dict[str, dict[str, float]]:
@@ -120,10 +110,7 @@ def distances(z_p: Tensor, z_q: Tensor) -> dict[str, dict[str, float]]:
 
     found = {}
     for name, (law, kept) in laws():
-        found[name] = {
-            "distance": round(float(total_variation(law, p).mean()), 6),
-            "from_draft": round(float(total_variation(law, q).mean()), 6),
-            "accepted": round(float(kept.mean()), 6),
-            "tail": round(float((law * rare).sum(-1).mean()), 6),
-        }
+        parts = {"distance": total_variation(law, p), "from_draft": total_variation(law, q)}
+        parts |= {"accepted": kept, "tail": (law * rare).sum(-1)}
+        found[name] = {part: round(float(values.mean()), 6) for part, values in parts.items()}
     return found

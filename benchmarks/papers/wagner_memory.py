@@ -37,12 +37,10 @@ SEEDS = range(4)
 
 
 @torch.no_grad()
-def memory(
-    vocab_size: int, numbers: Sequence[int], device: str, methods: Mapping[str, Mapping[str, Any]] = METHODS
-) -> dict[str, dict[str, int]]:
+def memory(vocab_size: int, numbers: Sequence[int], device: str) -> dict[str, dict[str, int]]:
     """Peak bytes by method and number of drafts."""
     found: dict[str, dict[str, int]] = {}
-    for name, chosen in methods.items():
+    for name, chosen in METHODS.items():
         warm_up(chosen, vocab_size, device)
         found[name] = {}
         for number in numbers:
@@ -60,11 +58,6 @@ def memory(
     return found
 
 
-def rows_read(method: str, number: int) -> int:
-    """Rows of logits that a method has to read: every one once; for "sigmoid" one of each side."""
-    return 2 if method == SIGMOID else 2 * number + 1
-
-
 def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str) -> dict[str, Any]:
     """By method: median ms of a call, the bytes it has to read, and GB/s; and those of `copy_`."""
     source = torch.randn(2 * number + 1, vocab_size, device=device)
@@ -79,27 +72,22 @@ def bandwidth(vocab_size: int, number: int, turns: int, rounds: int, device: str
             started = time.perf_counter()
             copy.copy_(source)
             copied.append(time.perf_counter() - started)
+    # Every row once; for "sigmoid" one of each side. A copy reads and writes.
+    rows = {name: 2 if name == SIGMOID else 2 * number + 1 for name in METHODS} | {"copy_": 2 * (2 * number + 1)}
     found = {}
-    for name in METHODS:
-        size, ms = rows_read(name, number) * vocab_size * ITEM, statistics.median(times[name])
+    for name, own in (times | {"copy_": [1e3 * seconds for seconds in copied]}).items():
+        size, ms = rows[name] * vocab_size * ITEM, statistics.median(own)
         found[name] = {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}
-    # It reads and writes.
-    size, ms = 2 * source.numel() * ITEM, statistics.median(copied) * 1e3
-    return found | {"copy_": {"ms": ms, "bytes": size, "gb_per_s": size / ms / 1e6}}
+    return found
 
 
 def cells_of(chosen: Any) -> list[Cell]:
     if torch.device(chosen.device).type != "cpu":
         raise ValueError(f"--device: this script counts allocations of a CPU, got {chosen.device}")
-    cells = []
-    for name, vocab_size in VOCABULARIES.items():
-        settings = {"vocab_size": vocab_size, "device": chosen.device}
-        cells.append(Cell(f"figures 4, 5/{name}", memory, settings | {"numbers": GAMMAS}))
-    for name, vocab_size in VOCABULARIES.items():
-        settings = {"vocab_size": vocab_size, "device": chosen.device}
-        more = {"number": BANDWIDTH_GAMMA, "turns": 4, "rounds": 5}
-        cells.append(Cell(f"table 3/{name}", bandwidth, settings | more))
-    return cells
+    sizes = {name: {"vocab_size": size, "device": chosen.device} for name, size in VOCABULARIES.items()}
+    more = {"number": BANDWIDTH_GAMMA, "turns": 4, "rounds": 5}
+    cells = [Cell(f"figures 4, 5/{name}", memory, size | {"numbers": GAMMAS}) for name, size in sizes.items()]
+    return cells + [Cell(f"table 3/{name}", bandwidth, size | more) for name, size in sizes.items()]
 
 
 def draw(found: Mapping[str, Any]) -> None:
@@ -113,9 +101,7 @@ def draw(found: Mapping[str, Any]) -> None:
         axes[0].legend(frameon=False, fontsize=8)
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return reproduce("wagner_memory", __doc__, cells_of, draw, arguments=arguments)
-
+main = partial(reproduce, "wagner_memory", __doc__, cells_of, draw=draw)
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,10 +45,7 @@ def without_compile(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
 
 def scales(exponents: Sequence[float]) -> dict[str, dict[str, Any]]:
     """The baseline, and "sigmoid" at each scale."""
-    found = {BASELINE: METHODS[BASELINE]}
-    for scale in exponents:
-        found[f"sigmoid {scale:g}"] = sigmoid(scale)
-    return found
+    return {BASELINE: METHODS[BASELINE]} | {f"sigmoid {scale:g}": sigmoid(scale) for scale in exponents}
 
 
 def measure(
@@ -72,10 +68,7 @@ def measure(
         "wall_seconds" of the calls of `decode`, "accepted", "drafted", "new_tokens", "identical" (texts with the tokens
         of the first method) and "outputs", in the order text by text, seed by seed.
     """
-    stats = {name: AssistedStats() for name in methods}
-    wall = dict.fromkeys(methods, 0.0)
-    outputs: dict[str, list[list[int]]] = {name: [] for name in methods}
-    step_seconds: dict[str, list[float]] = {name: [] for name in methods}
+    runs: dict[str, list[tuple[list[int], AssistedStats, float]]] = {name: [] for name in methods}
     for options in methods.values():
         warm_up(options, vocab_size, device)
     decode(0, seeds[0])
@@ -83,30 +76,27 @@ def measure(
     for text in range(num_texts):
         for seed in seeds:
             for name in order:
-                tokens, own, seconds = without_compiling(methods[name], decode, text, seed)
-                outputs[name].append(tokens)
-                wall[name] += seconds
-                step_seconds[name] += own.step_seconds
-                for field in ("calls", "num_draft_tokens", "num_accepted", "num_new_tokens"):
-                    setattr(stats[name], field, getattr(stats[name], field) + getattr(own, field))
+                runs[name].append(without_compiling(methods[name], decode, text, seed))
             order = order[1:] + order[:1]
-    first = next(iter(methods))
-    return {
-        name: {
-            "seconds": sum(step_seconds[name]),
-            "steps": stats[name].calls,
-            "step_ms": statistics.fmean(step_seconds[name]) * 1e3,
-            "step_ms_deviation": statistics.pstdev(step_seconds[name]) * 1e3,
-            "step_ms_median": statistics.median(step_seconds[name]) * 1e3,
-            "wall_seconds": wall[name],
-            "accepted": stats[name].num_accepted,
-            "drafted": stats[name].num_draft_tokens,
-            "new_tokens": sum(map(len, outputs[name])),
-            "identical": sum(a == b for a, b in zip(outputs[name], outputs[first], strict=True)),
-            "outputs": outputs[name],
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in runs.items():
+        outputs, stats, wall = (list(part) for part in zip(*own, strict=True))
+        seconds = [each for call in stats for each in call.step_seconds]
+        first = next(iter(found.values()))["outputs"] if found else outputs
+        found[name] = {
+            "seconds": sum(seconds),
+            "steps": sum(each.calls for each in stats),
+            "step_ms": statistics.fmean(seconds) * 1e3,
+            "step_ms_deviation": statistics.pstdev(seconds) * 1e3,
+            "step_ms_median": statistics.median(seconds) * 1e3,
+            "wall_seconds": sum(wall),
+            "accepted": sum(each.num_accepted for each in stats),
+            "drafted": sum(each.num_draft_tokens for each in stats),
+            "new_tokens": sum(map(len, outputs)),
+            "identical": sum(a == b for a, b in zip(outputs, first, strict=True)),
+            "outputs": outputs,
         }
-        for name in methods
-    }
+    return found
 
 
 def without_compiling(
@@ -125,8 +115,7 @@ def without_compiling(
 
 @torch.no_grad()
 def warm_up(options: Mapping[str, Any], vocab_size: int, device: str) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(assisted_generation(**options))
+    with assisted_generation(**options):
         for number in (5, 1, 2):
             target, draft = (torch.randn(1, rows, vocab_size, device=device) for rows in (number + 1, number))
             ids = torch.zeros(1, number + 4, dtype=torch.long, device=device)
@@ -148,9 +137,7 @@ def calls(
     """Median ms of one call on random logits, by method and number of drafts, in turns and without a model; and of
     `torch.multinomial` alone, which the first two methods call."""
     generator = torch.Generator().manual_seed(0)
-    inputs = {}
-    for number in numbers:
-        inputs[number] = random_call(number, vocab_size, generator, device)
+    inputs = {number: random_call(number, vocab_size, generator, device) for number in numbers}
     law = inputs[numbers[0]][2][:, 0].softmax(-1)
     times: dict[str, dict[str, list[float]]] = {name: {str(number): [] for number in numbers} for name in methods}
     alone = []
@@ -175,11 +162,15 @@ def calls(
 def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The results for the file, which keeps numbers and not texts."""
     return {
-        name: {key: round(value, 6) if isinstance(value, float) else value for key, value in own.items()}
-        for name, own in (
-            (name, {key: value for key, value in one.items() if key != "outputs"}) for name, one in found.items()
-        )
+        name: {key: round(x, 6) if isinstance(x, float) else x for key, x in own.items() if key != "outputs"}
+        for name, own in found.items()
     }
+
+
+def drafting(num_draft_tokens: int, schedule: str) -> dict[str, Any]:
+    """What a draft's generation config says of the number of drafts."""
+    numbers = {"num_assistant_tokens": num_draft_tokens, "num_assistant_tokens_schedule": schedule}
+    return numbers | {"assistant_confidence_threshold": 0.0}
 
 
 def draw_steps(name: str, subjects: Sequence[str], found: Mapping[str, Any]) -> None:

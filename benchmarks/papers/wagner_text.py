@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -33,6 +34,7 @@ from wagner_methods import (
     METHODS,
     METHODS_FOR_TEXT,
     calls,
+    drafting,
     draw_steps,
     measure,
     scales,
@@ -69,10 +71,8 @@ def texts(subject: str, number: int) -> list[tuple[str, str]]:
     if subject == "austen":
         whole = HELDOUT.read_text(encoding="utf-8")
         starts = [whole.index(" ", index * (len(whole) - 600) // number) for index in range(number)]
-        return [
-            (whole[start : start + PROMPT_BYTES], whole[start + PROMPT_BYTES : start + PROMPT_BYTES + 100])
-            for start in starts
-        ]
+        ends = [start + PROMPT_BYTES for start in starts]
+        return [(whole[end - PROMPT_BYTES : end], whole[end : end + 100]) for end in ends]
     found = []
     for name in sorted(topics):
         # Title, first paragraph, the rest.
@@ -96,10 +96,9 @@ def rouge(tokenizer: Tokenizer, outputs: Sequence[Sequence[int]], references: Se
     """Mean ROUGE-1 (F1, stemmed) of outputs in the order of their references, text by text, and its standard error."""
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     each = len(outputs) // len(references)
-    values = [
-        scorer.score(references[index // each], tokenizer.decode(output, skip_special_tokens=True))["rouge1"].fmeasure
-        for index, output in enumerate(outputs)
-    ]
+    said = [tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
+    pairs = [(references[index // each], text) for index, text in enumerate(said)]
+    values = [scorer.score(*pair)["rouge1"].fmeasure for pair in pairs]
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return {"quality": statistics.fmean(values), "quality_error": error}
 
@@ -129,9 +128,7 @@ def decoded(
 ) -> dict[str, dict[str, Any]]:
     """The results of `measure` for every method, with ROUGE-1."""
     target, draft, tokenizer = pair(subject, device)
-    draft.generation_config.num_assistant_tokens = num_draft_tokens
-    draft.generation_config.num_assistant_tokens_schedule = schedule
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.generation_config.update(**drafting(num_draft_tokens, schedule))
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
 
@@ -158,11 +155,8 @@ def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_n
     target, draft, tokenizer = pair(subject, device)
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
-    outputs = [
-        sampled(draft, own, 1000 * seed + text, max_new_tokens)
-        for text, own in enumerate(ids)
-        for seed in range(num_seeds)
-    ]
+    runs = product(range(num_texts), range(num_seeds))
+    outputs = [sampled(draft, ids[text], 1000 * seed + text, max_new_tokens) for text, seed in runs]
     return rouge(tokenizer, outputs, references) | {"nats": nats(target, ids, outputs)}
 
 
@@ -171,22 +165,17 @@ def draft_alone(subject: str, device: str, num_texts: int, num_seeds: int, max_n
 def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor, Tensor]:
     """[N, V] of target and draft on windows of human text, at the positions from the 64th on."""
     target, draft, tokenizer = pair(subject, device)
-    text = (
-        HELDOUT.read_text(encoding="utf-8") if subject == "austen" else "\n\n".join(topics[k] for k in sorted(topics))
-    )
+    text = HELDOUT.read_text(encoding="utf-8")
+    if subject != "austen":
+        text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = encode(tokenizer, text[: 8 * windows * window], device)[:, : windows * window].view(windows, window)
-    p, q = (
-        torch.cat([model(row.unsqueeze(0), use_cache=False).logits[0, 64:] for row in ids]) for model in (target, draft)
-    )
+    rows = [[model(row.unsqueeze(0), use_cache=False).logits[0, 64:] for row in ids] for model in (target, draft)]
+    p, q = map(torch.cat, rows)
     return p, q
 
 
-def laws(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, dict[str, float]]:
-    return distances(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
-
-
-def constants(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, float]:
-    return best_constants(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
+def laws(subject: str, device: str, windows: int, window: int, top_k: int, of: Any = distances) -> dict[str, Any]:
+    return of(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
 
 
 def cells_of(chosen: Any) -> list[Cell]:
@@ -200,22 +189,20 @@ def cells_of(chosen: Any) -> list[Cell]:
         names = ("num_texts", "num_seeds", "max_new_tokens")
         return {"subject": subject, "device": chosen.device} | dict(zip(names, size, strict=True)) | more
 
-    cells = []
+    def add(key: str, measure: Callable[..., Any], settings: dict[str, Any]) -> None:
+        cells.append(Cell(key, measure, settings, missing(settings["subject"])))
+
+    cells: list[Cell] = []
     for vocab_size in (256, 49152):
         call = {"methods": METHODS, "vocab_size": vocab_size, "numbers": list(GAMMAS), "rounds": 40}
         cells.append(Cell(f"calls/V={vocab_size}", calls, call | {"device": chosen.device}))
     for subject, size in sizes.items():
-
-        def add(key: str, measure: Callable[..., Any], settings: dict[str, Any], subject: str = subject) -> None:
-            cells.append(Cell(key, measure, settings, missing(subject)))
-
-        law = {"subject": subject, "device": chosen.device} | dict(
-            zip(("windows", "window"), law_sizes[subject], strict=True)
-        )
+        law = {"subject": subject, "device": chosen.device}
+        law |= dict(zip(("windows", "window"), law_sizes[subject], strict=True))
         for top_k in (0, TOP_K):
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
         if subject == "austen":
-            add(f"constants/{subject}", constants, law | {"top_k": 0})
+            add(f"constants/{subject}", partial(laws, of=best_constants), law | {"top_k": 0})
         add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS_FOR_TEXT))
         if subject == "austen":
             add(f"eager/{subject}", decoded, settings(subject, size, methods=without_compile(METHODS_FOR_TEXT)))
@@ -245,7 +232,7 @@ def draw(found: Mapping[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return reproduce("wagner_text", __doc__, cells_of, draw, arguments=arguments, packages=["rouge-score"])
+    return reproduce("wagner_text", __doc__, cells_of, arguments, draw=draw, packages=["rouge-score"])
 
 
 if __name__ == "__main__":

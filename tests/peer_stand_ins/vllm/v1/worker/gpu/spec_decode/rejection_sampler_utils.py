@@ -1,8 +1,6 @@
 """Stands in for vLLM's file: our op behind its function, on logits and in its layout."""
 
 import torch
-from vllm.triton_utils import tl, tldevice, triton  # noqa: F401
-from vllm.v1.worker.gpu.sample.gumbel import rand
 
 import torch_specops
 
@@ -28,8 +26,8 @@ def rejection_sample(
         target_logits.view(batch, width, -1),
         draft_sampled[rows + 1].long(),
         draft_logits,
-        rand(batch, width - 1, device=device),
-        rand(batch, device=device),
+        torch.rand(batch, width - 1, device=device),
+        torch.rand(batch, device=device),
         temperature,
     )
     return tokens.where(tokens >= 0, 12345), (n + 1).int()

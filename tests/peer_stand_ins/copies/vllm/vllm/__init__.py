@@ -1,1 +1,0 @@
-raise RuntimeError("the engine was loaded")
