@@ -65,9 +65,10 @@ class CompiledPieces:
 
     def get(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
         """`function`, compiled for calls of the shapes and numbers that the key stands for."""
-        if (function, key) not in self._pieces:
-            self._pieces[function, key] = compile_piece(function)
-        return self._pieces[function, key]
+        piece = self._pieces.get((function, key))
+        if piece is None:
+            piece = self._pieces[function, key] = compile_piece(function)
+        return piece
 
     def __reduce__(self) -> tuple[type[CompiledPieces], tuple[()]]:
         return CompiledPieces, ()

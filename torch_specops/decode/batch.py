@@ -131,9 +131,10 @@ class Batch:
             self.stats.compile_seconds += runner.measure_cost()
             self._wanted = runner.schedule.first()
         while True:
-            masks = self._masks if any(row.grammar is not None and not row.ended for row in self.rows) else None
+            going = [row for row in self.rows if not row.ended]
+            masks = self._masks if any(row.grammar is not None for row in going) else None
             # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
-            room = max(0 if row.ended else row.limit - row.length for row in self.rows)
+            room = max((row.limit - row.length for row in going), default=0)
             num_draft_tokens = runner.smallest_sufficient(self._wanted, max(room - 1, 0), masks is not None)
             self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
             # The time of a step excludes compiling, and what the caller does between two steps.
@@ -174,15 +175,17 @@ class Batch:
     def _read(self, record: Tensor, rows: list[Row]) -> Step:
         """Count a step, and end the rows that it ended. `rows` are those that the batch had when the step began."""
         step, runner = Step(*unpack_record(record), 0.0), self._runner
-        active = [index for index, row in enumerate(self.rows) if not row.ended]
-        num_before = [len(row.tokens) for row in self.rows]
-        for index, (then, now) in enumerate(zip(rows, self.rows, strict=True)):
-            if then is not now or now.ended:
+        active, num_before = [], []
+        for index, (then, row) in enumerate(zip(rows, self.rows, strict=True)):
+            num_before.append(len(row.tokens))
+            if not row.ended:
+                active.append(index)
+            if then is not row or row.ended:
                 # The host has ended the text, which the device had not seen.
                 step.tokens[index], step.num_accepted[index], step.num_proposed[index] = [], 0, 0
             else:
-                now.tokens += step.tokens[index]
-                now.ended = step.finished[index]
+                row.tokens += step.tokens[index]
+                row.ended = step.finished[index]
         self.stats.add(step)
         num_new = list(map(len, step.tokens))
         if self._logits is not None:
@@ -190,26 +193,25 @@ class Batch:
         cuts = ask_row_rules(self.rows, num_new)
         if self._batch_rules is not None:
             cuts |= self._batch_rules.ask(self.rows)
+        ended = []
         for index, row in enumerate(self.rows):
             if row.grammar is not None and not accept_tokens(row, row.grammar, num_before[index]):
                 cuts.add(index)
-        for index in cuts:
-            runner.end_row(index, len(self.rows[index].prompt) + len(self.rows[index].tokens))
-        shown, ended = [], []
-        for index, row in enumerate(self.rows):
+            if index in cuts:
+                runner.end_row(index, len(row.prompt) + len(row.tokens))
             first, row.num_shown = row.num_shown, len(row.tokens)
             if self._batch_rules is not None:
                 row.num_shown = min(row.num_shown, self._batch_rules.num_asked)
-            shown.append(row.tokens[first : row.num_shown])
+            step.tokens[index], step.finished[index] = row.tokens[first : row.num_shown], row.finished
+            self.stats.num_tokens += row.num_shown - first - num_new[index]
             if row.finished and row.reason is None:
                 row.settle()
                 ended.append(index)
-        self.stats.num_tokens += sum(map(len, shown)) - sum(num_new)
         if ended and runner.draft is not None:
             runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
         counts = ([each[index] for index in active] for each in (step.num_proposed, step.num_accepted))
         self._wanted = runner.schedule.next(*counts)
-        return replace(step, tokens=shown, finished=self.finished)
+        return step
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
