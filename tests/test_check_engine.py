@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torch_specops import SamplingParams
 from torch_specops.laws import check_engine, markov_pair
-from torch_specops.laws.engine import Prompts
 
+Prompts = list[list[int]]
 V = 6
 TARGET, _ = markov_pair(V)
 # Lengths differ, so that a row of another prompt shows.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.laws import LawReport, MarkovModel, check_law, markov_pair, pearson
-from torch_specops.laws.power import detectable_effect
+from torch_specops.laws import LawReport, MarkovModel, check_law, markov_pair, statistics
+from torch_specops.laws.statistics import detectable_effect
 
 V = 6
 TARGET, DRAFT = markov_pair(V)
@@ -280,7 +280,7 @@ def test_a_draft_that_agrees_leaves_mistakes_unseen() -> None:
 def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = pytest.importorskip("scipy.stats")
     # The same in every repetition.
-    monkeypatch.setattr(pearson, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(statistics, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
     significance, repetitions = 0.2, 150
     reports = [check(Loop(), trials=1000, significance=significance, seed=seed) for seed in range(repetitions)]
     alarms = sum(not report for report in reports)
