@@ -156,25 +156,18 @@ def test_mean_absolute_deviation_by_summation() -> None:
             assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_rare_outcomes_are_pooled() -> None:
+# 5 expected in the last cell: it joins the next one. 15, 9 and 6: two are pooled, which is enough.
+@pytest.mark.parametrize(
+    "sizes, dof, pooled", [([1000], 3, 0), ([100], 2, 20), ([30], 1, 15), ([12], 0, 12), ([1000, 12], 3, 12)]
+)
+def test_rare_outcomes_are_pooled(sizes: list[int], dof: int, pooled: float) -> None:
     """Each row is pooled on its own: a large one keeps all its cells, a small one has few or only one, which tells
     nothing."""
-    p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
-
-    def pooled_test(sizes: list[int]) -> tuple[float, int, float]:
-        expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return pearson_statistic(expected, expected, 10.0)
-
-    assert pooled_test([1000]) == (0.0, 3, 0.0)
-    # 5 expected in the last cell: it joins the next one.
-    statistic, dof, pooled = pooled_test([100])
-    assert (statistic, dof) == (0.0, 2) and pooled == pytest.approx(20)
-    # 15, 9 and 6: two are pooled, which is enough.
-    statistic, dof, pooled = pooled_test([30])
-    assert dof == 1 and pooled == pytest.approx(15)
-    statistic, dof, pooled = pooled_test([12])
-    assert dof == 0 and pooled == pytest.approx(12)
-    assert pooled_test([1000, 12])[1] == 3
+    expected = torch.tensor(sizes).unsqueeze(-1) * torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
+    assert pearson_statistic(expected, expected, 10.0) == (0.0, dof, pytest.approx(pooled))
+    # A row's only possible outcome is not pooled, however rare.
+    certain = torch.tensor([[5.0, 0.0]])
+    assert pearson_statistic(certain, certain, 10.0) == (0.0, 0, 0.0)
 
 
 def test_counts_and_probabilities_that_do_not_fit() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from .. import reference
 from ..sampling import SamplingParams
 from .markov import MarkovModel
 from .report import EngineReport, LawReport
-from .statistics import law_tests
+from .statistics import Laws, count_texts, law_tests
 
 NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
 Generated = Tensor | tuple[Tensor, Tensor, Tensor]
 GenerateFn = Callable[[list[list[int]], list[SamplingParams], list[int]], Sequence[Sequence[int]] | Tensor]
 Progress = Callable[[int, int], None]
 Call = Callable[[Tensor], Generated]
-Laws = list[Tensor]
 Params = SamplingParams | None
 
 MAX_OUTCOMES = 2**20
@@ -100,13 +99,13 @@ def check_law(
     seeds = torch.randint(2**62, (trials, 1), generator=generator)
     repeated = "random numbers that come from its seeds, got the tokens of other seeds"
     tokens, beta = _sample("step_fn", call, p, seeds, batch_size, repeated, progress)
-    report = _report(tokens[:, 0], p, generator, significance, q)
-    if q is None:
-        return replace(report, beta=beta)
-    first, kept = p[0][0], torch.minimum(p[0][0], q[0][0])
-    laws = {"accepting every draft": q[0][0], "a recovered token from p": kept + (1 - kept.sum()) * first}
-    mistakes = {name: float((law - first).abs().sum()) / 2 for name, law in laws.items()}
-    return replace(report, mistakes=mistakes, beta=beta)
+    mistakes = {}
+    if q is not None:
+        first, kept = p[0][0], torch.minimum(p[0][0], q[0][0])
+        laws = {"accepting every draft": q[0][0], "a recovered token from p": kept + (1 - kept.sum()) * first}
+        mistakes = {name: float((law - first).abs().sum()) / 2 for name, law in laws.items()}
+    tests = law_tests(count_texts(tokens[:, 0], p, generator), p, significance, q)
+    return LawReport(tests, trials, significance, mistakes, beta)
 
 
 def check_engine(
@@ -141,7 +140,8 @@ def check_engine(
             argmax.
         prompts: token ids in [0, V). The first setting continues the first prompt, the next one the next, and so on
             from the beginning.
-        trials, batch_size: for each setting; all its requests are in the same calls as those of the others.
+        trials: for each setting, >= 100.
+        batch_size: trials of each setting in one call.
         progress: called as `progress(done, requests)` after each call.
         vocab_size, num_tokens, significance, seed: as in `check_law`; `significance` is shared by all settings.
 
@@ -188,15 +188,18 @@ def check_engine(
     if bool((tokens[..., -1] < 0).all()):
         raise ValueError(f"generate: expected {num_tokens} tokens unless a text ended, got fewer for every request")
     share = significance / len(settings)
-    reports = [_report(texts, law, generator, share) for texts, law in zip(tokens.unbind(1), laws, strict=True)]
-    return EngineReport(dict(zip(settings, reports, strict=True)), significance)
+    reports = {
+        name: LawReport(law_tests(count_texts(texts, law, generator), law, share), trials, share, {})
+        for name, texts, law in zip(settings, tokens.unbind(1), laws, strict=True)
+    }
+    return EngineReport(reports, significance)
 
 
 def _sample(
     name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
 ) -> tuple[Tensor, float | None]:
-    """[trials, S, T] int64 tokens for seeds [trials, S], -1 where none was emitted; accepted drafts / reached drafts.
-    Equal calls raise that `repeated` was expected."""
+    """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; accepted / reached drafts.
+    `repeated` is the end of the error that is raised if a call repeats the tokens of the first one."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):
@@ -206,17 +209,16 @@ def _sample(
         if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
             raise ValueError(f"{name}: expected {repeated}")
         batches.append(tokens)
-        num_accepted, num_reached = num_accepted + accepted, num_reached + reached
+        num_accepted += accepted
+        num_reached += reached
         if progress is not None:
             progress(sum(map(len, batches)) * seeds.shape[1], seeds.numel())
     return torch.cat(batches), num_accepted / num_reached if num_reached else None
 
 
-def _read_tokens(
-    name: str, generated: Generated, size: int, num_tokens: int, vocab_size: int
-) -> tuple[Tensor, int, int]:
+def _read_tokens(name: str, result: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
     """[N, num_tokens] tokens on the CPU, drafts accepted, drafts reached."""
-    tokens, *counts = generated if isinstance(generated, tuple) else (generated,)
+    tokens, *counts = result if isinstance(result, tuple) else (result,)
     for part, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
         if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
             kind = getattr(tensor, "dtype", type(tensor))
@@ -242,51 +244,26 @@ def _read_tokens(
     return tokens, accepted, reached
 
 
-def _report(
-    tokens: Tensor, p: Laws, generator: torch.Generator, significance: float, q: Laws | None = None
-) -> LawReport:
-    """The report on texts [N, T]; for the joint test, missing tokens are drawn from p with the generator."""
-    # A text y_0 y_1 .. is indexed as a number in base V.
-    index = torch.zeros(len(tokens), dtype=torch.int64)
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-    counts = []
-    for token, law, numbers in zip(tokens.unbind(1), p, uniforms.unbind(1), strict=True):
-        missing = token < 0
-        cumulative = law[index[missing]].cumsum(-1)
-        drawn = (cumulative <= numbers[missing].unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
-        index = index * law.shape[1] + token.masked_scatter(missing, drawn)
-        counts.append(torch.bincount(index[~missing], minlength=law.numel()).view_as(law))
-    counts.append(torch.bincount(index, minlength=p[-1].numel()))
-    return LawReport(law_tests(counts, p, significance, q), len(tokens), significance, {})
-
-
 @torch.no_grad()
 def _conditional_laws(
-    model: NextToken,
-    name: str,
-    prompt: Tensor,
-    vocab_size: int,
-    num_tokens: int,
-    batch_size: int,
-    params: Params = None,
+    model: NextToken, name: str, prompt: Tensor, vocab_size: int, num_tokens: int, most: int, params: Params = None
 ) -> Laws:
-    """For each position t, the laws [V ** t, V] float64 of the next token after each text of t tokens, under
-    the parameters if they are given."""
+    """The laws of `num_tokens` tokens after the prompt, under the parameters if they are given; the model reads at most
+    `most` texts at once."""
     model = MarkovModel(model) if isinstance(model, Tensor) else model
     read = model.next_logits if isinstance(model, MarkovModel) else model
     laws = []
     for length in range(num_tokens):
         place = vocab_size ** torch.arange(length - 1, -1, -1)
         parts = []
-        for chunk in torch.arange(vocab_size**length).split(batch_size):
+        for chunk in torch.arange(vocab_size**length).split(most):
             texts = chunk.unsqueeze(-1) // place % vocab_size
             prefixes = torch.cat([prompt.expand(len(chunk), -1), texts.to(prompt.device)], 1)
             logits = read(prefixes)
             if not isinstance(logits, Tensor) or not logits.is_floating_point():
-                raise TypeError(
-                    f"{name}: expected logits, a floating point tensor, got {getattr(logits, 'dtype', type(logits))} "
-                    "(for a transformers model pass `lambda ids: model(ids).logits`)"
-                )
+                kind = getattr(logits, "dtype", type(logits))
+                advice = "(for a transformers model pass `lambda ids: model(ids).logits`)"
+                raise TypeError(f"{name}: expected logits, a floating point tensor, got {kind} {advice}")
             logits = logits[:, -1] if logits.dim() == 3 else logits
             if logits.shape != (len(chunk), vocab_size):
                 raise ValueError(f"{name}: expected logits [{len(chunk)}, {vocab_size}], got {list(logits.shape)}")
@@ -348,7 +325,6 @@ def _check_numbers(
     if not 0 < significance < 1:
         raise ValueError(f"significance: expected a number in (0, 1), got {significance}")
     if vocab_size**num_tokens > MAX_OUTCOMES:
-        raise ValueError(
-            f"vocab_size: expected vocab_size ** num_tokens <= {MAX_OUTCOMES}, got {vocab_size} ** {num_tokens}; over "
-            "so many outcomes a test sees nothing: take tiny models of 6 to 16 tokens"
-        )
+        numbers = f"vocab_size ** num_tokens <= {MAX_OUTCOMES}, got {vocab_size} ** {num_tokens}"
+        advice = "over so many outcomes a test sees nothing: take tiny models of 6 to 16 tokens"
+        raise ValueError(f"vocab_size: expected {numbers}; {advice}")

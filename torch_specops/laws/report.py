@@ -8,18 +8,6 @@ from dataclasses import dataclass
 
 # The confidence of the bound on the total variation, and the probability that a bias of detectable size is detected.
 CONFIDENCE = 0.99
-# Columns of a table: title, attribute of a `LawTest`, format.
-COLUMNS = (
-    ("emitted", "emitted", ".1%"),
-    ("overlap", "overlap", ".3f"),
-    ("TV", "total_variation", ".4f"),
-    ("by chance", "expected_total_variation", ".4f"),
-    ("at most", "total_variation_bound", ".4f"),
-    ("chi-square", "statistic", ".1f"),
-    ("dof", "dof", "d"),
-    ("p-value", "p_value", ".3g"),
-    ("visible", "detectable_total_variation", ".4f"),
-)
 
 
 @dataclass(frozen=True)
@@ -85,13 +73,16 @@ class Report(ABC):
 
     def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str] = ()) -> str:
         """The verdict, a table with a line for each named test, which breaks or does not, and the remarks."""
-        rows = [["", *(title for title, _, _ in COLUMNS), ""]]
+        first = max(len(name) for name, _, _ in tests)
+        titles = "emitted  overlap      TV  by chance  at most  chi-square    dof   p-value  visible"
+        table = [f"{'':{first}}  {titles}"]
         for name, test, breaks in tests:
-            values = [(getattr(test, attribute), spec) for _, attribute, spec in COLUMNS]
-            numbers = ["" if value is None else format(value, spec) for value, spec in values]
-            rows.append([name, *numbers, "breaks" if breaks else ""])
-        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-        table = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows]
+            emitted = "" if test.emitted is None else f"{test.emitted:.1%}"
+            overlap = "" if test.overlap is None else f"{test.overlap:.3f}"
+            line = f"{name:{first}}  {emitted:>7}  {overlap:>7}  {test.total_variation:.4f}  "
+            line += f"{test.expected_total_variation:9.4f}  {test.total_variation_bound:7.4f}  {test.statistic:10.1f}  "
+            line += f"{test.dof:5}  {test.p_value:8.3g}  {test.detectable_total_variation:7.4f}"
+            table.append(line + "  breaks" * breaks)
         legend = [
             "TV: total variation of the counts from the target's law, and what chance alone makes of it on average.",
             f"at most: with {CONFIDENCE:.0%} confidence, the TV of the loop's own law is not above this.",
@@ -108,9 +99,8 @@ class Report(ABC):
 
 @dataclass(frozen=True)
 class LawReport(Report):
-    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table.
-
-    A true report is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
+    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table. A true report
+    is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
     `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
@@ -195,4 +185,5 @@ class EngineReport(Report):
             for name, report in self.reports.items()
             for test in report.tests
         ]
-        return self._page(verdict, tests)
+        trials = max(report.trials for report in self.reports.values())
+        return self._page(verdict, tests, [f"Texts of each setting: {trials:,}."])

@@ -11,23 +11,37 @@ from torch import Tensor
 
 from .report import CONFIDENCE, LawTest
 
+# For each position t, the laws [V ** t, V] of the token there, float64, after each text of t tokens.
+Laws = list[Tensor]
 # With fewer expected outcomes in a cell, the chi-square approximation is poor.
 MIN_EXPECTED = 10.0
 
 
-def law_tests(
-    counts: list[Tensor], laws: list[Tensor], significance: float, draft: list[Tensor] | None = None
-) -> tuple[LawTest, ...]:
-    """One test for each position t, of the tokens counted in counts[t] [V ** t, V] by the text before them against the
-    law of the same shape, then the joint test of the texts counted in counts[T] [V ** T]."""
+def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[Tensor]:
+    """Counts of texts [N, T]: for each position t, [V ** t, V] of the tokens emitted there (>= 0), by the text before
+    them; then [V ** T] of the texts, whose missing tokens are drawn from the laws. A text y_0 y_1 .. is indexed as a
+    number in base V."""
+    index = torch.zeros(len(tokens), dtype=torch.int64)
+    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
+    counts = []
+    for token, law, numbers in zip(tokens.unbind(1), laws, uniforms.unbind(1), strict=True):
+        missing = token < 0
+        cumulative = law[index[missing]].cumsum(-1)
+        drawn = (cumulative <= numbers[missing].unsqueeze(-1) * cumulative[:, -1:]).sum(-1)
+        index = index * law.shape[1] + token.masked_scatter(missing, drawn)
+        counts.append(torch.bincount(index[~missing], minlength=law.numel()).view_as(law))
+    return [*counts, torch.bincount(index, minlength=laws[-1].numel())]
+
+
+def law_tests(counts: list[Tensor], laws: Laws, significance: float, draft: Laws | None = None) -> tuple[LawTest, ...]:
+    """One test for each position, of the tokens given the text before them, then the joint test; see `count_texts`."""
     threshold, trials = significance / len(counts), int(counts[-1].sum())
     before = torch.ones(1, dtype=torch.float64)
     tests = []
     for position, law in enumerate(laws):
-        emitted = int(counts[position].sum()) / trials
         overlap = None if draft is None else float((before * torch.minimum(law, draft[position]).sum(-1)).sum())
         test = _test(position, counts[position], law, threshold)
-        tests.append(replace(test, emitted=emitted, overlap=overlap))
+        tests.append(replace(test, emitted=int(counts[position].sum()) / trials, overlap=overlap))
         before = (before.unsqueeze(-1) * law).flatten()
     return (*tests, _test(None, counts[-1], before, threshold))
 
@@ -128,12 +142,9 @@ def critical_value(dof: int, significance: float) -> float:
 
 def detectable_effect(dof: int, significance: float, trials: int, power: float) -> float:
     """The smallest effect w, w**2 = sum (r - p)**2 / p for counts drawn from r, that a test of p with that significance
-    rejects with probability `power`: the statistic is noncentral with noncentrality trials * w**2. Infinite without
-    degrees of freedom.
-
-    As 2 TV = sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2 is detected
-    with at least that probability.
-    """
+    rejects with probability `power`: the statistic has noncentrality trials * w**2. Infinite without degrees of
+    freedom. Since 2 TV = sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2
+    is detected with at least that probability."""
     if dof == 0:
         return math.inf
     critical = critical_value(dof, significance)
@@ -142,9 +153,7 @@ def detectable_effect(dof: int, significance: float, trials: int, power: float) 
 
 def mean_absolute_deviation(trials: Tensor, probabilities: Tensor) -> Tensor:
     """E|X - n p| for binomial X: 2 (m + 1) C(n, m + 1) p**(m + 1) (1 - p)**(n - m), m = floor(n p) (De Moivre).
-
-    `trials` (n) and `probabilities` (p) are float64 and broadcast.
-    """
+    `trials` (n) and `probabilities` (p) are float64 and broadcast."""
     m = torch.floor(trials * probabilities)
     log_choose = torch.lgamma(trials + 1) - torch.lgamma(m + 1) - torch.lgamma(trials - m)
     log_powers = torch.special.xlogy(m + 1, probabilities) + torch.special.xlog1py(trials - m, -probabilities)
