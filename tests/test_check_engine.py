@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torch_specops import SamplingParams
 from torch_specops.laws import check_engine, markov_pair
-from torch_specops.laws.engine import Prompts
 
+Prompts = list[list[int]]
 V = 6
 TARGET, _ = markov_pair(V)
 # Lengths differ, so that a row of another prompt shows.
@@ -71,28 +71,22 @@ def test_a_right_engine_passes() -> None:
     assert str(report).startswith("No bias seen in 5 settings.\n")
 
 
-def of_the_next_row(params: list[SamplingParams]) -> list[SamplingParams]:
-    return [*params[1:], params[0]]
-
-
 def without_top_k(params: list[SamplingParams]) -> list[SamplingParams]:
     return [SamplingParams(each.temperature, 0, each.top_p, each.min_p) for each in params]
 
 
+# The settings that break, and the engine.
 WRONG = {
     "parameters of the next row": (
         list(SETTINGS),
-        lambda prompts, params, seeds: engine(prompts, of_the_next_row(params), seeds),
+        lambda prompts, params, seeds: engine(prompts, [*params[1:], params[0]], seeds),
     ),
     "no top-k": (["top-k"], lambda prompts, params, seeds: engine(prompts, without_top_k(params), seeds)),
     "the first row's text for all prompts": (
         list(SETTINGS)[1:3] + list(SETTINGS)[4:],
         lambda prompts, params, seeds: engine([prompts[0]] * len(prompts), params, seeds),
     ),
-    "rows in the order in which they end": (
-        list(SETTINGS),
-        lambda prompts, params, seeds: sorted(engine(prompts, params, seeds)),
-    ),
+    "rows in the order in which they end": (list(SETTINGS), lambda *each: sorted(engine(*each))),
 }
 
 
@@ -118,7 +112,6 @@ def test_texts_that_end_early() -> None:
     alone = {"settings": {"plain": SamplingParams()}, "vocab_size": V, "trials": 100, "batch_size": 1}
     for kind in (list, torch.tensor):
         check_engine(lambda *each, kind=kind: kind(generate(*each)), TARGET, num_tokens=2, **alone).assert_lossless()
-    refused(ValueError, "generate: expected 2 tokens unless", lambda *each: [row[:1] for row in engine(*each)])
 
 
 def test_calls() -> None:
@@ -142,28 +135,27 @@ def test_calls() -> None:
     assert calls[0][2] == [seed for seeds in first for seed in seeds]
 
 
-def refused(error: type[Exception], message: str, generate: Callable[..., object] = engine, **options: object) -> None:
-    arguments = {"settings": SETTINGS, "vocab_size": V, "num_tokens": 2, "trials": 100, "prompts": PROMPTS} | options
-    with pytest.raises(error, match=message):
-        check_engine(generate, TARGET, **arguments)
+BAD_ARGUMENTS = [
+    (ValueError, "settings: expected a name and a SamplingParams", {"settings": {}}),
+    (TypeError, "settings: expected a SamplingParams for 'a', got", {"settings": {"a": {"top_k": 1}}}),
+    (TypeError, "as top_k of 'a', got <class 'list'>", {"settings": {"a": SamplingParams(top_k=[1, 2])}}),
+    (ValueError, "temperature, .* got presence_penalty", {"settings": {"a": SamplingParams(presence_penalty=0.5)}}),
+    (ValueError, "prompts: expected at least one", {"prompts": ()}),
+    (ValueError, r"prompt: expected tokens in \[0, 6\)", {"prompts": ((1, 6),)}),
+]
+BAD_ROWS = [
+    (ValueError, r"expected tokens \[500, >= 2\], got \[499, 2\]", lambda *each: engine(*each)[1:]),
+    (ValueError, "expected at least one token in every row", lambda *each: [[], *engine(*each)[1:]]),
+    (ValueError, "expected 2 tokens unless a text ended", lambda *each: [row[:1] for row in engine(*each)]),
+    (TypeError, "expected tokens as an integer tensor", lambda *each: torch.zeros(500, 2)),
+]
 
 
 def test_bad_arguments_and_rows() -> None:
-    refused(ValueError, "settings: expected a name and a SamplingParams", settings={})
-    refused(TypeError, "settings: expected a SamplingParams for 'a', got", settings={"a": {"top_k": 1}})
-    lists = {"a": SamplingParams(top_k=[1, 2])}
-    refused(TypeError, "settings: expected a number as top_k of 'a', got <class 'list'>", settings=lists)
-    penalty = {"a": SamplingParams(presence_penalty=0.5)}
-    refused(ValueError, "settings: the laws of temperature, .* got presence_penalty in 'a'", settings=penalty)
-    refused(ValueError, "prompts: expected at least one", prompts=())
-    refused(ValueError, r"prompt: expected tokens in \[0, 6\)", prompts=((1, 6),))
-    refused(ValueError, r"generate: expected tokens \[500, >= 2\], got \[499, 2\]", lambda *each: engine(*each)[1:])
-    refused(ValueError, "generate: expected at least one token in every row", lambda *each: [[], *engine(*each)[1:]])
-    refused(TypeError, "generate: expected tokens as an integer tensor", lambda *each: torch.zeros(500, 2))
-    fixed = [7]
-    refused(
-        ValueError,
-        "generate: expected new random numbers in every call",
-        lambda prompts, params, seeds: engine(prompts, params, fixed),
-        batch_size=50,
-    )
+    fixed = {"generate": lambda prompts, params, seeds: engine(prompts, params, [7]), "batch_size": 50}
+    calls = [*BAD_ARGUMENTS, (ValueError, "generate: expected new random numbers in every call", fixed)]
+    calls += [(error, f"generate: {message}", {"generate": generate}) for error, message, generate in BAD_ROWS]
+    arguments = {"generate": engine, "target": TARGET, "settings": SETTINGS, "prompts": PROMPTS}
+    for error, message, options in calls:
+        with pytest.raises(error, match=message):
+            check_engine(**arguments | {"vocab_size": V, "num_tokens": 2, "trials": 100} | options)

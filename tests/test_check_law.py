@@ -7,6 +7,7 @@ of their own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.laws import LawReport, MarkovModel, check_law, markov_pair, pearson
-from torch_specops.laws.power import detectable_effect
+from torch_specops.laws import LawReport, MarkovModel, check_law, markov_pair, statistics
+from torch_specops.laws.statistics import detectable_effect
 
 V = 6
 TARGET, DRAFT = markov_pair(V)
@@ -90,6 +91,11 @@ class Loop:
         return tokens, accepted, torch.full_like(accepted, 4)
 
 
+def altered(change: Callable[[Tensor], object], loop: Loop = Loop()) -> Callable[[Tensor, Tensor], object]:
+    """The loop with a change of its tokens [N, 8], without counts."""
+    return lambda prompts, seeds: change(loop(prompts, seeds)[0])
+
+
 def filtered(model: MarkovModel, top_k: int | None):
     return lambda prefixes: law(model, prefixes[:, -2:], top_k).log()
 
@@ -153,22 +159,15 @@ def test_one_step_of_variable_length_passes(verify: str) -> None:
 
 
 def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
-    """Whether a position is emitted may depend on what came before it, not on its own token."""
-
-    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
-        output = uniforms_step("verify_exact", 2)(prompts, seeds)
-        output[:, 2] = torch.where(output[:, 2] == 0, -1, output[:, 2])
-        return output
-
+    """A position may be emitted or not depending on what came before it, not on its own token."""
+    hidden = torch.tensor([V, V, 0])
+    loop = uniforms_step("verify_exact", 2)
+    step = lambda *args: (output := loop(*args)).masked_fill(output == hidden, -1)  # noqa: E731
     assert check_law(step, TARGET, DRAFT, vocab_size=V).first_break == 2
 
 
 def test_a_text_that_ends_at_its_eos_passes() -> None:
-    def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
-        tokens, _, _ = Loop()(prompts, seeds)
-        ended = (tokens == 2).cumsum(1) - (tokens == 2).long() > 0
-        return tokens.masked_fill(ended, -1)
-
+    loop = altered(lambda tokens: tokens.masked_fill((tokens == 2).cumsum(1) - (tokens == 2).long() > 0, -1))
     report = check_law(loop, TARGET, DRAFT, vocab_size=V)
     report.assert_lossless()
     assert report.tests[1].emitted < 1
@@ -280,7 +279,7 @@ def test_a_draft_that_agrees_leaves_mistakes_unseen() -> None:
 def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = pytest.importorskip("scipy.stats")
     # The same in every repetition.
-    monkeypatch.setattr(pearson, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(statistics, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
     significance, repetitions = 0.2, 150
     reports = [check(Loop(), trials=1000, significance=significance, seed=seed) for seed in range(repetitions)]
     alarms = sum(not report for report in reports)
@@ -356,23 +355,15 @@ BAD_OUTPUTS = [
 
 
 def test_bad_arguments_and_outputs() -> None:
-    calls = [*BAD_ARGUMENTS]
-    for change, message in BAD_OUTPUTS:
-        loop = lambda *args, change=change: change(Loop()(*args)[0])  # noqa: E731
-        calls.append(({"step_fn": loop}, f"step_fn: .*{message}"))
-    for options, message in calls:
+    outputs = [({"step_fn": altered(change)}, f"step_fn: .*{message}") for change, message in BAD_OUTPUTS]
+    for options, message in BAD_ARGUMENTS + outputs:
         arguments = {"step_fn": Loop(), "target": TARGET, "vocab_size": V, "trials": 200} | options
         with pytest.raises((TypeError, ValueError), match=message):
             check_law(**arguments)
 
 
 def test_a_position_that_is_never_emitted_shows_nothing() -> None:
-    def step(prompts: Tensor, seeds: Tensor) -> Tensor:
-        tokens = Loop()(prompts, seeds)[0]
-        tokens[:, 1:] = -1
-        return tokens
-
-    report = check_law(step, TARGET, vocab_size=V)
+    report = check_law(altered(lambda tokens: tokens.index_fill(1, torch.arange(1, 8), -1)), TARGET, vocab_size=V)
     assert report
     assert [test.emitted for test in report.tests[:3]] == [1.0, 0.0, 0.0]
     assert [test.detectable_total_variation for test in report.tests[1:3]] == [1.0, 1.0]

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.laws import LawTest, MarkovModel, chi_square, markov_pair, pearson
-from torch_specops.laws.pearson import pearson_statistic
-from torch_specops.laws.power import (
+from torch_specops.laws import LawTest, MarkovModel, chi_square, markov_pair, statistics
+from torch_specops.laws.statistics import (
     chi_square_tail,
     critical_value,
     detectable_effect,
     mean_absolute_deviation,
-    noncentral_tail,
+    pearson_statistic,
 )
 
 V = 6
@@ -30,7 +29,7 @@ SIGNIFICANCE = 1e-4
 @pytest.fixture(autouse=True)
 def cached_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """The visible bias is the same in each of many repetitions."""
-    monkeypatch.setattr(pearson, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
+    monkeypatch.setattr(statistics, "detectable_effect", lru_cache(maxsize=None)(detectable_effect))
 
 
 def conditional_laws(bias: float = 0.0, positions: tuple[int, ...] = (0, 1, 2)) -> list[Tensor]:
@@ -57,7 +56,7 @@ def joint_law(laws: list[Tensor]) -> Tensor:
     return joint
 
 
-def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[list[LawTest]]:
+def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[tuple[LawTest, ...]]:
     """The tests of texts drawn from `laws` against the target's."""
     generator = torch.Generator().manual_seed(12)
     cumulative = joint_law(laws).cumsum(0)
@@ -67,7 +66,7 @@ def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[li
         numbers = torch.rand(trials, generator=generator, dtype=torch.float64) * cumulative[-1]
         counts = torch.bincount(torch.searchsorted(cumulative, numbers, right=True), minlength=V**3)
         by_position = [counts.view(V**t, V, -1).sum(-1) for t in range(3)]
-        results.append(pearson.law_tests(by_position, counts, exact, SIGNIFICANCE))
+        results.append(statistics.law_tests([*by_position, counts], exact, SIGNIFICANCE))
     return results
 
 
@@ -117,7 +116,7 @@ def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
         assert effect(high) == pytest.approx(goal)
         tests = [results[index] for results in repeated_tests(biased, trials, repetitions)]
         rate = sum(test.p_value < SIGNIFICANCE / 4 for test in tests) / repetitions
-        expected = noncentral_tail(critical_value(reference.dof, SIGNIFICANCE / 4), reference.dof, trials * goal**2)
+        expected = chi_square_tail(critical_value(reference.dof, SIGNIFICANCE / 4), reference.dof, trials * goal**2)
         # Four standard deviations, and what pooling of rare outcomes costs.
         assert abs(rate - expected) < 4 * math.sqrt(expected * (1 - expected) / repetitions) + 0.03, (rate, expected)
         if share == 1.0:
@@ -137,7 +136,7 @@ def test_statistics_are_those_of_scipy() -> None:
             assert chi_square_tail(statistic, dof) == pytest.approx(stats.chi2.sf(statistic, dof), rel=1e-4)
             for noncentrality in (0.0, 0.5, 20.0, 2000.0):
                 exact = stats.ncx2.sf(statistic, dof, noncentrality) if noncentrality else stats.chi2.sf(statistic, dof)
-                assert noncentral_tail(statistic, dof, noncentrality) == pytest.approx(exact, rel=1e-4, abs=1e-9)
+                assert chi_square_tail(statistic, dof, noncentrality) == pytest.approx(exact, rel=1e-4, abs=1e-9)
         critical = critical_value(dof, 2e-5)
         assert critical == pytest.approx(stats.chi2.isf(2e-5, dof), rel=1e-5)
         effect = detectable_effect(dof, 2e-5, 5000, 0.99)
@@ -157,25 +156,18 @@ def test_mean_absolute_deviation_by_summation() -> None:
             assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_rare_outcomes_are_pooled() -> None:
+# 5 expected in the last cell: it joins the next one. 15, 9 and 6: two are pooled, which is enough.
+@pytest.mark.parametrize(
+    "sizes, dof, pooled", [([1000], 3, 0), ([100], 2, 20), ([30], 1, 15), ([12], 0, 12), ([1000, 12], 3, 12)]
+)
+def test_rare_outcomes_are_pooled(sizes: list[int], dof: int, pooled: float) -> None:
     """Each row is pooled on its own: a large one keeps all its cells, a small one has few or only one, which tells
     nothing."""
-    p = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
-
-    def pooled_test(sizes: list[int]) -> tuple[float, int, float]:
-        expected = torch.tensor(sizes).unsqueeze(-1) * p
-        return pearson_statistic(expected, expected, 10.0)
-
-    assert pooled_test([1000]) == (0.0, 3, 0.0)
-    # 5 expected in the last cell: it joins the next one.
-    statistic, dof, pooled = pooled_test([100])
-    assert (statistic, dof) == (0.0, 2) and pooled == pytest.approx(20)
-    # 15, 9 and 6: two are pooled, which is enough.
-    statistic, dof, pooled = pooled_test([30])
-    assert dof == 1 and pooled == pytest.approx(15)
-    statistic, dof, pooled = pooled_test([12])
-    assert dof == 0 and pooled == pytest.approx(12)
-    assert pooled_test([1000, 12])[1] == 3
+    expected = torch.tensor(sizes).unsqueeze(-1) * torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]], dtype=torch.float64)
+    assert pearson_statistic(expected, expected, 10.0) == (0.0, dof, pytest.approx(pooled))
+    # A row's only possible outcome is not pooled, however rare.
+    certain = torch.tensor([[5.0, 0.0]])
+    assert pearson_statistic(certain, certain, 10.0) == (0.0, 0, 0.0)
 
 
 def test_counts_and_probabilities_that_do_not_fit() -> None:

@@ -4,11 +4,10 @@
 docs/testing.md says how to use them and what their numbers mean.
 """
 
-from .check import check_law
-from .engine import check_engine
+from .check import check_engine, check_law
 from .markov import MarkovModel, markov_pair
-from .pearson import chi_square
 from .report import EngineReport, LawReport, LawTest
+from .statistics import chi_square
 
 __all__ = [
     "EngineReport",

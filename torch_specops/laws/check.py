@@ -1,22 +1,35 @@
-"""Tests whether a decoding loop is lossless: its tokens are counted and compared with the target's law."""
+"""The checks of a decoding loop and of an engine: their tokens are counted and compared with the target's law."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from .pearson import law_tests
-from .report import LawReport
-from .texts import Generated, NextToken, check_numbers, conditional_laws, count_texts, read_prompt, read_tokens, repeats
+from .. import reference
+from ..sampling import SamplingParams
+from .markov import MarkovModel
+from .report import EngineReport, LawReport
+from .statistics import Laws, count_texts, law_tests
 
-StepFn = Callable[[Tensor, Tensor], Generated]
+NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
+Generated = Tensor | tuple[Tensor, Tensor, Tensor]
+GenerateFn = Callable[[list[list[int]], list[SamplingParams], list[int]], Sequence[Sequence[int]] | Tensor]
+Progress = Callable[[int, int], None]
+Call = Callable[[Tensor], Generated]
+Params = SamplingParams | None
+
+MAX_OUTCOMES = 2**20
+# The most texts that an engine's target reads at once.
+MAX_TEXTS = 8192
+# The fields of `SamplingParams` whose law is known here.
+KNOWN = ("temperature", "top_k", "top_p", "min_p")
 
 
 def check_law(
-    step_fn: StepFn,
+    step_fn: Callable[[Tensor, Tensor], Generated],
     target: NextToken,
     draft: NextToken | None = None,
     *,
@@ -27,17 +40,13 @@ def check_law(
     batch_size: int = 8192,
     significance: float = 1e-4,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> LawReport:
-    """Test whether the tokens that a decoding loop emits have the target's law.
+    """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given those
+    before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
 
-    The loop continues one prompt `trials` times. At each position the tokens are compared with the target's law given
-    the tokens before them, and all `num_tokens` tokens with their joint law, by Pearson's chi-square test. The report
-    says at which position the law breaks first, how far the loop is off, and which bias would have been detected.
-
-    docs/testing.md says what to run it on (tiny vocabularies, models that differ, several steps) and what the numbers
-    mean. A row may emit fewer than `num_tokens` tokens, followed by -1. The test of a position uses the rows that
-    emitted it; the joint test uses all rows, completed by draws from the target.
+    docs/testing.md says what to run it on and what the numbers mean. A row may emit fewer tokens, followed by -1: the
+    test of a position uses the rows that emitted it; the joint test uses all rows, completed by draws from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
@@ -54,15 +63,12 @@ def check_law(
             and how large a bias well-known mistakes would cause.
         vocab_size: V >= 2.
         num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20.
-        trials: >= 100.
+        trials: how many texts are generated, >= 100.
         prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are made on its device.
         batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
         significance: in (0, 1), probability that a lossless loop is rejected, over all tests together.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
         progress: called as `progress(done, trials)` after each batch.
-
-    Returns:
-        A `LawReport`.
 
     Raises:
         TypeError: an argument, or the result of a function, has another type.
@@ -75,84 +81,250 @@ def check_law(
         >>> target, draft = markov_pair()
         >>> def draft_alone(prompts, seeds):
         ...     generator = torch.Generator().manual_seed(int(seeds[0]))
-        ...     p = torch.softmax(draft(prompts)[:, -1], -1)
-        ...     return torch.multinomial(p, 1, generator=generator)
+        ...     return torch.multinomial(torch.softmax(draft(prompts)[:, -1], -1), 1, generator=generator)
         >>> report = check_law(draft_alone, target, draft, vocab_size=6, num_tokens=1)
         >>> bool(report), report.first_break
         (False, 0)
     """
-    check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
-    start = read_prompt(prompt, vocab_size)
-    p = conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
-    q = None if draft is None else conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
+    _check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
+    start = _read_prompt(prompt, vocab_size)
+    p = _conditional_laws(target, "target", start, vocab_size, num_tokens, batch_size)
+    q = None if draft is None else _conditional_laws(draft, "draft", start, vocab_size, num_tokens, batch_size)
+
+    def call(seeds: Tensor) -> Generated:
+        return step_fn(start.repeat(len(seeds), 1), seeds[:, 0].to(start.device))
+
     # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in these.
     generator = torch.Generator().manual_seed(seed)
-    seeds = torch.randint(2**62, (trials,), generator=generator)
-    tokens, accepted, reached = _sample(step_fn, start, vocab_size, num_tokens, seeds, batch_size, progress)
-    return law_report(tokens, p, generator, significance, q, accepted / reached if reached else None)
+    seeds = torch.randint(2**62, (trials, 1), generator=generator)
+    repeated = "random numbers that come from its seeds, got the tokens of other seeds"
+    tokens, beta = _sample("step_fn", call, p, seeds, batch_size, repeated, progress)
+    mistakes = {}
+    if q is not None:
+        first, kept = p[0][0], torch.minimum(p[0][0], q[0][0])
+        laws = {"accepting every draft": q[0][0], "a recovered token from p": kept + (1 - kept.sum()) * first}
+        mistakes = {name: float((law - first).abs().sum()) / 2 for name, law in laws.items()}
+    tests = law_tests(count_texts(tokens[:, 0], p, generator), p, significance, q)
+    return LawReport(tests, trials, significance, mistakes, beta)
 
 
-def law_report(
-    tokens: Tensor,
-    p: list[Tensor],
-    generator: torch.Generator,
-    significance: float,
-    q: list[Tensor] | None = None,
-    beta: float | None = None,
-) -> LawReport:
-    """The report on texts [N, T]; p and q are `conditional_laws`. Missing tokens are drawn with the generator."""
-    trials, num_tokens = tokens.shape
-    uniforms = torch.rand(trials, num_tokens, generator=generator, dtype=torch.float64)
-    counts, joint_counts = count_texts(tokens, p, uniforms)
-    tests = law_tests(counts, joint_counts, p, significance)
-    overlaps = [None] * num_tokens if q is None else _overlaps(p, q)
-    positions = [
-        replace(test, emitted=int(count.sum()) / trials, overlap=overlap)
-        for test, count, overlap in zip(tests[:-1], counts, overlaps, strict=True)
+def check_engine(
+    generate: GenerateFn,
+    target: NextToken,
+    settings: Mapping[str, SamplingParams],
+    *,
+    vocab_size: int,
+    num_tokens: int = 3,
+    trials: int = 10_000,
+    prompts: Sequence[Sequence[int]] = ((1, 0, 1),),
+    batch_size: int = 1000,
+    significance: float = 1e-4,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> EngineReport:
+    """Test as `check_law` does whether the tokens that an engine returns have the target's law, for each of its
+    sampling settings. docs/testing.md has recipes.
+
+    An engine is anything that continues prompts: vLLM, a server, your own `generate`. If it reads a setting from the
+    wrong row of a batch, or forgets it, the text is still fluent. So every call has requests of all settings, in turn.
+
+    Args:
+        generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
+            ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
+            request, as lists or as an integer tensor [N, L], in the same order: at least one, and `num_tokens` unless
+            the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
+            but must not start every call from the same state.
+        target: the model as in `check_law`, but before temperature and filters.
+        settings: name -> parameters: only temperature and filters, each one number. The law is that of
+            `torch_specops.filter_logits`, whose filters are those of transformers and of vLLM; temperature 0 is the
+            argmax.
+        prompts: token ids in [0, V). The first setting continues the first prompt, the next one the next, and so on
+            from the beginning.
+        trials: for each setting, >= 100.
+        batch_size: trials of each setting in one call.
+        progress: called as `progress(done, requests)` after each call.
+        vocab_size, num_tokens, significance, seed: as in `check_law`; `significance` is shared by all settings.
+
+    Raises:
+        TypeError: an argument, or the result of a function, has another type.
+        ValueError: a number out of range, no setting or prompt, rows that do not fit the requests, or an engine that
+            repeats itself.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops import SamplingParams
+        >>> from torch_specops.laws import check_engine, markov_pair
+        >>> target, _ = markov_pair(order=1)
+        >>> def forgets_top_k(prompts, params, seeds):
+        ...     logits = target(torch.tensor(prompts))[:, -1]
+        ...     temperatures = torch.tensor([[each.temperature] for each in params])
+        ...     generator = torch.Generator().manual_seed(seeds[0])
+        ...     return torch.multinomial(torch.softmax(logits / temperatures, -1), 1, generator=generator)
+        >>> settings = {"hot": SamplingParams(temperature=2.0), "top-k": SamplingParams(top_k=2)}
+        >>> check_engine(forgets_top_k, target, settings, vocab_size=6, num_tokens=1).broken
+        ['top-k']
+    """
+    _check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
+    _check_settings(settings)
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none")
+    starts = [_read_prompt(prompts[i % len(prompts)], vocab_size) for i in range(len(settings))]
+    laws = [
+        _conditional_laws(target, "target", start, vocab_size, num_tokens, MAX_TEXTS, params)
+        for start, params in zip(starts, settings.values(), strict=True)
     ]
-    mistakes = {} if q is None else _mistakes(p[0][0], q[0][0])
-    return LawReport((*positions, tests[-1]), trials, significance, mistakes, beta)
+
+    def call(seeds: Tensor) -> Tensor:
+        texts = [start.tolist() for _ in seeds for start in starts]
+        rows = generate(texts, [params for _ in seeds for params in settings.values()], seeds.flatten().tolist())
+        if not isinstance(rows, Tensor):
+            rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows])
+        return torch.nn.functional.pad(rows, (0, num_tokens - rows.shape[1]), value=-1) if rows.dim() == 2 else rows
+
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**31, (trials, len(settings)), generator=generator)
+    repeated = "new random numbers in every call, got the tokens of the first call"
+    tokens, _ = _sample("generate", call, laws[0], seeds, batch_size, repeated, progress)
+    if bool((tokens[..., -1] < 0).all()):
+        raise ValueError(f"generate: expected {num_tokens} tokens unless a text ended, got fewer for every request")
+    share = significance / len(settings)
+    reports = {
+        name: LawReport(law_tests(count_texts(texts, law, generator), law, share), trials, share, {})
+        for name, texts, law in zip(settings, tokens.unbind(1), laws, strict=True)
+    }
+    return EngineReport(reports, significance)
 
 
 def _sample(
-    step_fn: StepFn,
-    prompt: Tensor,
-    vocab_size: int,
-    num_tokens: int,
-    seeds: Tensor,
-    batch_size: int,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[Tensor, int, int]:
-    """The tokens that the loop emits for seeds [N], as [N, T]; drafts accepted, and drafts reached."""
+    name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
+) -> tuple[Tensor, float | None]:
+    """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; accepted / reached drafts.
+    `repeated` is the end of the error that is raised if a call repeats the tokens of the first one."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):
-        generated = step_fn(prompt.repeat(len(batch), 1), batch.to(prompt.device))
-        tokens, accepted, reached = read_tokens(generated, len(batch), num_tokens, vocab_size)
-        if repeats(tokens, batches):
-            raise ValueError("step_fn: expected random numbers that come from its seeds, got the tokens of other seeds")
+        tokens, accepted, reached = _read_tokens(name, call(batch), batch.numel(), len(laws), laws[0].shape[1])
+        tokens = tokens.view(*batch.shape, len(laws))
+        # If rows hardly differ, the law is nearly certain, and batches may be equal by chance.
+        if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
+            raise ValueError(f"{name}: expected {repeated}")
         batches.append(tokens)
         num_accepted += accepted
         num_reached += reached
         if progress is not None:
-            progress(sum(len(tokens) for tokens in batches), len(seeds))
-    return torch.cat(batches), num_accepted, num_reached
+            progress(sum(map(len, batches)) * seeds.shape[1], seeds.numel())
+    return torch.cat(batches), num_accepted / num_reached if num_reached else None
 
 
-def _overlaps(p: list[Tensor], q: list[Tensor]) -> list[float]:
-    """For each position, sum min(p, q) averaged over the target's texts before it."""
-    before = torch.ones(1, dtype=torch.float64)
-    overlaps = []
-    for target, draft in zip(p, q, strict=True):
-        overlaps.append(float((before * torch.minimum(target, draft).sum(-1)).sum()))
-        before = (before.unsqueeze(-1) * target).flatten()
-    return overlaps
+def _read_tokens(name: str, result: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
+    """[N, num_tokens] tokens on the CPU, drafts accepted, drafts reached."""
+    tokens, *counts = result if isinstance(result, tuple) else (result,)
+    for part, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+            kind = getattr(tensor, "dtype", type(tensor))
+            raise TypeError(f"{name}: expected {part} as an integer tensor, got {kind}")
+    if len(counts) not in (0, 2):
+        form = "tokens or (tokens, num_accepted, num_reached)"
+        raise ValueError(f"{name}: expected {form}, got a tuple of {len(counts) + 1}")
+    if tokens.dim() != 2 or tokens.shape[0] != size or tokens.shape[1] < num_tokens:
+        raise ValueError(f"{name}: expected tokens [{size}, >= {num_tokens}], got {list(tokens.shape)}")
+    shapes = [list(count.shape) for count in counts]
+    if any(shape != [size] for shape in shapes):
+        raise ValueError(f"{name}: expected num_accepted and num_reached [{size}], got {shapes}")
+    tokens = tokens[:, :num_tokens].long().cpu()
+    if int(tokens.max()) >= vocab_size:
+        raise ValueError(f"{name}: expected tokens in [0, {vocab_size}), got {int(tokens.max())}")
+    wrong = (tokens[:, 0] < 0) | ((tokens[:, 1:] >= 0) & (tokens[:, :-1] < 0)).any(1)
+    if wrong.any():
+        rule = "at least one token in every row, and negative numbers after the emitted tokens only"
+        raise ValueError(f"{name}: expected {rule}, got {tokens[wrong][0].tolist()}")
+    accepted, reached = (int(count.sum()) for count in counts) if counts else (0, 0)
+    if not 0 <= accepted <= reached:
+        raise ValueError(f"{name}: expected 0 <= num_accepted <= num_reached, got {accepted} and {reached} in sum")
+    return tokens, accepted, reached
 
 
-def _mistakes(p: Tensor, q: Tensor) -> dict[str, float]:
-    """The total variation from p [V] that each of two mistakes causes."""
-    kept = torch.minimum(p, q)
-    return {
-        "accepting every draft": float((q - p).abs().sum()) / 2,
-        "a recovered token from p": float((kept + (1 - kept.sum()) * p - p).abs().sum()) / 2,
-    }
+@torch.no_grad()
+def _conditional_laws(
+    model: NextToken, name: str, prompt: Tensor, vocab_size: int, num_tokens: int, most: int, params: Params = None
+) -> Laws:
+    """The laws of `num_tokens` tokens after the prompt, under the parameters if they are given; the model reads at most
+    `most` texts at once."""
+    model = MarkovModel(model) if isinstance(model, Tensor) else model
+    read = model.next_logits if isinstance(model, MarkovModel) else model
+    laws = []
+    for length in range(num_tokens):
+        place = vocab_size ** torch.arange(length - 1, -1, -1)
+        parts = []
+        for chunk in torch.arange(vocab_size**length).split(most):
+            texts = chunk.unsqueeze(-1) // place % vocab_size
+            prefixes = torch.cat([prompt.expand(len(chunk), -1), texts.to(prompt.device)], 1)
+            logits = read(prefixes)
+            if not isinstance(logits, Tensor) or not logits.is_floating_point():
+                kind = getattr(logits, "dtype", type(logits))
+                advice = "(for a transformers model pass `lambda ids: model(ids).logits`)"
+                raise TypeError(f"{name}: expected logits, a floating point tensor, got {kind} {advice}")
+            logits = logits[:, -1] if logits.dim() == 3 else logits
+            if logits.shape != (len(chunk), vocab_size):
+                raise ValueError(f"{name}: expected logits [{len(chunk)}, {vocab_size}], got {list(logits.shape)}")
+            logits = logits.double().cpu()
+            without = logits.isnan().any(-1) | (logits.amax(-1).abs() == torch.inf)
+            if without.any():
+                text = prefixes[int(without.nonzero()[0])].tolist()
+                raise ValueError(f"{name}: expected finite logits, or -inf but not all, got others after {text}")
+            parts.append(torch.softmax(logits, -1) if params is None else _sampling_law(logits, params))
+        laws.append(torch.cat(parts))
+    return laws
+
+
+def _sampling_law(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[N, V] float64, the distribution that these parameters sample from, given logits [N, V]."""
+    temperature, *filters = (float(getattr(params, name)) for name in KNOWN)
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    return torch.softmax(reference.filter_logits(logits, temperature, *filters) / temperature, -1)
+
+
+def _check_settings(settings: Mapping[str, SamplingParams]) -> None:
+    if not isinstance(settings, Mapping) or not settings:
+        raise ValueError(f"settings: expected a name and a SamplingParams at least once, got {settings!r}")
+    for name, params in settings.items():
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"settings: expected a SamplingParams for {name!r}, got {type(params)}")
+        for field in fields(params):
+            value = getattr(params, field.name)
+            if field.name in KNOWN and not isinstance(value, (int, float)):
+                raise TypeError(f"settings: expected a number as {field.name} of {name!r}, got {type(value)}")
+            if field.name not in KNOWN and (isinstance(value, Tensor) or value != field.default):
+                raise ValueError(f"settings: the laws of {', '.join(KNOWN)} are known, got {field.name} in {name!r}")
+
+
+def _read_prompt(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
+    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        raise ValueError(f"prompt: expected integers [P], got {tokens.dtype} {list(tokens.shape)}")
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"prompt: expected tokens in [0, {vocab_size}), got {tokens.tolist()}")
+    return tokens.long()
+
+
+def _check_numbers(
+    vocab_size: int, num_tokens: int, trials: int, batch_size: int, significance: float, seed: int
+) -> None:
+    for name, value, low, high in (
+        ("vocab_size", vocab_size, 2, MAX_OUTCOMES),
+        ("num_tokens", num_tokens, 1, 20),
+        ("trials", trials, 100, 2**62),
+        ("batch_size", batch_size, 1, 2**62),
+        ("seed", seed, 0, 2**32 - 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value)}")
+        if not low <= value <= high:
+            raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value}")
+    if not 0 < significance < 1:
+        raise ValueError(f"significance: expected a number in (0, 1), got {significance}")
+    if vocab_size**num_tokens > MAX_OUTCOMES:
+        numbers = f"vocab_size ** num_tokens <= {MAX_OUTCOMES}, got {vocab_size} ** {num_tokens}"
+        advice = "over so many outcomes a test sees nothing: take tiny models of 6 to 16 tokens"
+        raise ValueError(f"vocab_size: expected {numbers}; {advice}")

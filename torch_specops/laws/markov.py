@@ -14,8 +14,7 @@ class MarkovModel:
             context, the oldest first: [V, V] for order one, [V, V, V] for order two. The last entry of a context axis
             of size V + 1 means "there is no such token yet".
 
-    A call takes tokens [N, t] and returns logits [N, t, V] of the token after each of them, like one forward of a
-    transformer.
+    A call maps tokens [N, t] to logits [N, t, V] of the token after each of them, like one forward of a transformer.
 
     Raises:
         TypeError: `table` is not a floating point tensor.
@@ -33,14 +32,11 @@ class MarkovModel:
     def __init__(self, table: Tensor) -> None:
         if not isinstance(table, Tensor) or not table.is_floating_point():
             raise TypeError(f"table: expected a floating point tensor, got {getattr(table, 'dtype', type(table))}")
-        vocab_size = table.shape[-1] if table.dim() else 0
-        if table.dim() < 2 or vocab_size < 1 or any(size - vocab_size not in (0, 1) for size in table.shape[:-1]):
-            raise ValueError(
-                f"table: expected a shape of V or V + 1 for each context token, then V, got {list(table.shape)}"
-            )
-        self.table = table
-        self.vocab_size = vocab_size
-        self.order = table.dim() - 1
+        *contexts, vocab_size = table.shape or [0]
+        if not contexts or vocab_size < 1 or any(size - vocab_size not in (0, 1) for size in contexts):
+            shape = "a shape of V or V + 1 for each context token, then V"
+            raise ValueError(f"table: expected {shape}, got {list(table.shape)}")
+        self.table, self.vocab_size, self.order = table, vocab_size, len(contexts)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._logits(tokens, 1)
@@ -51,25 +47,20 @@ class MarkovModel:
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:
         """[N, t + 1 - first, V] logits of the tokens at positions first .. t."""
-        present = min(first, self.order)
-        for axis in range(self.order - present):
-            if self.table.shape[axis] == self.vocab_size:
-                raise ValueError(
-                    f"table: expected an axis {axis} of V + 1 = {self.vocab_size + 1}, as a text of {first} tokens has "
-                    f"no token there, got {list(self.table.shape)}"
-                )
+        missing = list(self.table.shape[: max(self.order - first, 0)])
+        if self.vocab_size in missing:
+            axis = f"an axis {missing.index(self.vocab_size)} of V + 1 = {self.vocab_size + 1}"
+            reason = f"as a text of {first} tokens has no token there"
+            raise ValueError(f"table: expected {axis}, {reason}, got {list(self.table.shape)}")
         text = torch.nn.functional.pad(tokens.long(), (self.order, 0), value=self.vocab_size)
-        contexts = text[:, first:].unfold(1, self.order, 1)
-        return self.table[contexts.unbind(-1)]
+        return self.table[text[:, first:].unfold(1, self.order, 1).unbind(-1)]
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
     """A target and a draft on which mistakes show: few tokens, none of them rare, a different law for each context, and
-    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected.
-
-    With order two, a cache that lags by one token gives the model another context; with order one it would not, because
-    the newest token is always passed. With a large vocabulary, or two models that agree, most mistakes change too
-    little to be detected.
+    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected. With order two, a cache
+    that lags by one token gives the model another context; with order one it would not, because the newest token is
+    always passed. With a large vocabulary, or two models that agree, most mistakes change too little to be detected.
 
     Args:
         vocab_size: V >= 2; 6 to 16 is best.
@@ -94,5 +85,4 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
     generator = torch.Generator().manual_seed(seed)
     shape = [vocab_size + 1] * order + [vocab_size]
     target = 1.2 * torch.randn(shape, generator=generator)
-    draft = 0.5 * target + torch.randn(shape, generator=generator)
-    return MarkovModel(target), MarkovModel(draft)
+    return MarkovModel(target), MarkovModel(0.5 * target + torch.randn(shape, generator=generator))

@@ -50,16 +50,17 @@ class LawTest:
 
 
 class Report(ABC):
-    """The result of a test; true if no bias was detected."""
+    """The result of a check. It is true if no test rejects the target's law, and `str` gives a table."""
+
+    significance: float
 
     @property
     @abstractmethod
-    def broken(self) -> Sequence[object]:
-        """What is rejected."""
+    def broken(self) -> Sequence[object]: ...
 
     @property
     def lossless(self) -> bool:
-        """Whether no bias was detected."""
+        """True if no bias was detected."""
         return not self.broken
 
     def __bool__(self) -> bool:
@@ -70,12 +71,36 @@ class Report(ABC):
         if not self.lossless:
             raise AssertionError(str(self))
 
+    def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str] = ()) -> str:
+        """The verdict, a table with a line for each named test, which breaks or does not, and the remarks."""
+        first = max(len(name) for name, _, _ in tests)
+        titles = "emitted  overlap      TV  by chance  at most  chi-square    dof   p-value  visible"
+        table = [f"{'':{first}}  {titles}"]
+        for name, test, breaks in tests:
+            emitted = "" if test.emitted is None else f"{test.emitted:.1%}"
+            overlap = "" if test.overlap is None else f"{test.overlap:.3f}"
+            line = f"{name:{first}}  {emitted:>7}  {overlap:>7}  {test.total_variation:.4f}  "
+            line += f"{test.expected_total_variation:9.4f}  {test.total_variation_bound:7.4f}  {test.statistic:10.1f}  "
+            line += f"{test.dof:5}  {test.p_value:8.3g}  {test.detectable_total_variation:7.4f}"
+            table.append(line + "  breaks" * breaks)
+        legend = [
+            "TV: total variation of the counts from the target's law, and what chance alone makes of it on average.",
+            f"at most: with {CONFIDENCE:.0%} confidence, the TV of the loop's own law is not above this.",
+            f"visible: a TV this large is seen with {CONFIDENCE:.0%} probability; a smaller one may be there.",
+            f"A loop without any bias is rejected with a probability of {self.significance:g} or less.",
+        ]
+        name, coarsest, _ = max(tests, key=lambda row: row[1].pooled)
+        if coarsest.pooled > 0:
+            legend.append(f"Outcomes too rare to be told apart: up to {coarsest.pooled:.2%} ({name}).")
+        if impossible := sum(test.impossible for _, test, _ in tests if test.position is not None):
+            legend.append(f"{impossible} tokens came that the target excludes.")
+        return "\n".join([verdict, "", *table, "", *legend, *remarks])
+
 
 @dataclass(frozen=True)
 class LawReport(Report):
-    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table.
-
-    A true report is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
+    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table. A true report
+    is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
     `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
@@ -109,68 +134,28 @@ class LawReport(Report):
         return next((test.position for test in self.broken), None)
 
     def __str__(self) -> str:
-        return "\n".join([self._verdict(), "", *self._table(), "", *self._remarks()])
-
-    def _verdict(self) -> str:
         if self.lossless:
             visible = max(test.detectable_total_variation for test in self.tests)
-            return (
-                f"No bias seen in {self.trials:,} trials. A total variation (TV) of {visible:.4f} at any position or "
-                f"jointly would have been seen with {CONFIDENCE:.0%} probability."
+            verdict = (
+                f"No bias seen in {self.trials:,} trials. A total variation (TV) of {visible:.4f} at any position "
             )
-        test = self.broken[0]
-        where = "at no single position, but jointly" if test.position is None else f"first at position {test.position}"
-        numbers = (
-            f"total variation {test.total_variation:.4f} where chance alone gives {test.expected_total_variation:.4f}, "
-            f"chi-square {test.statistic:.6g} with {test.dof} degrees of freedom, p-value {test.p_value:.3g}"
-        )
-        return f"The loop does not have the target's law, {where}: {numbers}."
-
-    def _table(self) -> list[str]:
-        header = ("", "emitted", "overlap", "TV", "by chance", "at most", "chi-square", "dof", "p-value", "visible", "")
-        rows = [header] + [
-            (
-                test.name,
-                "" if test.emitted is None else f"{test.emitted:.1%}",
-                "" if test.overlap is None else f"{test.overlap:.3f}",
-                f"{test.total_variation:.4f}",
-                f"{test.expected_total_variation:.4f}",
-                f"{test.total_variation_bound:.4f}",
-                f"{test.statistic:.1f}",
-                str(test.dof),
-                f"{test.p_value:.3g}",
-                f"{test.detectable_total_variation:.4f}",
-                "breaks" if test in self.broken else "",
-            )
-            for test in self.tests
-        ]
-        return aligned(rows)
-
-    def _remarks(self) -> list[str]:
-        lines = [
-            "TV: total variation of the counts from the target's law, and what chance alone makes of it on average.",
-            f"at most: with {CONFIDENCE:.0%} confidence, the TV of the loop's own law is not above this.",
-            f"visible: a TV this large is seen with {CONFIDENCE:.0%} probability; a smaller one may be there.",
-            f"A loop without any bias is rejected with a probability of {self.significance:g} or less.",
-        ]
-        pooled = max(self.tests, key=lambda test: test.pooled)
-        if pooled.pooled > 0:
-            lines.append(f"Outcomes too rare to be told apart: up to {pooled.pooled:.2%} ({pooled.name}).")
-        if impossible := sum(test.impossible for test in self.tests if test.position is not None):
-            lines.append(f"{impossible} tokens came that the target excludes.")
-        visible = self.tests[0].detectable_total_variation
-        lines += [
-            f"For scale: {name} makes a TV of {bias:.4f} at position 0, "
-            + ("which is visible." if bias >= visible else "too little to be seen: take another pair or more trials.")
-            for name, bias in self.mistakes.items()
-        ]
-        overlaps = [test.overlap for test in self.tests if test.overlap is not None]
+            verdict += f"or jointly would have been seen with {CONFIDENCE:.0%} probability."
+        else:
+            test = self.broken[0]
+            where = "at no single position, but jointly" if test.position is None else f"first at {test.name}"
+            verdict = f"The loop does not have the target's law, {where}: total variation {test.total_variation:.4f} "
+            verdict += f"where chance alone gives {test.expected_total_variation:.4f}, p-value {test.p_value:.3g}."
+        remarks = []
+        for name, bias in self.mistakes.items():
+            is_visible = bias >= self.tests[0].detectable_total_variation
+            advice = "which is visible" if is_visible else "too little to be seen: take another pair or more trials"
+            remarks.append(f"For scale: {name} makes a TV of {bias:.4f} at position 0, {advice}.")
         if self.beta is not None:
             line = f"Drafts accepted: {self.beta:.3f} of those reached"
-            if overlaps:
+            if overlaps := [test.overlap for test in self.tests if test.overlap is not None]:
                 line += f"; one that reads all of the text gets the overlap, {min(overlaps):.3f} to {max(overlaps):.3f}"
-            lines.append(line + ".")
-        return lines
+            remarks.append(line + ".")
+        return self._page(verdict, [(test.name, test, test in self.broken) for test in self.tests], remarks)
 
 
 @dataclass(frozen=True)
@@ -178,7 +163,7 @@ class EngineReport(Report):
     """The result of `check_engine`. It is true if no test rejects the target's law, and `str` gives a table.
 
     Attributes:
-        reports: name of a setting -> its `LawReport`, whose `str` shows the test of each position.
+        reports: name of a setting -> its `LawReport`.
         significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
     """
 
@@ -191,44 +176,14 @@ class EngineReport(Report):
         return [name for name, report in self.reports.items() if not report]
 
     def __str__(self) -> str:
-        header = ("", "trials", "breaks at", "TV jointly", "by chance", "at most", "least p-value", "visible")
-        rows = [header]
-        for name, report in self.reports.items():
-            joint = report.tests[-1]
-            breaks = "" if report else "jointly" if report.first_break is None else f"position {report.first_break}"
-            rows.append(
-                (
-                    name,
-                    f"{report.trials:,}",
-                    breaks,
-                    f"{joint.total_variation:.4f}",
-                    f"{joint.expected_total_variation:.4f}",
-                    f"{joint.total_variation_bound:.4f}",
-                    f"{min(test.p_value for test in report.tests):.3g}",
-                    f"{max(test.detectable_total_variation for test in report.tests):.4f}",
-                )
-            )
-        verdict = (
-            f"Not the target's law: {'; '.join(self.broken)} ({len(self.broken)} of {len(self.reports)} settings)."
-            if self.broken
-            else f"No bias seen in {len(self.reports)} settings."
-        )
-        remarks = (
-            "TV: total variation of the texts' counts from the target's law, and what chance alone makes of it.",
-            f"at most: with {CONFIDENCE:.0%} confidence, the TV of the engine's own law is not above this.",
-            f"visible: a TV this large, at any position or jointly, is seen with {CONFIDENCE:.0%} probability.",
-            f"An engine without any bias is rejected with a probability of {self.significance:g} or less.",
-        )
-        return "\n".join([verdict, "", *aligned(rows), "", *remarks])
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table, the first column on the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        verdict = f"No bias seen in {len(self.reports)} settings."
+        if self.broken:
+            share = f"{len(self.broken)} of {len(self.reports)} settings"
+            verdict = f"Not the target's law: {'; '.join(self.broken)} ({share})."
+        tests = [
+            (f"{name}, {test.name}", test, test in report.broken)
+            for name, report in self.reports.items()
+            for test in report.tests
+        ]
+        trials = max(report.trials for report in self.reports.values())
+        return self._page(verdict, tests, [f"Texts of each setting: {trials:,}."])
