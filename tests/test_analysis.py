@@ -93,6 +93,8 @@ def test_optimum_at_the_ends() -> None:
     assert optimal_num_draft_tokens(ends, 0.5, maximum=7).tolist() == [0, 0, 7]
     assert optimal_num_draft_tokens(1.0, torch.tensor([1.0, 1.5]), maximum=7).tolist() == [0, 0]
     assert optimal_num_draft_tokens(0.9, 0.0, maximum=0).item() == 0
+    # The power of alpha underflows.
+    assert optimal_num_draft_tokens(0.01, 0.0, maximum=200).item() == 200
 
 
 def test_arguments_broadcast() -> None:
@@ -208,7 +210,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "alpha: ", lambda: expected_tokens_per_step(torch.tensor(True), 2)),
     (ValueError, "cost_ratio: expected finite numbers >= 0", lambda: walltime_factor(0.5, -0.1, 2)),
     (ValueError, "operations_ratio: ", lambda: operations_factor(0.5, math.nan, 2)),
-    (ValueError, "memory_ratio: ", lambda: memory_access_factor(0.5, 2, -1.0)),
+    (ValueError, "memory_ratio: ", lambda: memory_access_factor(0.5, 2, math.inf)),
     (ValueError, "num_draft_tokens: expected finite numbers >= 0", lambda: walltime_factor(0.5, 0.1, -1)),
     (TypeError, "num_draft_tokens: expected integers", lambda: walltime_factor(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
     (TypeError, "maximum: ", lambda: optimal_num_draft_tokens(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
