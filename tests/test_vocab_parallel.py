@@ -75,9 +75,10 @@ def special_cases() -> list[Case]:
         in_one = args | {"draft_logits": draft, "draft_lse": None, "draft_tokens": drafts}
         rejecting = in_one | {"accept_uniforms": torch.full((64, 3), 1 - 2.0**-24)}
         cases.append(Case(f"residual in shard {shard}", "verify_exact", rejecting))
-    # Equal logits and an lse too small: q exceeds p everywhere, drafts are rejected, and no shard has a residual.
+    # Equal logits and an lse too small: q exceeds p everywhere, drafts are rejected, and no shard has a residual. With
+    # the right lse, p - q is rounding.
     same = args["target_logits"][:, :3].clone()
-    for shift in (-0.5, 0.5):
+    for shift in (-0.5, 0.0, 0.5):
         lse = torch.logsumexp(same / args["temperature"].clamp(min=1e-3).view(-1, 1, 1), -1) + shift
         zero = args | {"draft_logits": same, "draft_lse": lse, "accept_uniforms": torch.full((64, 3), 1 - 2.0**-24)}
         cases.append(Case(f"tie_no residual, lse + {shift}", "verify_exact", zero))
