@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.distributed import DistributedConfig
 
 import torch_specops
-from torch_specops import parallel, uniforms
+from torch_specops import uniforms, vocab_parallel
 
 K = 3
 PROMPTS = [[5, 6, 7, 5, 6], [9, 4]]
@@ -43,12 +43,10 @@ def decode(
     draft: PreTrainedModel,
     sample: Callable[..., tuple[Tensor, Tensor]],
     verify: Callable[..., tuple[Tensor, Tensor]],
-    columns: slice,
     temperature: float,
     width: int,
 ) -> tuple[list[list[int]], int]:
-    """The texts when one of them has no room for another step, and the number of steps; `columns` of the vocabulary are
-    this rank's, and in them the target's logits are."""
+    """The texts when one of them has no room for another step, and the number of steps."""
     device = target.device
     tokens = torch.zeros(len(PROMPTS), width, dtype=torch.int64, device=device)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
@@ -65,7 +63,7 @@ def decode(
         for i in range(K):
             logits = draft(tokens, use_cache=False).logits[rows, lengths + i - 1]
             # Every rank has these logits, but they draw together: all are sure to read the same draft.
-            token, lse = sample(logits[:, columns], propose[:, i], t)
+            token, lse = sample(logits, propose[:, i], t)
             tokens = tokens.scatter(1, (lengths + i).unsqueeze(1), token.unsqueeze(1))
             draft_logits.append(logits)
             draft_lse.append(lse)
@@ -125,24 +123,21 @@ def main() -> None:
         draft = draft.to(target.device)
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sizes = parallel.shard_sizes(target.config.vocab_size, num_ranks)
-    columns = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    sample, verify = (partial(f, shard_sizes=sizes) for f in (parallel.sample, parallel.verify_exact))
-    texts, num_steps = decode(target, draft, sample, verify, columns, args.temperature, args.width)
-    alone = torch_specops.sample, torch_specops.verify_exact, slice(None)
+    functions = vocab_parallel.sample, vocab_parallel.verify_exact
+    sharded = [partial(function, vocab_size=target.config.vocab_size) for function in functions]
+    texts, num_steps = decode(target, draft, *sharded, args.temperature, args.width)
+    alone = torch_specops.sample, torch_specops.verify_exact
     expected, _ = decode(whole, draft, *alone, args.temperature, args.width)
+    columns = target(torch.tensor(PROMPTS[:1], device=target.device)).logits.shape[-1]
     every: list[Any] = [None] * num_ranks
-    dist.all_gather_object(every, texts)
+    dist.all_gather_object(every, (texts, columns))
     if rank == 0:
         for text in texts:
             print(text)
         print(f"{num_steps} steps; {[len(a) - len(b) for a, b in zip(texts, PROMPTS, strict=True)]} tokens emitted")
-        print(f"columns of each rank: {list(sizes)}")
-        print(f"the same on every rank: {all(other == texts for other in every)}")
+        print(f"columns of each rank: {[columns for _, columns in every]}")
+        print(f"the same on every rank: {all(other == texts for other, _ in every)}")
         print(f"the same as on one rank: {texts == expected}")
-        received = parallel.wire_bytes(len(PROMPTS), K, num_ranks, "lse")
-        logits = len(PROMPTS) * (K + 1) * (sum(sizes) - sizes[0]) * whole.dtype.itemsize
-        print(f"a verification received {received} bytes; the target's logits would have been {logits}")
     dist.barrier()
     dist.destroy_process_group()
 

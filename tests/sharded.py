@@ -23,7 +23,7 @@ from op_cases import op_arguments
 from oracle import Case, poison_memory
 from torch import Tensor
 
-from torch_specops import parallel
+from torch_specops import vocab_parallel
 
 NUM_RANKS = 4
 # Two of the four, so that a rank of the group is not the rank of the process.
@@ -99,24 +99,27 @@ def serve(rank: int, store: str, connection: Connection) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """How the logits lie: over four ranks or two, in shards of which sizes, the draft's sharded or whole."""
+    """How the logits lie: over four ranks or two, the draft's sharded or whole."""
 
-    sizes: tuple[int, ...]
+    vocab_size: int
+    num_ranks: int = NUM_RANKS
     draft_is_whole: bool = False
 
     def group(self) -> dist.ProcessGroup | None:
         """None on a rank that does not take part."""
-        if len(self.sizes) == NUM_RANKS:
+        if self.num_ranks == NUM_RANKS:
             return dist.group.WORLD
         return pair if dist.get_rank() in PAIR else None
 
     def cut(self, args: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-        """The arguments as one rank has them: a view of its columns."""
-        start = sum(self.sizes[: group.rank()])
-        stop = start + self.sizes[group.rank()]
+        """The arguments as one rank has them: a view of its columns, as `torch.chunk` splits them."""
         names = {"logits", "target_logits"} | (set() if self.draft_is_whole else {"draft_logits"})
-        sharded = {name: args[name][..., start:stop] for name in names if args.get(name) is not None}
-        return args | sharded | {"group": group, "shard_sizes": self.sizes}
+        own = {name: self._chunk(args[name], group.rank()) for name in names if args.get(name) is not None}
+        return args | own | {"group": group, "vocab_size": self.vocab_size}
+
+    def _chunk(self, logits: Tensor, rank: int) -> Tensor:
+        chunks = logits.chunk(self.num_ranks, -1)
+        return chunks[rank] if rank < len(chunks) else logits[..., :0]
 
 
 def run_cases(cases: list[Case], split: Split) -> list[tuple[Tensor, ...]] | None:
@@ -124,7 +127,7 @@ def run_cases(cases: list[Case], split: Split) -> list[tuple[Tensor, ...]] | Non
     if group is None:
         return None
     with poison_memory():
-        return [getattr(parallel, case.op)(**split.cut(case.args, group)) for case in cases]
+        return [getattr(vocab_parallel, case.op)(**split.cut(case.args, group)) for case in cases]
 
 
 def agreed(results: list[Any]) -> list[tuple[Tensor, ...]]:

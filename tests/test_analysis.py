@@ -93,6 +93,8 @@ def test_optimum_at_the_ends() -> None:
     assert optimal_num_draft_tokens(ends, 0.5, maximum=7).tolist() == [0, 0, 7]
     assert optimal_num_draft_tokens(1.0, torch.tensor([1.0, 1.5]), maximum=7).tolist() == [0, 0]
     assert optimal_num_draft_tokens(0.9, 0.0, maximum=0).item() == 0
+    # The power of alpha underflows.
+    assert optimal_num_draft_tokens(0.01, 0.0, maximum=200).item() == 200
 
 
 def test_arguments_broadcast() -> None:
@@ -116,20 +118,18 @@ two_rows = st.integers(1, 6).flatmap(
 )
 
 
-def overlap(target: Tensor, draft: Tensor, temperature: float, lenience: float) -> float:
-    """By the oracle's laws, one token at a time."""
-    laws = [reference.probabilities(row, temperature) for row in (target, draft)]
-    return math.fsum(min(p / lenience, q) for p, q in zip(*(law.tolist() for law in laws), strict=True))
-
-
 @settings(deadline=None)
 @given(rows=two_rows, temperature=st.sampled_from([0.3, 1.0, 2.5]), lenience=st.floats(0.05, 1))
-def test_acceptance_is_the_overlap_of_the_laws(
+def test_acceptance_by_the_laws_of_the_oracle(
     rows: tuple[list[float], list[float]], temperature: float, lenience: float
 ) -> None:
     target, draft = (torch.tensor(row) for row in rows)
+    laws = [reference.probabilities(row, temperature).tolist() for row in (target, draft)]
+    both = list(zip(*laws, strict=True))
+    of_tokens = token_acceptance_probability(target, torch.arange(len(target)), draft, temperature, lenience)
+    assert of_tokens.tolist() == pytest.approx([min(1, p / lenience / q) if q > 0 else 0 for p, q in both], abs=1e-11)
     found = acceptance_probability(target, draft, temperature, lenience).item()
-    assert found == pytest.approx(overlap(target, draft, temperature, lenience), abs=1e-12)
+    assert found == pytest.approx(math.fsum(min(p / lenience, q) for p, q in both), abs=1e-12)
     assert 0 <= found <= 1
     # Lemma 3.3 and theorem 3.5; the divergence is symmetric (corollary 3.4).
     beta = acceptance_probability(target, draft, temperature).item()
@@ -137,24 +137,6 @@ def test_acceptance_is_the_overlap_of_the_laws(
     assert divergence(draft, target, temperature).item() == divergence(target, draft, temperature).item()
     # Leniency only adds; alpha grows by 1 / l at most.
     assert beta - 1e-12 <= found <= min(1.0, beta / lenience) + 1e-12
-
-
-@settings(deadline=None)
-@given(rows=two_rows, temperature=st.sampled_from([0.0, 0.7, 1.0]), lenience=st.floats(0.05, 1))
-def test_over_tokens_of_the_draft_it_is_the_same(
-    rows: tuple[list[float], list[float]], temperature: float, lenience: float
-) -> None:
-    """E over x drawn from q of min(1, p(x) / (l q(x))), summed over the whole vocabulary."""
-    target, draft = (torch.tensor(row) for row in rows)
-    tokens = torch.arange(len(target))
-    accepted = token_acceptance_probability(target, tokens, draft, temperature, lenience, lenience)
-    q = torch.zeros(len(target), dtype=torch.float64)
-    if temperature > 0:
-        q = reference.probabilities(draft, temperature)
-    elif reference.argmax(draft) >= 0:
-        q[reference.argmax(draft)] = 1.0
-    expected = acceptance_probability(target, draft, temperature, lenience, lenience).item()
-    assert (q * accepted).sum().item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_divergence_keeps_its_digits() -> None:
@@ -173,8 +155,7 @@ def test_temperature_zero() -> None:
     at_zero = acceptance_probability(target, draft, temperature=0.0)
     assert at_zero.tolist() == [1, 0, 0]
     mixed = acceptance_probability(target, draft, torch.tensor([0.0, 0.0, 1.0]), lenience=0.5)
-    assert mixed[:2].tolist() == [1, 0]
-    assert mixed[2].item() == pytest.approx(overlap(target[2], draft[2], 1.0, 0.5))
+    assert mixed.tolist() == [1, 0, acceptance_probability(target[2], draft[2], lenience=0.5).item()]
     assert token_acceptance_probability(target, torch.tensor([1, 0, 2]), draft, 0.0).tolist() == [1, 1, 0]
 
 
@@ -210,14 +191,6 @@ def test_rows_without_a_law_accept_nothing() -> None:
     assert token_acceptance_probability(nothing, torch.tensor(1), None, 0.0, 0.5, 0.5).item() == 0
 
 
-def test_arithmetic_is_float64() -> None:
-    target, draft = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(2)).bfloat16()
-    found = acceptance_probability(target, draft)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, acceptance_probability(target.double(), draft.double()))
-    assert expected_tokens_per_step(torch.tensor(0.5, dtype=torch.bfloat16), 2).item() == 1.75
-
-
 def test_simulated_steps() -> None:
     alpha, count = 0.7, 5
     drafts = torch.rand(100_000, count, generator=torch.Generator().manual_seed(0)) < alpha
@@ -237,15 +210,15 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "alpha: ", lambda: expected_tokens_per_step(torch.tensor(True), 2)),
     (ValueError, "cost_ratio: expected finite numbers >= 0", lambda: walltime_factor(0.5, -0.1, 2)),
     (ValueError, "operations_ratio: ", lambda: operations_factor(0.5, math.nan, 2)),
-    (ValueError, "memory_ratio: ", lambda: memory_access_factor(0.5, 2, -1.0)),
+    (ValueError, "memory_ratio: ", lambda: memory_access_factor(0.5, 2, math.inf)),
     (ValueError, "num_draft_tokens: expected finite numbers >= 0", lambda: walltime_factor(0.5, 0.1, -1)),
     (TypeError, "num_draft_tokens: expected integers", lambda: walltime_factor(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
     (TypeError, "maximum: ", lambda: optimal_num_draft_tokens(0.5, 0.1, 2.0)),  # type: ignore[arg-type]
     (ValueError, "maximum: ", lambda: optimal_num_draft_tokens(0.5, 0.1, -1)),
-    (ValueError, "alpha: expected shapes that broadcast", lambda: oracle_walltime_factor(torch.rand(2), torch.rand(3))),
+    (ValueError, "cost_ratio: expected a shape", lambda: oracle_walltime_factor(torch.rand(2), torch.rand(3))),
     (TypeError, "target_logits: expected a floating-point", lambda: acceptance_probability(TOKENS, LOGITS)),
     (TypeError, "draft_logits: ", lambda: divergence(LOGITS, [0.0])),  # type: ignore[arg-type]
-    (ValueError, r"draft_logits: expected the target's vocabulary, 4", lambda: divergence(LOGITS, LOGITS[:, :3])),
+    (ValueError, r"draft_logits: expected the target's vocabulary, 4", lambda: divergence(LOGITS, LOGITS[:, :1])),
     (ValueError, "draft_logits: expected a shape", lambda: acceptance_probability(LOGITS, torch.zeros(3, 4))),
     (ValueError, "target_logits: expected", lambda: divergence(torch.zeros(2, 0), torch.zeros(2, 0))),
     (ValueError, "temperature: expected finite", lambda: acceptance_probability(LOGITS, LOGITS, -1.0)),

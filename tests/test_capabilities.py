@@ -125,7 +125,7 @@ def test_subclasses_refused_by_name(op: str) -> None:
         ("temperature", "DTensor")
     ]:
         shown = "NestedTensor" if kind in ("jagged", "nested") else kind
-        advice = "; torch_specops.parallel takes sharded logits" if kind == "DTensor" else ""
+        advice = "; torch_specops.vocab_parallel takes sharded logits" if kind == "DTensor" else ""
         with pytest.raises(TypeError, match=f"^{name}: expected a plain tensor, got a {shown}{advice}$"):
             call(op, arguments | {name: refused(kind, arguments[name])})
 

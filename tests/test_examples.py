@@ -199,8 +199,6 @@ def test_tensor_parallel() -> None:
     output = in_a_process(*torchrun, str(EXAMPLES / "tensor_parallel.py"), "--width", "24")
     assert "columns of each rank: [125, 125]" in output
     assert "the same on every rank: True" in output and "the same as on one rank: True" in output
-    received, logits = map(int, re.findall(r"received (\d+) bytes; .* been (\d+)$", output, re.MULTILINE)[0])
-    assert received == 8 * 2 * 23 and logits == 2 * 4 * 125 * 4
     texts = [eval(line) for line in output.splitlines() if line.startswith("[")]
     assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
 

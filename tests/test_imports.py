@@ -38,7 +38,7 @@ ALLOWED = {
     "drafts": {"attention", "checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
     "attention": {"kernels", "kv_cache", "registration", "tracing"},
     "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
-    "parallel": {"arguments", "checks", "dense", "private"},
+    "vocab_parallel": {"arguments", "checks", "dense", "private"},
     "checks": {"arguments"},
     "eager": {"arguments", "dense"},
     "dense": {"arguments", "tracing"},
@@ -251,6 +251,14 @@ def test_the_tag_of_compile_caches_knows_what_is_compiled() -> None:
     """An edit of a kernel or of the dense form must empty torch's caches; one of the command line must not."""
     hashed = {path.relative_to(PACKAGE).as_posix() for path in registration.compiled_sources()}
     assert {"ops.py", "arguments.py", "dense/exact.py", "kernels/verify/exact.py", "uniforms.py"} <= hashed
-    assert not {layer(path) for path in hashed} & {"cli", "hf", "decode", "drafts", "laws", "reference", "parallel"}
+    assert not {layer(path) for path in hashed} & {
+        "cli",
+        "hf",
+        "decode",
+        "drafts",
+        "laws",
+        "reference",
+        "vocab_parallel",
+    }
     assert registration.digest(registration.compiled_sources()) in torch.compiler.config.cache_key_tag
     assert registration.digest([PACKAGE / "ops.py"]) != registration.digest([PACKAGE / "checks.py"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import torch_specops
-from torch_specops import compilation, parallel, private
+from torch_specops import compilation, private, vocab_parallel
 from torch_specops.arguments import Filters
 from torch_specops.kernels.launch import hint
 from torch_specops.kernels.sample import sample as launch_sample
@@ -69,10 +69,10 @@ def run_sharded() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     arguments = op_arguments("verify_exact", filtered=False)
     names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
-    given = {name: arguments[name] for name in names} | {"group": dist.group.WORLD, "shard_sizes": (37,)}
+    given = {name: arguments[name] for name in names} | {"group": dist.group.WORLD}
     expected = torch_specops.verify_exact(**{name: arguments[name] for name in names})
-    assert equal(parallel.verify_exact(**given), expected)
-    assert equal(torch.compile(parallel.verify_exact, fullgraph=True, backend="aot_eager")(**given), expected)
+    assert equal(vocab_parallel.verify_exact(**given), expected)
+    assert equal(torch.compile(vocab_parallel.verify_exact, fullgraph=True, backend="aot_eager")(**given), expected)
     dist.destroy_process_group()
 
 

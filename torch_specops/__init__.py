@@ -2,7 +2,7 @@
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
 `filter_logits`, and imports nothing but torch. `torch_specops.hf`, which imports transformers, `analysis`, `beam`,
-`inductor`, `laws`, `parallel` and `reference` are loaded on first use.
+`inductor`, `laws`, `reference` and `vocab_parallel` are loaded on first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "parallel", "reference")
+_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -205,7 +205,11 @@ def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool
 
 
 # The dispatch of these subclasses would refuse the op without naming the argument.
-REFUSED_KINDS = {"DTensor": "; torch_specops.parallel takes sharded logits", "NestedTensor": "", "MaskedTensor": ""}
+REFUSED_KINDS = {
+    "DTensor": "; torch_specops.vocab_parallel takes sharded logits",
+    "NestedTensor": "",
+    "MaskedTensor": "",
+}
 
 
 def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:

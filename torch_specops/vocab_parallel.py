@@ -1,0 +1,350 @@
+"""Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
+
+Every rank of a process group holds some columns of the logits, which never leave it. A call makes a fixed number of
+all-gathers of a few numbers per row, three in `verify_exact` and two in `sample`; docs/design.md says what they
+contain. All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The functions
+trace with `torch.compile(fullgraph=True)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
+
+from . import checks, private
+from .arguments import Filters, VerifyArguments
+from .dense import walk
+from .dense.rows import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+
+__all__ = ["sample", "verify_exact"]
+
+
+def verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: Tensor | float | None = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    *,
+    argmax_lenience: float = 1.0,
+    group: ProcessGroup | DeviceMesh | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
+
+    Except where float32 rounding decides, the tokens are those of the op on the whole logits; in greedy rows they
+    always are. On every rank they are the same. Every rank of the group must call it, with its own logits and otherwise
+    equal arguments: nothing compares them.
+
+    Args:
+        target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the previous rank; or [B, K+1, V],
+            whole and equal on every rank; or a DTensor with placements Shard(-1) and Replicate(). The split is that of
+            DTensor and `torch.chunk`: V_r = ceil(V / R) on each of the R ranks until none are left. Dtypes and special
+            values as in the op.
+        draft_tokens: [B, K], tokens of the whole vocabulary, as in the op; equal on all ranks.
+        draft_logits: [B, K, V_r] or [B, K, V] in one of these forms. None = deterministic drafts.
+        accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks
+            (computed from one seed, or sent by one rank).
+        draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
+            `torch_specops.vocab_parallel.sample` returned it.
+        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
+        group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
+            DTensors, else the default group.
+        vocab_size: V. None = that of the DTensors, else R times the columns of `target_logits`: give it if R does not
+            divide V, or if these are whole.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as the op returns them, on every rank.
+
+    Raises:
+        TypeError: an argument that is not a tensor, number or group, or has another dtype.
+        ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
+            process group. An error that only some ranks raise leaves the others waiting.
+
+    Example:
+        >>> import os, tempfile, torch, torch_specops.vocab_parallel
+        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> target = torch.full((1, 3, 4), -torch.inf)
+        >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
+        >>> draft_tokens = torch.tensor([[2, 0]])
+        >>> torch_specops.vocab_parallel.verify_exact(target, draft_tokens, None, torch.rand(1, 2), torch.rand(1))
+        (tensor([[ 2,  3, -1]]), tensor([1]))
+        >>> torch.distributed.destroy_process_group()
+    """
+    given = VerifyArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        checks.filters_of("target_logits", target_logits, temperature, plain=False).temperature,
+        draft_lse,
+        lenience,
+        argmax_lenience=argmax_lenience,
+    )
+    checks.check_kinds(given, plain=False)
+    shards, local = _place(given._asdict(), 3, group, vocab_size)
+    given = VerifyArguments(**local)
+    checks.check_verify_exact(given)
+    return _verify(given, shards)
+
+
+def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature = given.temperature
+    batch, num_drafts = draft_tokens.shape
+    if batch == 0:
+        return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
+    inverse_t = inverse_temperature(temperature)  # [B]
+    in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
+    x = draft_tokens.long() - shards.offset  # [B, K] columns of this shard
+    in_shard = (x >= 0) & (x < shards.size)
+    x = torch.where(in_shard, x, 0)
+
+    def of_drafts(logits: Tensor) -> Tensor:
+        """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
+        return torch.where(in_shard, scale(walk.logits_of(logits, x), inverse_t), -torch.inf)
+
+    # 1. The softmax statistics of every row, and the logit of each draft, from the rank that holds it.
+    z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
+    z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
+    own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
+    if temperature is not None:
+        own["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
+    if draft_logits is not None:
+        own["z_qx"] = of_drafts(draft_logits)
+        if given.draft_lse is None:
+            own["q_max"], own["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
+    gathered = _all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
+    widths = [numbers.shape[1] for numbers in own.values()]
+    every = dict(zip(own, gathered.split(widths, 2), strict=True))  # [R, B, ..] under each name
+
+    p_max, p_sum, _ = _merge_stats(every["p_max"], every["p_sum"])
+    z_px = every["z_px"].amax(0)
+    p_x = walk.probability(z_px, p_max[:, :-1], p_sum[:, :-1])
+    q_x = torch.ones_like(p_x)
+    if draft_logits is not None:
+        if given.draft_lse is None:
+            q_max, q_sum, _ = _merge_stats(every["q_max"], every["q_sum"])
+        else:
+            q_max, q_sum = walk.stats_from_lse(given.draft_lse)
+        q_x = walk.probability(every["z_qx"].amax(0), q_max, q_sum)
+    accepted = walk.accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    greedy_tokens = None if temperature is None else _merge_argmax(every["p_max"], every["argmax"])
+    near_argmax = None
+    if given.argmax_lenience < 1:
+        near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    n = walk.num_leading(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
+
+    # 2. The mass of p and of the residual in each shard of row n.
+    rows = torch.arange(batch, device=n.device)
+    z_p = z_target[rows, n]  # [B, V_r]
+    weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
+    masses = [weights.sum(-1, dtype=torch.float64)]
+    if num_drafts > 0:
+        rejected = n.clamp(max=num_drafts - 1)
+        if draft_logits is None:
+            of_shard = walk.residual(weights, z_p, torch.where(in_shard, x, -1)[rows, rejected], None)
+            differs = torch.ones_like(masses[0])
+        else:
+            z_q = scale(draft_logits[rows, rejected], inverse_t)
+            q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
+            of_shard = (weights - q).clamp(min=0)
+            # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
+            differs = (z_p != z_q).any(-1).double()
+        masses += [of_shard.sum(-1, dtype=torch.float64), differs]
+    mass, *of_residual = _all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
+    if num_drafts > 0:
+        residual_mass, differs = of_residual
+        use_residual = (n < num_drafts) & in_vocab[rows, rejected]
+        use_residual = use_residual & (residual_mass.sum(0) > walk.LEAST_RESIDUAL) & (differs > 0).any(0)
+        mass = torch.where(use_residual, residual_mass, mass)
+        weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
+
+    # 3. The token, from the rank that holds it. All ranks should have the same n; taking rank 0's makes it certain.
+    drawn = _draw_own(weights, mass, given.sample_uniforms, shards)
+    last = _all_gather(torch.stack([n, drawn]), shards)
+    n = last[0, 0]
+    return walk.output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
+
+
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | float | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`torch_specops.sample` where every rank holds some columns of the logits: the same law, the same tokens.
+
+    It makes two all-gathers. Every rank must call it, as with `torch_specops.vocab_parallel.verify_exact`.
+
+    Args:
+        logits: [N, V_r] or [N, V], in one of the forms of `target_logits` there.
+        uniforms: [N], as in the op; equal on all ranks.
+        temperature: [N] or a number, as in the op; equal on all ranks.
+        group, vocab_size: as in `torch_specops.vocab_parallel.verify_exact`.
+
+    Returns:
+        tokens [N] int64 and lse [N] float32, as the op returns them, bitwise equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
+
+    Example:
+        >>> import os, tempfile, torch, torch_specops.vocab_parallel
+        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
+        >>> torch_specops.vocab_parallel.sample(logits, torch.tensor([0.75, 0.5]), torch.tensor([1.0, 0.0]))
+        (tensor([1, 1]), tensor([0.6931, 0.0000]))
+        >>> torch.distributed.destroy_process_group()
+    """
+    filters = checks.filters_of("logits", logits, temperature, plain=False)
+    checks.check_tensor("uniforms", uniforms, plain=False)
+    checks.check_kinds(filters, plain=False)
+    given = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
+    shards, local = _place(given, 2, group, vocab_size)
+    z, u, t = local["logits"], local["uniforms"], local["temperature"]
+    checks.check_sample(z, u, Filters(t))
+    if z.shape[0] == 0:
+        return u.new_zeros(0, dtype=torch.int64), u.new_zeros(0, dtype=torch.float32)
+    z = scale(z, inverse_temperature(t))
+    z_max, z_sum = softmax_stats(z)
+    own = [z_max, z_sum]
+    if t is not None:
+        own.append(lowest_argmax(z, z_max) + shards.offset)
+    every = _all_gather(torch.stack([numbers.double() for numbers in own]), shards).unbind(1)
+    top, total, parts = _merge_stats(every[0], every[1])
+    # Relative to the shard's own maximum, no weight that matters vanishes.
+    weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
+    drawn = _draw_own(weights, parts, u, shards)
+    last = _all_gather(torch.stack([drawn.double(), top + total.log()]), shards)
+    tokens, lse = last[:, 0].amax(0).long(), last[0, 1].float()
+    if t is None:
+        return tokens, lse
+    has_law = (top > -torch.inf) & (t >= 0)
+    greedy = t == 0
+    tokens = torch.where(has_law, torch.where(greedy, _merge_argmax(every[0], every[2]), tokens), -1)
+    return tokens, torch.where(has_law, torch.where(greedy, 0.0, lse), -torch.inf)
+
+
+class Shards(NamedTuple):
+    """A vocabulary split over the ranks of a group, and the columns of this rank."""
+
+    group: ProcessGroup
+    vocab_size: int
+    offset: int
+    size: int
+
+
+def _all_gather(x: Tensor, shards: Shards) -> Tensor:
+    """[...] -> [R, ...] by one functional collective, which eager calls run and the compiler traces."""
+    num_ranks = shards.group.size()
+    return private.all_gather(x.contiguous(), num_ranks, shards.group).view(num_ranks, *x.shape)
+
+
+def _merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, ...] maxima and sums of exp(z - maximum), float64 -> the maximum over all shards [...], and relative to it
+    the sum [...] and each shard's part of it [R, ...]."""
+    top = z_max.amax(0)
+    parts = z_sum * torch.exp(z_max - top.clamp(min=-FLOAT32_MAX))
+    return top, parts.sum(0), parts
+
+
+def _merge_argmax(z_max: Tensor, index: Tensor) -> Tensor:
+    """[R, ...] maxima and the index of each shard's own, float64 -> the lowest index of the maximum over all shards,
+    -1 without a finite entry."""
+    top = z_max.amax(0)
+    lowest = torch.where(z_max == top, index, torch.inf).amin(0)
+    return torch.where(top > -torch.inf, lowest, -1.0).long()
+
+
+def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -> Tensor:
+    """[N, V_r], [R, N] masses of the shards, [N] -> [N] the token that the inverse CDF over all shards selects if this
+    shard holds it, else -1."""
+    shard = draw(mass.transpose(0, 1), uniforms)
+    cdf = mass.cumsum(0)
+    index = shard.clamp(min=0).unsqueeze(0)
+    own = mass.gather(0, index).squeeze(0)
+    before = cdf.gather(0, index).squeeze(0) - own
+    within = (uniforms.double() * cdf[-1] - before) / torch.where(own > 0, own, 1.0)
+    return torch.where(shard == shards.group.rank(), draw(weights, within.clamp(0.0, 1.0)) + shards.offset, -1)
+
+
+def _place(
+    given: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
+) -> tuple[Shards, dict[str, Any]]:
+    """The split, and the arguments as plain tensors, with this rank's columns of the logits, at least one (-inf)."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; take one by mesh['name']")
+        group = group.get_group()
+    elif group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group)}")
+    columns = {name: value for name, value in given.items() if name.endswith("logits") and value is not None}
+    for name, value in columns.items():
+        if value.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions, got shape {list(value.shape)}")
+        if isinstance(value, DTensor):
+            group = _group_of(name, value, group)
+            if vocab_size not in (None, value.shape[-1]):
+                raise ValueError(f"{name}: expected a vocabulary of {vocab_size}, got {value.shape[-1]}")
+            vocab_size = value.shape[-1]
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("group: expected a ProcessGroup or a DeviceMesh, or an initialised default group")
+        group = dist.group.WORLD
+    assert group is not None
+    if vocab_size is None:
+        vocab_size = next(iter(columns.values())).shape[-1] * group.size()
+    checks.check_int("vocab_size", vocab_size, 1)
+    width = -(-vocab_size // group.size())
+    offset = min(group.rank() * width, vocab_size)
+    shards = Shards(group, vocab_size, offset, min(width, vocab_size - offset))
+    local = given | {name: _cut(name, value, shards) for name, value in columns.items()}
+    for name, value in given.items():
+        if name not in columns and isinstance(value, DTensor):
+            if not all(isinstance(placement, Replicate) for placement in value.placements):
+                raise ValueError(f"{name}: expected placements Replicate(), got {value.placements}")
+            local[name] = value.to_local()
+    return shards, local
+
+
+def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group over which the columns are sharded; of whole logits that of the mesh, if it has one dimension."""
+    mesh, placements = logits.device_mesh, logits.placements
+    sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    for placement in (placements[i] for i in sharded):
+        if len(sharded) > 1 or type(placement) is not Shard or placement.dim not in (-1, logits.dim() - 1):
+            raise ValueError(f"{name}: expected placements Replicate(), and at most one Shard(-1), got {placements}")
+    if not sharded and mesh.ndim > 1:
+        return group
+    own = mesh.get_group(sharded[0] if sharded else 0)
+    if group is not None and group.group_name != own.group_name:
+        raise ValueError(f"{name}: expected a DTensor sharded over the group of the call, got another mesh")
+    return own
+
+
+def _cut(name: str, logits: Tensor, shards: Shards) -> Tensor:
+    local = (logits.to_local() if isinstance(logits, DTensor) else logits).detach()
+    if local.shape[-1] == shards.vocab_size:
+        local = local.narrow(-1, shards.offset, shards.size)
+    elif local.shape[-1] != shards.size:
+        raise ValueError(
+            f"{name}: expected {shards.size} columns, the shard of rank {shards.group.rank()} of {shards.group.size()} "
+            f"of a vocabulary of {shards.vocab_size}, or the whole, got shape {list(local.shape)}"
+        )
+    return local if shards.size > 0 else pad(local, (0, 1), value=float("-inf"))
