@@ -86,7 +86,7 @@ def head_of(variant: str) -> Any:
         ("trained", [3], True),
         # Fewer drafts after more, and steps without any.
         ("trained", [3, 1, 5, 0, 0, 2, 0, 1], False),
-        ("trained", [5, 1, 3, 0, 0, 2, 0, 1], True),
+        ("trained", [2, 1, 2, 0, 0, 2, 0, 1], True),
         ("fewer tokens, Qwen's norms", [2], False),
         ("normed feedback, window", [4], False),
     ],
