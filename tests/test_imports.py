@@ -17,7 +17,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "grammars", "ops", "sampling", "uniforms"},
+    "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling", "uniforms"},
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
     "hf": {
         "attention",
@@ -57,12 +57,6 @@ ALLOWED = {
     "sampling": {"ops", "tracing"},
     "tracing": {"private"},
     "uniforms": {"tracing"},
-}
-# Loops and drafts are handed transformers models, and their adapter is fetched when they are.
-EXCEPTIONS = {
-    ("drafts/adapter.py", "torch_specops.hf"),
-    ("decode/inputs.py", "torch_specops.hf"),
-    ("__init__.py", "torch_specops.hf"),
 }
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
@@ -115,7 +109,7 @@ def forbidden(path: str, source: str) -> set[str]:
         parts = name.split(".")
         if parts[0] == "torch_specops":
             target = parts[1] if len(parts) > 1 and parts[1] in LAYERS | set(ALLOWED) else "__init__"
-            if target != own and target not in ALLOWED[own] and (path, name) not in EXCEPTIONS:
+            if target != own and target not in ALLOWED[own]:
                 bad.add(name)
         elif parts[0] not in sys.stdlib_module_names and own not in ALLOWED_THIRD_PARTY.get(parts[0], set()):
             bad.add(name)
@@ -133,6 +127,7 @@ def test_a_forbidden_import_is_caught() -> None:
         ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
         ("ops.py", "def f():\n    from .kernels import verify\n    from .decode import x", "torch_specops.decode"),
         ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
+        ("drafts/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
         ("hf.py", "import requests", "requests"),
     ):

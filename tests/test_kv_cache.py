@@ -14,7 +14,7 @@ from tiny_models import tiny
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from torch_specops.drafts.rows import read_beginnings
+from torch_specops.drafts.ragged import read_beginnings
 from torch_specops.hf import TransformersModel, language_model
 from torch_specops.hf.cache import first_slot
 from torch_specops.kv_cache import RaggedKeyValues

@@ -1,4 +1,4 @@
-"""Models and drafts that derive from nothing of ours: what they have to have, and what is said if they do wrong."""
+"""Models and drafts of a user: the methods that they have to have, and the error if they do wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, TokenMap
-from torch_specops.drafts.checked import CheckedDraft
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, PromptLookup, TokenMap
 from torch_specops.hf import language_model
 
 TABLE = random_table(8, seed=5)
@@ -21,14 +20,14 @@ PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 EXPECTED = torch_specops.generate(PairModel(TABLE), PROMPTS, max_new_tokens=10, sampling=GREEDY).sequences
 
 
-class Repeats:
+class Repeats(DraftSource):
     """The newest token again and again."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
         return Draft(tokens.gather(1, (lengths - 1).unsqueeze(1)).expand(-1, num_draft_tokens))
 
 
-def test_anything_with_propose_is_a_draft() -> None:
+def test_a_class_with_propose_is_a_draft() -> None:
     # Also of a draft.
     for draft in (Repeats(), HierarchicalDraft(language_model(shared_tiny("llama", seed=3)), Repeats())):
         output = decode(draft, 3)
@@ -64,9 +63,27 @@ def test_what_a_draft_has_is_used() -> None:
         SpeculativeDecoder(PairModel(TABLE), draft)
 
 
-def test_all_that_a_draft_source_may_have_is_asked_for() -> None:
-    names = {name for name in vars(DraftSource) if not name.startswith("_")}
-    assert len(names) > 10 and names <= vars(CheckedDraft).keys()
+def test_a_class_that_does_not_derive_is_refused() -> None:
+    class Structural:
+        propose = Repeats.propose
+
+    message = "expected a model, a DraftSource or None, got .*Structural'>; a class with propose must derive from Draft"
+    with pytest.raises(TypeError, match="draft: " + message):
+        SpeculativeDecoder(PairModel(TABLE), Structural())
+    with pytest.raises(TypeError, match="inner: " + message):
+        HierarchicalDraft(PairModel(TABLE), Structural())
+
+
+def test_only_a_propose_of_ones_own_is_checked() -> None:
+    class Asks(PromptLookup):
+        def bind(self, target: Any) -> None:
+            pass
+
+    class Proposes(PromptLookup):
+        def propose(self, *arguments: Any) -> Draft:
+            return super().propose(*arguments)
+
+    assert [kind.is_checked for kind in (PromptLookup, Asks, Proposes, Repeats)] == [False, False, True, True]
 
 
 def writes(tokens: Tensor, lengths: Tensor) -> Draft:
@@ -80,8 +97,12 @@ def moves(tokens: Tensor, lengths: Tensor) -> Draft:
 
 
 def test_a_draft_that_does_wrong_is_named() -> None:
-    def propose(function: Any) -> None:
-        draft = type("Wrong", (), {"propose": lambda self, tokens, lengths, *rest: function(tokens, lengths)})()
+    def propose(function: Any, is_inner: bool) -> None:
+        class Wrong(DraftSource):
+            def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Any:
+                return function(tokens, lengths)
+
+        draft = HierarchicalDraft(PairModel(TABLE), Wrong(), num_inner_tokens=2) if is_inner else Wrong()
         torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, num_draft_tokens=2, max_new_tokens=6)
 
     cases = [
@@ -103,7 +124,8 @@ def test_a_draft_that_does_wrong_is_named() -> None:
         (writes, ValueError, "draft: Wrong.propose wrote into tokens; it may only read them"),
         (moves, ValueError, "draft: Wrong.propose wrote into lengths"),
     ]
-    assert raised(propose, cases) == []
+    for is_inner in (False, True):
+        assert raised(lambda function, is_inner=is_inner: propose(function, is_inner), cases) == []
 
 
 class PairModule(nn.Module):
@@ -145,20 +167,15 @@ def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
     assert target.modes() == draft.modes() == before
 
 
-class RepeatsModule(nn.Module):
+class RepeatsModule(nn.Module, DraftSource):
     def propose(self, *arguments: Any) -> Draft:
         assert not self.training
         return Repeats().propose(*arguments)
 
 
-class OwnSource(RepeatsModule, DraftSource):
-    pass
-
-
-@pytest.mark.parametrize("kind", [RepeatsModule, OwnSource])
-def test_a_draft_may_be_a_module(kind: type[RepeatsModule]) -> None:
+def test_a_draft_may_be_a_module() -> None:
     """It has a method `compile`, which is torch's own."""
-    module = kind()
+    module = RepeatsModule()
     for draft in (module, HierarchicalDraft(PairModel(TABLE), module)):
         output = torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, max_new_tokens=10, sampling=GREEDY)
         assert torch.equal(output.sequences, EXPECTED) and module.training

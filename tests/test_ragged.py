@@ -9,8 +9,8 @@ import torch
 from tiny_loops import Holes, decode, expected_rows, limited, new_tokens
 from torch import Tensor
 
-from torch_specops.drafts import rows as ragged
-from torch_specops.drafts.rows import row_groups
+from torch_specops.drafts import ragged
+from torch_specops.drafts.ragged import row_groups
 from torch_specops.hf import TransformersModel
 
 LIMITS = [20, 9, 14]

@@ -7,7 +7,9 @@ Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from . import drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
@@ -37,6 +39,22 @@ __all__ = [
     "verify_sigmoid",
 ]
 
+
+def _language_model(model: Any) -> drafts.LanguageModel:
+    from .hf import language_model
+
+    return language_model(model)
+
+
+def _stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> Callable[..., list[bool]]:
+    from .hf import stop_string_rule
+
+    return stop_string_rule(tokenizer, stop_strings)
+
+
+# Lower layers call these for objects of transformers, and `hf` is imported only then.
+drafts.base.FromTransformers.language_model = _language_model
+drafts.base.FromTransformers.stop_string_rule = _stop_string_rule
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")
 

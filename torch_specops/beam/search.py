@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..decode.inputs import EosTokenIds, Prompts, check_room, read_prompts
+from ..decode.guard import evaluating, modules_of
+from ..decode.inputs import EosTokenIds, Prompts, check_pair, check_room, read_prompts
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
-from ..drafts.adapter import as_draft_source, as_language_model, check_pair, evaluating, modules_of
+from ..drafts.base import as_language_model
+from ..drafts.model import as_draft_source
 from .scorer import BeamScorer
 from .tree import BeamTree, Level, TreeModel
 

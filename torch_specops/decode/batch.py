@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..drafts.adapter import keep_features
-from ..drafts.base import Draft, replace_inputs
-from ..drafts.rows import read_beginnings, read_texts
+from ..drafts import Draft, DraftSource, LanguageModel
+from ..drafts.base import feature_model, replace_inputs
+from ..drafts.ragged import read_beginnings, read_texts
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
@@ -69,7 +69,7 @@ class Batch:
         state = runner.start(prompts.state, capacity, inputs)
         runner.keep_logits = None if logits is None else logits.push
         target, lengths = runner.target, [row.length for row in self.rows]
-        reads_first = keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
+        reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
         target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
             # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
@@ -242,3 +242,15 @@ class Batch:
             finish_reasons=[row.reason for row in rows],
             top_logprobs=None if top_tokens is None or top_values is None else TopLogprobs(top_tokens, top_values),
         )
+
+
+def _keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
+    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
+    if draft is not None and draft.feature_layers:
+        feature_model(target).keep_features(draft.feature_layers)
+        # Another decoder may have bound it in between.
+        draft.bind(target)
+        return True
+    if hasattr(target, "keep_features"):
+        target.keep_features(())
+    return False

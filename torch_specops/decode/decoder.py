@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from .. import checks, schedules
 from ..drafts import AnyDraft, LanguageModel
-from ..drafts.adapter import as_draft_source, as_language_model, check_pair
+from ..drafts.base import as_language_model
+from ..drafts.model import as_draft_source
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .guard import Guard
-from .inputs import GenerateArguments, check_room, checked_sampling, read_prompts
+from .inputs import GenerateArguments, check_pair, check_room, checked_sampling, read_prompts
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request
 from .rows import BatchRules, RowRule

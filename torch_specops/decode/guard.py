@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
-from ..drafts import DraftSource, LanguageModel
-from ..drafts.adapter import evaluating, modules_of
+from ..drafts import DraftSource, LanguageModel, TokenMap
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "evaluating", "modules_of"]
 
 # Shared by all decoders of a target, because it has one cache: the "thread" at work, and the number of its "streams". A
 # transformers model gets an adapter, and with it a cache, for each decoder.
@@ -85,3 +85,27 @@ class Guard:
     def _release(self, thread: int) -> None:
         if self._use.get("thread") == thread:
             del self._use["thread"]
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
+    training = [module for own in modules for module in own.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def modules_of(*parts: object) -> list[nn.Module]:
+    """The models and drafts that are modules. A transformers model is none of them: its adapter reads a copy."""
+    found: list[nn.Module] = []
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found.append(part)
+        if isinstance(part, (DraftSource, TokenMap)):
+            found += modules_of(getattr(part, "model", None), getattr(part, "inner", None))
+    return found

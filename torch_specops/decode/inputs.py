@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import DraftSource, LanguageModel
+from ..drafts.base import FromTransformers
 from ..grammars import Grammar
 from ..sampling import SamplingParams
 from ..uniforms import row_seeds
@@ -26,6 +27,7 @@ __all__ = [
     "Prompts",
     "Seed",
     "check_logprobs",
+    "check_pair",
     "check_room",
     "checked_sampling",
     "read_prompts",
@@ -159,6 +161,19 @@ def read_prompts(
     return Prompts(state, rules, _read_grammars(grammar, batch), pad_token_id, inputs, num_return_sequences)
 
 
+def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
+    """Raise ValueError if the draft's vocabulary or device is known and differs from the target's."""
+    if draft is None:
+        return
+    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "
+            "(torch_specops.drafts.TokenMap reads a draft with other tokens, or with padded logits)"
+        )
+    if draft.device is not None and draft.device != target.device:
+        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
+
+
 def check_room(
     target: LanguageModel, draft: DraftSource | LanguageModel | None, longest: int, max_length: int | None = None
 ) -> None:
@@ -211,9 +226,7 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
                 raise TypeError(
                     f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
                 )
-            from ..hf import stop_string_rule
-
-            rules[strings] = [stop_string_rule(tokenizer, strings)]
+            rules[strings] = [FromTransformers.stop_string_rule(tokenizer, strings)]
         found.append(rules[strings])
     return found
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.rows import can_read_rows, read_ragged
+from ..drafts.base import proposal_of
+from ..drafts.ragged import can_read_rows, read_ragged
 from ..grammars import allowed_logits
 from ..ops import sample, verify_block, verify_exact, verify_sigmoid
 from ..sampling import SamplingTensors
@@ -26,7 +27,6 @@ from .state import DecodeState
 
 __all__ = [
     "Verifier",
-    "propose",
     "speculative_step",
     "unpack_record",
     "verify_and_commit",
@@ -114,15 +114,9 @@ def speculative_step(
 ) -> Tensor:
     """Draft up to K tokens, verify them, and commit what is emitted. Returns the step's record [B, K+4], which
     `unpack_record` unpacks."""
-    proposal = propose(draft, state, num_draft_tokens)
+    text = (state.tokens, state.lengths)
+    proposal = proposal_of(draft, *text, num_draft_tokens, state.sampling, state.seeds, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
-
-
-def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int) -> Draft:
-    """K drafts for each row."""
-    if draft is None or num_draft_tokens == 0:
-        return Draft(state.tokens[:, :0])
-    return draft.propose(state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds)
 
 
 def verify_and_commit(

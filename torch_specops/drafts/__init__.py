@@ -1,9 +1,10 @@
-"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; one of your own needs only `propose`.
+"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; one of your own derives from it and needs
+only `propose`.
 
 Example:
     >>> import torch
-    >>> from torch_specops.drafts import Draft
-    >>> class Repeat:
+    >>> from torch_specops.drafts import Draft, DraftSource
+    >>> class Repeat(DraftSource):
     ...     def propose(self, tokens, lengths, num_draft_tokens, sampling, seeds):
     ...         newest = tokens.gather(1, (lengths - 1).unsqueeze(1))
     ...         return Draft(newest.expand(-1, num_draft_tokens))

@@ -1,32 +1,32 @@
-"""The two interfaces of the package: `DraftSource`, which proposes tokens, and `LanguageModel`, which gives logits.
-
-Both are structural: a class need not derive from them.
-"""
+"""The two interfaces of the package: `DraftSource`, which proposes tokens, and `LanguageModel`, which gives logits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ..sampling import SamplingTensors
+from ..tracing import can_read_data
 
 __all__ = [
     "AnyDraft",
     "Draft",
     "DraftSource",
     "FeatureModel",
+    "FromTransformers",
     "LanguageModel",
-    "MinimalDraftSource",
+    "as_language_model",
     "clear_rows",
     "feature_model",
     "first_layers",
+    "proposal_of",
+    "refuse_class",
     "replace_inputs",
-    "share_encoder",
     "static_tensors_of",
 ]
 
@@ -48,12 +48,11 @@ class Draft:
 
 
 class DraftSource(ABC):
-    """Where draft tokens come from. To write your own, write a class with `propose`.
+    """Where draft tokens come from. To write your own, derive from this class and write `propose`.
 
-    It may derive from this class. If it does not, any of these attributes and methods that it lacks defaults to the one
-    here. `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the
-    device. What it returns is checked. It gets a copy of the text; writing into it is an error in an eager step on a
-    CPU, and has no effect elsewhere.
+    `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
+    The loop checks what a `propose` of yours returns. It gets a copy of the text; writing into it is an error in an
+    eager step on a CPU, and has no effect elsewhere.
 
     Attributes:
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
@@ -64,6 +63,7 @@ class DraftSource(ABC):
             compiled loop compiles `propose` as a whole.
         feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`; () = none,
             and then the target keeps none.
+        is_checked: True = the loop checks proposals. Set for each class: True for a `propose` outside this package.
     """
 
     deterministic: bool = True
@@ -72,6 +72,11 @@ class DraftSource(ABC):
     max_length: int | None = None
     compiles_itself: bool = False
     feature_layers: Sequence[int] = ()
+    is_checked: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.is_checked = not cls.propose.__module__.startswith("torch_specops.")
 
     def bind(self, target: LanguageModel) -> None:
         """Called when the source becomes the draft of a target; with `feature_layers`, also before every `start`."""
@@ -117,7 +122,7 @@ class DraftSource(ABC):
         """
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Called before `restart` if the target reads something besides the tokens: what it reads for this row.
+        """Called before `restart` with the target's new inputs of this row, if it reads something besides the tokens.
 
         Args:
             inputs: as in `start`, with a batch of one.
@@ -125,7 +130,7 @@ class DraftSource(ABC):
 
     @property
     def can_restart(self) -> bool:
-        """Whether rows may get new prompts: the source has `restart`, or no `start`."""
+        """True = rows may get new prompts: the source has `restart`, or no `start`."""
         kind = type(self)
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
@@ -160,6 +165,47 @@ class DraftSource(ABC):
                 them, with a text that includes the drafts so far; without them, fewer drafts are accepted.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
         """
+
+
+def proposal_of(
+    source: DraftSource | None,
+    tokens: Tensor,
+    lengths: Tensor,
+    num_draft_tokens: int,
+    sampling: SamplingTensors,
+    seeds: Tensor,
+    vocab_size: int,
+) -> Draft:
+    """Ask a source for drafts, and check those of a user's class: an error would otherwise show far from its cause, or
+    as wrong text.
+
+    Raises:
+        TypeError: something other than a `Draft`, or tokens that are not integers.
+        ValueError: tensors of other shapes; writing into tokens or lengths, in eager steps on a CPU, where looking
+            costs nothing.
+    """
+    if source is None or num_draft_tokens == 0:
+        return Draft(tokens[:, :0])
+    if not source.is_checked:
+        return source.propose(tokens, lengths, num_draft_tokens, sampling, seeds)
+    text, ends, name = tokens.clone(), lengths.clone(), f"{type(source).__name__}.propose"
+    draft = source.propose(text, ends, num_draft_tokens, sampling, seeds)
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft: expected a Draft from {name}, got {type(draft)}")
+    if not isinstance(draft.tokens, Tensor) or draft.tokens.dtype not in (torch.int64, torch.int32):
+        found = getattr(draft.tokens, "dtype", type(draft.tokens))
+        raise TypeError(f"draft: expected int64 tokens [B, K] from {name}, got {found}")
+    shape, most = list(draft.tokens.shape), [len(tokens), num_draft_tokens]
+    if len(shape) != 2 or shape[0] != most[0] or shape[1] > most[1]:
+        raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
+    for part, value, expected in (("logits", draft.logits, [*shape, vocab_size]), ("lse", draft.lse, shape)):
+        if value is not None and list(value.shape) != expected:
+            raise ValueError(f"draft: expected {part} {expected} from {name}, got shape {list(value.shape)}")
+    if can_read_data(tokens, lengths):
+        for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
+            if not torch.equal(copied, given):
+                raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
+    return draft
 
 
 @runtime_checkable
@@ -220,7 +266,7 @@ class FeatureModel(LanguageModel, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its hidden states."""
+        """The dtype of the hidden states."""
         ...
 
     def keep_features(self, layers: Sequence[int]) -> None:
@@ -238,16 +284,41 @@ class FeatureModel(LanguageModel, Protocol):
         ...
 
 
-class MinimalDraftSource(Protocol):
-    """What every draft must have; `DraftSource` documents the optional rest."""
-
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> Draft: ...
+# The kinds of draft that a loop accepts.
+AnyDraft = DraftSource | LanguageModel | nn.Module | None
 
 
-# What a loop accepts as a draft.
-AnyDraft = MinimalDraftSource | LanguageModel | nn.Module | None
+class FromTransformers:
+    """The functions of `hf` for lower layers, which cannot import it. The package's `__init__` sets them."""
+
+    language_model: ClassVar[Callable[[Any], LanguageModel]]
+    stop_string_rule: ClassVar[Callable[[Any, Sequence[str]], Callable[..., list[bool]]]]
+
+
+def refuse_class(name: str, given: object) -> None:
+    if isinstance(given, type):
+        raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
+
+
+def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
+    """The model itself, or an adapter around a transformers model."""
+    refuse_class(name, model)
+    members = ("vocab_size", "device", "max_length", "start", "forward")
+    missing = [member for member in members if not hasattr(model, member)]
+    if not missing:
+        return cast(LanguageModel, model)
+    is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    # A model of PEFT has one of transformers as its base.
+    if is_transformers or hasattr(model, "get_base_model"):
+        return FromTransformers.language_model(model)
+    # A result of `torch.compile` is read as its original; the loop compiles its own steps.
+    original = getattr(model, "_orig_mod", None)
+    if isinstance(original, nn.Module):
+        return as_language_model(name, original)
+    raise TypeError(
+        f"{name}: expected a transformers model or a LanguageModel, got {type(model)} without {', '.join(missing)}"
+        + ("; of a wrapper, pass the model inside" if isinstance(model, nn.Module) else "")
+    )
 
 
 def feature_model(target: LanguageModel) -> FeatureModel:
@@ -276,37 +347,27 @@ def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:
     cut = getattr(model, "first_layers", None)
     if cut is None:
         raise TypeError(f"target: early exit needs the method first_layers, which {type(model).__name__} lacks")
-    layers: LanguageModel = cut(num_layers)
-    return layers
+    return cast(LanguageModel, cut(num_layers))
 
 
 def clear_rows(model: LanguageModel, rows: Tensor) -> None:
     """Let a model forget some rows, if it has a method for that."""
-    clear = getattr(model, "clear_rows", None)
-    if clear is not None:
-        clear(rows)
+    if hasattr(model, "clear_rows"):
+        model.clear_rows(rows)
 
 
 def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:
     """Let a model read other inputs [1, ...] for a row, if it reads something besides the tokens."""
-    replace = getattr(model, "replace_inputs", None)
-    if replace is not None:
-        replace(row, inputs)
-
-
-def share_encoder(target: LanguageModel, draft: LanguageModel) -> LanguageModel:
-    """The draft model, reading what the target's encoder gives if it has the same encoder or none of its own."""
-    share = getattr(target, "share_encoder", None)
-    return draft if share is None else cast(LanguageModel, share(draft))
+    if hasattr(model, "replace_inputs"):
+        model.replace_inputs(row, inputs)
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:
     """The static tensors of models and draft sources together; None if those of one are not known."""
     tensors: list[Tensor] = []
     for part in parts:
-        own = getattr(part, "static_tensors", None)
-        found = None if own is None else own()
-        if found is None:
+        own = part.static_tensors() if hasattr(part, "static_tensors") else None
+        if own is None:
             return None
-        tensors += found
+        tensors += own
     return tensors

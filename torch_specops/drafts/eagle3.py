@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..attention import attend, attend_masked, spans_of, spans_serve
 from ..kv_cache import RaggedKeyValues, Window, visible_slots
 from ..tracing import can_read_data
-from .adapter import as_language_model
-from .base import FeatureModel, LanguageModel, feature_model
+from .base import FeatureModel, LanguageModel, as_language_model, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
 from .model import SequentialDraft
@@ -23,8 +22,8 @@ __all__ = ["Eagle3"]
 class Eagle3(SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
 
-    Pair i is the feature of token i, what three of the target's layers read there, with the embedding of token i + 1;
-    from it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has
+    Pair i is the feature of token i (the inputs of three of the target's layers) and the embedding of token i + 1; from
+    it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has
     read since; their keys and values replace those that were made for drafts. Every further draft costs a forward of
     one layer over one token, with the layer's own output as the feature.
 
@@ -56,7 +55,7 @@ class Eagle3(SequentialDraft):
         self.device = head.fc.weight.device
         self._target: FeatureModel | None = None
         self._cache: RaggedKeyValues | None = None
-        # How many pairs each row had read at the last look. Only steps on a CPU look.
+        # The number of pairs that each row had read at the last look. Only steps on a CPU look.
         self._num_read: Tensor | None = None
         self._most_drafts = 0
 
@@ -78,7 +77,7 @@ class Eagle3(SequentialDraft):
             dtype: of the head; None = the target's.
 
         Raises:
-            TypeError: a target that hands out no hidden states.
+            TypeError: a target that does not expose its hidden states.
             ValueError: no such folder; a config with an unknown value; a weight that is missing, unknown or of another
                 shape; a head for another target. The message names it.
         """
@@ -115,9 +114,14 @@ class Eagle3(SequentialDraft):
         self._most_drafts = num_draft_tokens
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self._start_cache(tokens.shape[0], capacity)
+        config, batch = self.head.config, tokens.shape[0]
+        if self._cache is not None and self._cache.keys.shape[:3] == (batch, config.num_key_value_heads, capacity):
+            self._cache.clear()
+        else:
+            empty = self.head.fc.weight.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
+            self._cache = RaggedKeyValues(empty, empty, capacity)
         self._num_read = lengths - 2
-        self.restart(tokens, lengths, torch.arange(tokens.shape[0], device=tokens.device))
+        self.restart(tokens, lengths, torch.arange(batch, device=tokens.device))
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         assert self._num_read is not None
@@ -128,25 +132,16 @@ class Eagle3(SequentialDraft):
             self._read_pairs(tokens, ends, torch.arange(width, device=tokens.device).expand(len(rows), -1), rows)
         self._num_read[rows] = lengths[rows] - 2
 
-    def _start_cache(self, batch: int, capacity: int) -> None:
-        config, weight = self.head.config, self.head.fc.weight
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        if self._cache is not None and tuple(self._cache.keys.shape) == shape:
-            self._cache.clear()
-        else:
-            empty = weight.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
-            self._cache = RaggedKeyValues(empty, empty, capacity)
-
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        count = self._num_new(lengths) if can_read_data(lengths) else num_steps + self._most_drafts + 1
-        self._read_pairs(tokens, lengths.unsqueeze(1), self._last_pairs(lengths, count))
+        self._read_pairs(tokens, lengths.unsqueeze(1), self._new_pairs(lengths, num_steps + self._most_drafts + 1))
 
     def static_tensors(self) -> Sequence[Tensor]:
         cache = [] if self._cache is None else [self._cache.keys, self._cache.values]
         return [*self.head.parameters(), *self.head.buffers(), *cache]
 
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-        return tokens, self._last_pairs(lengths, self._num_pairs(lengths, num_draft_tokens))
+        # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
+        return tokens, self._new_pairs(lengths, max(self._most_drafts, num_draft_tokens) + 1)
 
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
@@ -160,26 +155,17 @@ class Eagle3(SequentialDraft):
         return self.head.target_logits(output), output
 
     def _can_read_data(self, lengths: Tensor) -> bool:
-        """Whether a step looks at its lengths, to read no more than it has to."""
+        """True = a step looks at its lengths, to read no more than it has to."""
         return self._shape is None and can_read_data(lengths)
 
-    def _num_pairs(self, lengths: Tensor, num_draft_tokens: int) -> int:
-        """How many of the last pairs to read, so that all that are new are among them."""
+    def _new_pairs(self, lengths: Tensor, count: int) -> Tensor:
+        """[B, n] the newest pairs, among them all since the last call; n is `count` if the step cannot look at its
+        lengths. Pair 0 stands for those before it. A text of one token has no pair; its token with a feature of zeros
+        is read in its place."""
         if self._can_read_data(lengths):
-            return self._num_new(lengths)
-        # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
-        return max(self._most_drafts, num_draft_tokens) + 1
-
-    def _num_new(self, lengths: Tensor) -> int:
-        """How many pairs are new since the last call, at least one."""
-        assert self._num_read is not None
-        num_new = int((lengths - 1 - self._num_read).max())
-        self._num_read = lengths - 1
-        return max(num_new, 1)
-
-    def _last_pairs(self, lengths: Tensor, count: int) -> Tensor:
-        """[B, count] the newest pairs; pair 0 stands for those before it. A text of one token has no pair, and what is
-        read in its place is its token with a feature of zeros."""
+            assert self._num_read is not None
+            count = max(int((lengths - 1 - self._num_read).max()), 1)
+            self._num_read = lengths - 1
         return (lengths.unsqueeze(1) - 1 + torch.arange(-count, 0, device=lengths.device)).clamp(min=0)
 
     def _read_pairs(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -199,7 +185,7 @@ class Eagle3(SequentialDraft):
         cache = self._cache
         capacity, size = cache.keys.shape[2], self.head.config.window
         window = None if size is None else Window(size)
-        # As the target: eagerly on a CPU the slots that may hold text, otherwise all.
+        # Eager CPU steps read only slots that may hold text, like the target.
         width = int(positions.amax()) + 1 if self._can_read_data(positions) else capacity
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)
         if by_spans:

@@ -1,6 +1,6 @@
 """Published EAGLE-3 heads: their configs and weights in two formats, read from safetensors alone.
 
-What the formats do not have in common:
+The formats differ in three points:
 
 - EAGLE and SpecForge call the layer "midlayer", speculators "layers.0".
 - Layer ids in `eagle_config` count the layers whose outputs are the features. speculators counts the layers whose
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,9 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     except ValueError as error:
         raise ValueError(f"draft: cannot read {path} as JSON: {error}") from error
     config = read_config(raw)
-    weights = {_own_name(name): tensor for name, tensor in _read_weights(folder).items()}
+    weights = _read_weights(folder)
     offsets = weights.pop("d2t", None)
-    for name in [name for name in weights if name in NOT_NEEDED or name.endswith("inv_freq")]:
-        del weights[name]
-    # What is assigned below need not be made before.
+    # Build on meta: `assign=True` supplies the tensors.
     with torch.device("meta"):
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
     _check_weights(folder, weights, head)
@@ -102,7 +101,7 @@ def _speculators_config(raw: Mapping[str, Any]) -> Eagle3Config:
 def _config(
     raw: Mapping[str, Any], layer: Mapping[str, Any], feature_layers: Sequence[int] | None, **others: Any
 ) -> Eagle3Config:
-    """What the formats have in common; `layer` has the sizes."""
+    """The common part of the formats; `layer` has the sizes."""
     hidden, num_heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     if layer.get("num_hidden_layers", 1) != 1:
         raise ValueError(f"config: expected num_hidden_layers 1, got {layer['num_hidden_layers']}")
@@ -134,9 +133,7 @@ def _config(
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
+    value = default if raw.get(name) is None else raw[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
     return value
@@ -165,6 +162,7 @@ def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights under the names of `Eagle3Head`, and d2t."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
@@ -178,12 +176,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             weights |= load_file(file)
         except SafetensorError as error:
             raise ValueError(f"draft: cannot read {file}: {error}") from error
-    return weights
-
-
-def _own_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+    own = {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): weights[name] for name in weights}
+    return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
 
 
 def _check_weights(folder: Path, weights: Mapping[str, Tensor], head: Eagle3Head) -> None:
@@ -201,7 +195,7 @@ def _check_weights(folder: Path, weights: Mapping[str, Tensor], head: Eagle3Head
 
 
 def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
-    """[V] int64: of each of the target's tokens the head's, or -1. Token i of the head is i + offsets[i]."""
+    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is i + offsets[i]."""
     count, vocab_size = config.draft_vocab_size, config.vocab_size
     if offsets is None:
         if count != vocab_size:

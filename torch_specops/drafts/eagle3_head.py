@@ -21,23 +21,23 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The sizes of a head, and in what heads differ.
+    """The sizes of a head, and the switches in which heads differ.
 
     Args:
         vocab_size: the target's.
-        draft_vocab_size: what the head has logits for, at most `vocab_size`.
+        draft_vocab_size: the tokens that the head has logits for, at most `vocab_size`.
         target_hidden_size: the width of the target's hidden states.
         feature_layers: the target's layers whose inputs are the features; None = 2, L // 2 and L - 3 of L layers.
-        num_features: how many layers that are.
+        num_features: the number of these layers.
         rope: `rope_type` ("default", "linear" or "llama3") and the numbers that it needs.
         window: tokens that a token attends to; None = all before it.
-        attention_bias, mlp_bias: whether these projections have biases.
+        attention_bias, mlp_bias: True = these projections have biases.
         normalises_queries: queries and keys of each head go through a norm, as in Qwen 3.
-        norm_before_residual: what the layer adds to is the normalised feature.
+        norm_before_residual: the residual branch starts from the normalised feature.
         norm_before_fc: the features go through one norm together.
         fc_norm: the features of each layer go through a norm of their own.
         norm_before_logits: the layer's output goes through the last norm before the logits.
-        norm_before_feedback: and before it is the feature of the next draft.
+        norm_before_feedback: the last norm also applies to the output that is fed back as the next feature.
     """
 
     vocab_size: int
@@ -71,7 +71,7 @@ class Eagle3Head(nn.Module):
 
     Args:
         config: the sizes.
-        has_embedding: whether it has embeddings of its own; otherwise it is given the target's.
+        has_embedding: True = it has embeddings of its own; False = it is given the target's.
 
     Attributes:
         draft_of_target: [V] int64, the head's logit of each of the target's tokens, -1 = none; all of them in order
@@ -105,8 +105,7 @@ class Eagle3Head(nn.Module):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: Tensor = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The layer's output [B, n, H].
@@ -118,27 +117,22 @@ class Eagle3Head(nn.Module):
             attention: attends to the pairs up to each.
         """
         angles = positions.unsqueeze(-1) * self.frequencies
-        # In float32, as the models do: a position is no number of 16 bits.
+        # Use float32: 16-bit floats cannot represent large positions.
         rotation = torch.cat([angles, angles], -1).unsqueeze(1)
-        output: Tensor = self.midlayer(
-            hidden, embedded, rotation.cos().to(hidden), rotation.sin().to(hidden), attention
-        )
-        return output
+        return self.midlayer(hidden, embedded, rotation.cos().to(hidden), rotation.sin().to(hidden), attention)
 
     def feedback(self, output: Tensor) -> Tensor:
-        """What stands for the feature of a draft: the layer's output [B, n, H] at the pair that it was drawn from."""
+        """The feature of a draft: the layer's output [B, n, H] at the pair that it was drawn from."""
         return self.norm(output) if self.config.norm_before_feedback else output
 
     def logits(self, output: Tensor) -> Tensor:
         """[B, n, draft_vocab_size] from the layer's output [B, n, H]."""
-        logits: Tensor = self.lm_head(self.norm(output) if self.config.norm_before_logits else output)
-        return logits
+        return self.lm_head(self.norm(output) if self.config.norm_before_logits else output)
 
     def target_logits(self, output: Tensor) -> Tensor:
         """[B, n, V] in float32 or less: the same, -inf for tokens that the head does not have."""
         logits = self.logits(output)
-        if logits.dtype == torch.float64:
-            logits = logits.float()
+        logits = logits.float() if logits.dtype == torch.float64 else logits
         if self.config.draft_vocab_size == self.config.vocab_size:
             return logits
         found = logits[..., self.draft_of_target.clamp(min=0)]
@@ -161,8 +155,7 @@ class _Layer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         read = torch.cat([self.input_layernorm(embedded), normed], -1)
         residual = residual + self.self_attn(read, cos, sin, attention)
-        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return output
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class _Attention(nn.Module):
@@ -172,13 +165,13 @@ class _Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         width, bias = 2 * config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
-        normalises = config.normalises_queries
-        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if normalises else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if normalises else nn.Identity()
+        of_queries, of_keys = config.num_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, of_queries, bias=bias)
+        self.k_proj = nn.Linear(width, of_keys, bias=bias)
+        self.v_proj = nn.Linear(width, of_keys, bias=bias)
+        self.o_proj = nn.Linear(of_queries, config.hidden_size, bias=bias)
+        norm = nn.RMSNorm if config.normalises_queries else nn.Identity
+        self.q_norm, self.k_norm = norm(self.head_dim, config.norm_eps), norm(self.head_dim, config.norm_eps)
 
     def forward(self, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         queries, keys, values = (
@@ -190,8 +183,7 @@ class _Attention(nn.Module):
             for norm, heads in ((self.q_norm, queries), (self.k_norm, keys))
         )
         mixed = attention(queries, keys, values.transpose(1, 2))
-        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return output
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class _Mlp(nn.Module):
@@ -203,8 +195,7 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return output
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class EarlyExit(ModelDraft):
     rarely agree with the whole model.
 
     Args:
-        num_layers: how many of the target's layers run, >= 1; of an encoder-decoder model, layers of its decoder.
+        num_layers: the number of the target's layers that run, >= 1; of an encoder-decoder model, decoder layers.
 
     Raises:
         TypeError: `num_layers` is not an int; from `bind`, a target without `first_layers`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from ..ops import verify_exact
 from ..sampling import SamplingTensors
 from ..tracing import can_read_data
 from ..uniforms import inner_seeds
-from .adapter import as_draft_source
-from .base import AnyDraft, Draft, LanguageModel, static_tensors_of
-from .model import ModelDraft
+from .base import AnyDraft, Draft, LanguageModel, proposal_of, static_tensors_of
+from .model import ModelDraft, as_draft_source
 from .prompt_lookup import PromptLookup
 
 __all__ = ["HierarchicalDraft"]
@@ -88,9 +87,6 @@ class HierarchicalDraft(ModelDraft):
         super().bind(target)
         self.inner.bind(target)
 
-    def compile(self, shape: Hashable | None) -> None:
-        """Nothing: it has no pieces of its own."""
-
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         # Inner drafts are read at positions beyond the last draft.
         capacity += self.num_inner_tokens
@@ -126,7 +122,7 @@ class HierarchicalDraft(ModelDraft):
     ) -> Draft:
         """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
         # Whatever K is, so that a row's drafts do not depend on how many other rows have room for.
-        batch, width = tokens.shape[0], self.num_inner_tokens
+        batch, width, vocab_size = tokens.shape[0], self.num_inner_tokens, self.model.vocab_size
         seeds_of_inner = self._inner_seeds(seeds, lengths)
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.
@@ -143,9 +139,9 @@ class HierarchicalDraft(ModelDraft):
         unread = 2
         for own_seeds in seeds_of_inner.unbind(1):
             newest = lengths + count - 1
-            proposal = self.inner.propose(text, newest + 1, width, sampling, own_seeds)
+            proposal = proposal_of(self.inner, text, newest + 1, width, sampling, own_seeds, vocab_size)
             # Tokens outside the model's vocabulary are padding.
-            is_token = (proposal.tokens >= 0) & (proposal.tokens < self.model.vocab_size)
+            is_token = (proposal.tokens >= 0) & (proposal.tokens < vocab_size)
             inner = torch.where(is_token, proposal.tokens, -1)
             behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
             positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)

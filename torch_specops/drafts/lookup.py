@@ -54,12 +54,12 @@ class LookupDraft(DraftSource):
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
     """[B, S] int64, as `LookupDraft` keeps them."""
-    tokens = (inputs or {}).get("input_ids")
-    if not inputs or tokens is None:
+    inputs = inputs or {}
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if tokens is None:
         return None
-    mask = inputs.get("attention_mask")
-    is_token = torch.ones_like(tokens) if mask is None else mask
-    return pad(torch.where(is_token != 0, tokens, -1).to(device), (0, 1), value=-1)
+    tokens = tokens if mask is None else torch.where(mask != 0, tokens, -1)
+    return pad(tokens.to(device), (0, 1), value=-1)
 
 
 def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
@@ -73,8 +73,7 @@ def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tens
         first: where the rows begin; text before it is not theirs.
     """
     position = torch.arange(text.shape[1], device=text.device)
-    alive = position < last
-    lengths = torch.zeros_like(text)
+    alive, lengths = position < last, torch.zeros_like(text)
     for back in range(most):
         token = text.gather(1, (last - back).clamp(min=first))
         alive = alive & (position >= back) & (last - back >= first) & (text.roll(back, 1) == token)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
@@ -15,10 +15,19 @@ from ..ops import sample
 from ..sampling import SamplingTensors
 from ..tracing import can_read_data
 from ..uniforms import uniforms
-from .base import Draft, DraftSource, LanguageModel, replace_inputs, share_encoder, static_tensors_of
-from .rows import read_beginnings, read_texts
+from .base import (
+    AnyDraft,
+    Draft,
+    DraftSource,
+    LanguageModel,
+    as_language_model,
+    refuse_class,
+    replace_inputs,
+    static_tensors_of,
+)
+from .ragged import read_beginnings, read_texts
 
-__all__ = ["ModelDraft", "SequentialDraft"]
+__all__ = ["ModelDraft", "SequentialDraft", "as_draft_source"]
 
 
 class SequentialDraft(DraftSource):
@@ -121,7 +130,9 @@ class ModelDraft(SequentialDraft):
         self.max_length = model.max_length
 
     def bind(self, target: LanguageModel) -> None:
-        self.model = share_encoder(target, self.model)
+        # The draft reads the output of the target's encoder if it has the same one or none of its own.
+        if hasattr(target, "share_encoder"):
+            self.model = target.share_encoder(self.model)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(tokens.shape[0], capacity, inputs)
@@ -153,3 +164,16 @@ class ModelDraft(SequentialDraft):
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.model.forward(tokens, positions, 1), None
+
+
+def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:
+    """The source itself, or a `ModelDraft` around a model."""
+    if draft is None or isinstance(draft, DraftSource):
+        return draft
+    refuse_class(name, draft)
+    if hasattr(draft, "propose") or not (isinstance(draft, nn.Module) or hasattr(draft, "forward")):
+        raise TypeError(
+            f"{name}: expected a model, a DraftSource or None, got {type(draft)}"
+            + ("; a class with propose must derive from DraftSource" if hasattr(draft, "propose") else "")
+        )
+    return ModelDraft(as_language_model(name, draft))

@@ -27,8 +27,8 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
     Args:
         model: float32, bfloat16 or float16, its weights mostly in `nn.Linear` layers.
         weights: "int8" or "int4".
-        group_size: how many inputs share a scale; None = int8: a whole row, int4: 32. It must divide the inputs of
-            every Linear layer.
+        group_size: the number of inputs that share a scale; None = int8: a whole row, int4: 32. It must divide the
+            inputs of every Linear layer.
 
     Raises:
         ModuleNotFoundError: torchao is missing, with the command that installs it.

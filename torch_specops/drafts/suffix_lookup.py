@@ -95,7 +95,7 @@ class SuffixLookup(LookupDraft):
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
 
-        # What follows each match, up to K tokens. At the row's end it repeats from the match's end.
+        # The text that follows each match, up to K tokens. At the row's end it repeats from the match's end.
         step = torch.arange(num_draft_tokens, device=text.device)
         period = torch.where(end >= own, last - end, num_draft_tokens).clamp(min=1)
         source = (end + 1).unsqueeze(2) + step % period.unsqueeze(2)
@@ -117,14 +117,15 @@ class SuffixLookup(LookupDraft):
         return Draft(torch.cat(drafts, 1))
 
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """[B, C] places, the newest first, and how many tokens, read backwards, equal those at the row's end."""
+        """[B, C] places, the newest first, and the number of tokens, read backwards, that equal those at the row's
+        end."""
         # The places that share most of the row's last few tokens.
         num_equal = match_lengths(text, last, min(NUM_TOKENS, self.max_ngram), own)
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
 
-        # How many tokens they share in all.
+        # The number of tokens that they share in all.
         back = torch.arange(self.max_ngram, device=text.device)
         is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
         before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import LanguageModel, clear_rows, first_layers, replace_inputs, static_tensors_of
-from .rows import can_read_rows
+from .ragged import can_read_rows
 
 __all__ = ["TokenMap", "twin_tokens"]
 
@@ -25,7 +25,7 @@ class TokenMap:
     Args:
         model: the draft model.
         draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `twin_tokens`.
-        unknown: what the model reads for a target token without a twin, in [0, V_draft).
+        unknown: the token that the model reads for a target token without a twin, in [0, V_draft).
 
     Raises:
         TypeError: a map that is not an int64 tensor.
@@ -99,8 +99,7 @@ class TokenMap:
     @property
     def copy_rows(self) -> Callable[[Tensor, int], None]:
         """The model's, if it has one."""
-        copy: Callable[[Tensor, int], None] = self.model.copy_rows  # type: ignore[attr-defined]
-        return copy
+        return self.model.copy_rows  # type: ignore[attr-defined]
 
     def clear_rows(self, rows: Tensor) -> None:
         clear_rows(self.model, rows)

@@ -37,13 +37,13 @@ class RowReader(LanguageModel, Protocol):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether this model can: a class may have the method while some of its models cannot use it."""
+        """True = this model can: a class may have the method while some of its models cannot use it."""
         ...
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """As `LanguageModel.forward`, for the rows `rows` [A] int64 only, each at most once; tokens and positions are
+        """`LanguageModel.forward` for the rows `rows` [A] int64 only, each at most once; tokens and positions are
         [A, n]. None = all rows."""
         ...
 
@@ -60,31 +60,24 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         tokens: [B, W] int64.
         lengths: [B] int64.
         rows: [A] int64.
-        num_unread: how many of the newest tokens to leave out.
+        num_unread: the number of newest tokens to leave out.
     """
     clear_rows(model, rows)
     counts = (lengths[rows] - num_unread).tolist()
+    # A shorter text is read beyond its end; its next tokens will overwrite those slots.
+    index = torch.arange(max(*counts, 1), device=tokens.device)
     if not can_read_rows(model):
-        groups = [list(range(len(counts)))]
-    else:
-        groups = groups_by_length(counts, FORWARD_COST if tokens.device.type == "cpu" else None)
-    for group in groups:
-        width = max(counts[index] for index in group)
-        if not can_read_rows(model):
-            # It may have new inputs, which the first forward reads, and compiled steps do not.
-            width = max(width, 1)
-        if width <= 0:
-            continue
-        # A shorter text is read beyond its end; its next tokens will overwrite those slots.
-        index = torch.arange(width, device=tokens.device)
-        if can_read_rows(model):
-            chosen = rows[torch.tensor(group, device=rows.device)]
-            model.forward(tokens[chosen, :width], index.expand(len(group), -1), 1, chosen)
-            continue
-        # The other rows read their newest token, which their next step reads again in any case.
-        positions = (lengths - 1).unsqueeze(1).repeat(1, width)
+        # At least one token is read: the first forward reads new inputs, and compiled steps do not. The other rows read
+        # their newest token, which their next step reads again in any case.
+        positions = (lengths - 1).unsqueeze(1).repeat(1, len(index))
         positions[rows] = index
         model.forward(tokens.gather(1, positions), positions, 1)
+        return
+    for group in groups_by_length(counts, FORWARD_COST if tokens.device.type == "cpu" else None):
+        width = counts[group[0]]
+        if width > 0:
+            chosen = rows[torch.tensor(group, device=rows.device)]
+            model.forward(tokens[chosen, :width], index[:width].expand(len(group), -1), 1, chosen)
 
 
 def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
@@ -108,8 +101,8 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:
-    """Which texts to read together: from the longest on, texts join a group as long as padding them costs less than
-    another forward.
+    """The texts to read together, longest first: a text joins a group as long as its padding costs less than another
+    forward.
 
     Args:
         counts: tokens of each text.
@@ -134,7 +127,7 @@ def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Grou
 
     Args:
         num_proposed: drafts of each row.
-        active: whether each row has not ended.
+        active: True for each row that has not ended.
 
     Returns:
         The cheaper grouping; None if one padded forward over all rows is about as cheap.
