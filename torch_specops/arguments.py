@@ -13,7 +13,7 @@ __all__ = ["Filters", "SigmoidArguments", "VerifyArguments"]
 
 
 class Filters(NamedTuple):
-    """What turns a row of logits into a distribution: one entry for each row, [N] or [B]; None = not used."""
+    """Parameters that turn a row of logits into a distribution: an entry for each row, [N] or [B]; None = not used."""
 
     temperature: Tensor | None = None  # [N] float32
     top_k: Tensor | None = None  # [N] int64 or int32
@@ -25,7 +25,7 @@ class Filters(NamedTuple):
 
     @property
     def removes_tokens(self) -> bool:
-        """Whether there is a filter besides the temperature."""
+        """True if there is a filter besides the temperature."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 

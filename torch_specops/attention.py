@@ -27,7 +27,7 @@ MANY = 32
 
 
 def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
-    """Whether tokens at positions [B, n] of a cache are better given spans than a mask over all slots."""
+    """True if spans serve tokens at positions [B, n] of a cache better than a mask over all slots."""
     if dtype not in DTYPES:
         return False
     if positions.device.type == "cuda":
@@ -89,7 +89,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
 
 
 def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As `attend`, where queries see the slots of a mask [B or 1, 1, n, W] bool; None = all."""
+    """`attend` for queries that see the slots of a mask [B or 1, 1, n, W] bool; None = all."""
     batch, num_heads, count, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     if count > head_dim:

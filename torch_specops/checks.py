@@ -1,5 +1,5 @@
-"""What the ops accept, and the argument checks that the whole package shares. Only metadata is read, so a check needs
-no synchronisation and works on fake tensors too."""
+"""The dtypes and shapes that the ops accept, and the argument checks that the whole package shares. Only metadata is
+read, so a check needs no synchronisation and works on fake tensors too."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _per_row(name: str, value: Any, logits: Tensor) -> Any:
 
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
 FLAGS = ("filter_draft",)
-# What is expected of arguments that may also be numbers.
+# The types expected of arguments that may also be numbers.
 KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 

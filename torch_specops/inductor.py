@@ -184,7 +184,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _is_shared(divisor: Any, logits: Tensor) -> bool:
-    """Whether all rows of a sequence are divided by one number. A constant must have a normal inverse."""
+    """True if all rows of a sequence are divided by one number. A constant must have a normal inverse."""
     if not isinstance(divisor, Node):
         return isinstance(divisor, (int, float)) and not isinstance(divisor, bool) and 2**-126 <= divisor <= 2**126
     value = _value(divisor)
@@ -211,7 +211,7 @@ def _temperature(op: Node, divisor: Any, uniforms: Any) -> Node:
 
 
 def _unchanged(source: Node, start: Node, end: Node) -> bool:
-    """Whether no node between the two can write to the memory of `source`."""
+    """True if no node between the two can write to the memory of `source`."""
     node, memory = start.next, _memory(source)
     while node is not end:
         if _may_write(node) and any(_memory(each) is None or _memory(each) & memory for each in node.all_input_nodes):
@@ -221,7 +221,7 @@ def _unchanged(source: Node, start: Node, end: Node) -> bool:
 
 
 def _may_write(node: Node) -> bool:
-    """Whether a call may write to its arguments, by its form; unknown forms may."""
+    """True if a call may write to its arguments, by its form; unknown forms may."""
     target: Any = node.target
     if isinstance(target, type(_aten.clone.default)):
         return private.schema(target).is_mutable

@@ -17,8 +17,8 @@ __all__ = ["RaggedKeyValues", "Window", "fold_groups", "visible_slots"]
 
 @dataclass(frozen=True)
 class Window:
-    """What a token sees of its text: itself and the size - 1 tokens before it; or, `in_chunks`, itself and those before
-    it in its chunk of the text, which begins at a multiple of the size."""
+    """The part of a text that a token sees: itself and the size - 1 tokens before it; or, `in_chunks`, itself and those
+    before it in its chunk of the text, which begins at a multiple of the size."""
 
     size: int
     in_chunks: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def find(name: str) -> Any:
-    """What "module:attribute.attribute" names; None if this release lacks it."""
+    """The object that "module:attribute.attribute" names; None if this release lacks it."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -43,12 +43,13 @@ TRACED: tuple[type, ...] = () if None in (FunctionalTensorMode, *_kinds) else _k
 # Leaves `wrap_triton` out of eager launches. Without it a launch takes ten times as long.
 set_wrap_triton_enabled: Callable[[bool], Any] = find("torch._library.triton:set_wrap_triton_enabled") or nullcontext
 
-# Whether something sees the calls (a tracer), and whether a tensor is mapped. Without one of them no data is read, and
+# The number of tracers that see the calls, and a test for mapped tensors. Without one of the names no data is read, and
 # eager calls on a CPU run the dense form.
 num_modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 1)
 is_mapped: Callable[[Tensor], bool] = find("torch._C._functorch:is_functorch_wrapped_tensor") or (lambda _: True)
 
-# Whether a CUDA tensor has no data. Without it every one has, once CUDA was used: to trace then sets the device, too.
+# A test for CUDA tensors without data. Without the name every tensor has data once CUDA was used: tracing then sets the
+# device, too.
 is_fake: Callable[[Tensor], bool] = find("torch._subclasses.fake_tensor:is_fake") or (
     lambda _: not torch.cuda.is_initialized()
 )
@@ -80,12 +81,12 @@ def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inlines_ops() -> bool:
-    """Whether what is traced is compiled, not exported. Without the name ops are called whole."""
+    """True if the traced code is compiled, not exported. Without the name ops are called whole."""
     return find("torch._functorch.config:decompose_custom_triton_ops") is True
 
 
 def makes_python() -> bool:
-    """Whether Inductor makes code that runs in Python. Without the name no op is left to such code."""
+    """True if Inductor makes code that runs in Python. Without the name no op is left to such code."""
     return find("torch._inductor.virtualized:V.aot_compilation") is False
 
 
@@ -101,7 +102,7 @@ def hint(size: torch.SymInt) -> int:
 
 
 def interprets_kernels() -> bool:
-    """Whether Triton's interpreter runs kernels. Without the name, what the variable says that it reads."""
+    """True if Triton's interpreter runs kernels. Without the name, its environment variable decides."""
     found = find("triton.knobs:runtime.interpret")
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes") if found is None else found
 

@@ -171,7 +171,7 @@ def accepts(u: float, p_x: float, q_x: float) -> bool:
 
 
 def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
-    """Whether a greedy row takes x: the argmax, or with lenience l < 1 any x of p(x) >= l max p, p the softmax at
+    """True if a greedy row takes x: the argmax, or with lenience l < 1 any x of p(x) >= l max p, p the softmax at
     temperature 1 (Leviathan et al. appendix A.5)."""
     if argmax_lenience == 1:
         return x == argmax(logits)

@@ -38,7 +38,7 @@ def register_op(public: Callable[..., Any], whole_from: float = math.inf) -> Cal
                 return body(*args)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """What a compiler sees of the op: its body, or the op itself. An exported program keeps the op."""
+            """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
             given = dict(zip(parameters, args, strict=False)) | kwargs
             if not private.inlines_ops() or _is_called_whole(given, whole_from):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
@@ -70,7 +70,7 @@ def _is_called_whole(given: Mapping[str, Any], whole_from: float) -> bool:
     has_filters = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
     if logits.device.type != "cpu" or not is_long or has_filters:
         return False
-    # What AOTInductor makes runs without Python.
+    # Code of AOTInductor runs without Python.
     return private.makes_python()
 
 

@@ -67,8 +67,8 @@ class Schedule(ABC):
         return max(num_proposed, default=0)
 
     def trim_refilled(self, num_proposed: Sequence[int]) -> int:
-        """As `trim`, for a batch whose ended rows take new requests, so that no row waits for another one. By default,
-        the same as `trim`."""
+        """`trim` for a batch whose ended rows take new requests, so that no row waits for another one. By default the
+        same as `trim`."""
         return self.trim(num_proposed)
 
     @abstractmethod

@@ -13,7 +13,7 @@ __all__ = ["can_read_data", "on_device_of"]
 
 
 def can_read_data(*tensors: Tensor) -> bool:
-    """Whether the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
+    """True if the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
     compiled, exported, recorded, faked or mapped."""
     if torch.compiler.is_compiling() or private.num_modes() > 0:
         return False

@@ -25,7 +25,7 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
-# Of SplitMix64: the odd step of its counter, and the factors of its mixing function.
+# SplitMix64: the odd step of its counter, and the factors of its mixing function.
 GOLDEN, MIX_0, MIX_1 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 

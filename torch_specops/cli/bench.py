@@ -62,7 +62,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,N",
-            help="How many prompts at once, separated by commas. Of --prompts all are decoded; the last batch of a "
+            help="How many prompts at once, separated by commas. All of --prompts are decoded; the last batch of a "
             "category is filled up with its first prompts.",
             show_default="1,8, or 1,4,8 with --prompts",
         ),

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def is_tested(name: str, version: str) -> bool:
-    """Whether an installed version lies in its range, or has none."""
+    """True if an installed version lies in its range, or has none."""
     if name not in TESTED or version == NOT_INSTALLED:
         return True
     first, last = TESTED[name]

@@ -114,7 +114,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def is_folder(name: str | os.PathLike[str]) -> bool:
-    """Whether the model is on this machine; otherwise it is a hub id."""
+    """True if the model is on this machine; otherwise it is a hub id."""
     return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
 
 

@@ -14,7 +14,7 @@ import typer
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
 from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
 
-# What a shell reports for a process that Ctrl-C ended.
+# The exit status that a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
 
 

@@ -177,12 +177,12 @@ class SpeculativeDecoder:
             one_graph=one_graph,
         )
         self._guard = Guard(self.target, self.draft)
-        # Of the newest call: a batch, or a session.
+        # The batch or session of the newest call.
         self._newest: Batch | Session | None = None
 
     @property
     def compiled(self) -> bool:
-        """Whether steps are compiled. Once they are, they stay compiled."""
+        """True if steps are compiled. Once they are, they stay compiled."""
         return self._runner.compiled
 
     @property
@@ -378,8 +378,8 @@ class SpeculativeDecoder:
 
 
 def _largest(requests: Collection[Any]) -> tuple[int, int]:
-    """The tokens of the longest request, prompt included, and the new tokens of all. Those that cannot be read are
-    skipped."""
+    """The tokens of the longest request, prompt included, and the new tokens of all. Requests that cannot be read
+    are skipped."""
     longest = total = 0
     for request in requests:
         given = request if isinstance(request, Request) else Request(request)

@@ -31,7 +31,7 @@ class Guard:
             self._use = _uses.setdefault(target, self._use)
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | None]]:
-        # What decoders share belongs to their process.
+        # Make a new guard: the shared state belongs to its process.
         return Guard, self._parts
 
     def begin_stream(self) -> int:

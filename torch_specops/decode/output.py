@@ -1,4 +1,4 @@
-"""What the loop returns: steps while it runs, then the sequences and statistics."""
+"""The results of the loop: steps while it runs, then the sequences and statistics."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended."""
+        """True once the request has ended."""
         return self.completion is not None
 
     def tokens(self) -> Iterator[int]:

@@ -186,7 +186,7 @@ class StepRunner:
     def _compile_draft(self, draft: DraftSource) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
         if draft.compiles_itself:
-            # As a part of one graph the draft has no pieces of its own.
+            # The draft has no pieces of its own if the step is one graph.
             draft.compile(self._shape if self.compiled and not self._one_graph else None)
 
     def refill(self, row: int, values: DecodeState) -> None:

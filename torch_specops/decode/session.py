@@ -34,7 +34,7 @@ class Session:
 
     With a constant schedule a request gets the tokens that `generate` gives it alone with the same seed, up to the
     rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). An error of a model ends all
-    requests and closes the session; that of one request is in its completion. As a context manager it closes itself.
+    requests and closes the session; that of one request is in its completion. `with` closes the session at its end.
 
     Example:
         >>> import threading, transformers, torch_specops
@@ -72,7 +72,7 @@ class Session:
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
-        # What any thread may change is changed under this lock; only the thread that has the other one runs steps.
+        # Any thread may change the fields below under this lock; only the thread that has the other one runs steps.
         self._changed = threading.Condition()
         self._stepping = threading.RLock()
         self._waiting: deque[Handle] = deque()
@@ -98,7 +98,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is in a row."""
+        """True if no request waits or is in a row."""
         with self._changed:
             return not self._waiting and all(text is None for text in self._rows)
 

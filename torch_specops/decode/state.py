@@ -14,7 +14,7 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 
 __all__ = ["DecodeState", "constants_of", "moved", "refilled", "tensors_of"]
 
-# What fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
+# The value that fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
 _FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1, "top_tokens": -1, "top_values": math.nan}
 # Tensors with an entry for each slot of a row.
 _PER_SLOT = ("tokens", "logprobs", "top_tokens", "top_values")

@@ -33,7 +33,7 @@ TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 class Bounds(NamedTuple):
-    """What is kept of each row [...]: x > cut, and x == cut from index `first` on (None = 0). (-inf, 0) keeps every
+    """The kept entries of each row [...]: x > cut, and x == cut from index `first` on (None = 0). (-inf, 0) keeps every
     entry that is not masked, and cut = NaN keeps none."""
 
     cut: Tensor
@@ -108,7 +108,7 @@ def filter_bounds(
     if vocab_size <= SHORT_ROW:
         cut, first = _bounds_of_short_rows(_comparable(rows), t, k, p, m)
     else:
-        # As Python numbers: an operation on an entry of a tensor costs microseconds.
+        # Use Python numbers: an operation on an entry of a tensor costs microseconds.
         settings = zip(rows, t.unsqueeze(1), (t > 0).tolist(), k.tolist(), p.tolist(), m.tolist(), strict=True)
         bounds = [
             _bounds(_comparable(row), row_t, row_k, row_p, row_m) if is_sampled else (-math.inf, 0)
@@ -154,7 +154,7 @@ def _bounds_of_short_rows(
     before = torch.nn.functional.pad(cdf[:, :-1], (1, 0))
     kept &= (p >= 1) | (before < p.clamp(min=0) * (TOP_P_REACHED * cdf[:, -1:])) | (torch.arange(vocab_size) == 0)
     kept &= (m <= 0) | (gap >= m.clamp(0, 1).log())
-    # What is kept comes first in this order.
+    # Kept entries come first in this order.
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
     return x.gather(1, last).squeeze(1), order.gather(1, last).squeeze(1)
 

@@ -1,4 +1,4 @@
-"""What the verify ops share: the accept rule, the walk over the drafts, greedy rows, the output row."""
+"""The common part of the verify ops: the accept rule, the walk over the drafts, greedy rows, the output row."""
 
 from __future__ import annotations
 

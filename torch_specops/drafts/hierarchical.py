@@ -135,7 +135,7 @@ class HierarchicalDraft(ModelDraft):
         drafts = tokens.new_full((batch, num_draft_tokens + width + 1), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
-        # As in ModelDraft: if all drafts were accepted, the last one was never read.
+        # Read two tokens at first: after a step whose drafts were all accepted, the last one was never read.
         unread = 2
         for own_seeds in seeds_of_inner.unbind(1):
             newest = lengths + count - 1

@@ -1,4 +1,4 @@
-"""What the loop must know of a transformers model's architecture: its layers, their windows, its positions."""
+"""The parts of a transformers model that the loop must know: its layers, their windows, its positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "unwr
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself. Of a `PeftModel` the base, whose layers contain the active adapter.
+    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter.
 
     Raises:
         TypeError: no transformers model.

@@ -32,8 +32,8 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' "sdpa" computes, for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a
-    mask it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64."""
+    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a mask
+    it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64."""
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

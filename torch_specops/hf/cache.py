@@ -40,7 +40,7 @@ class RaggedCache(Cache):
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
-        """Of every layer that a forward has written."""
+        """The keys and values of every layer that a forward has written."""
         return [layer for layer in self.layers if layer.is_initialized]
 
 

@@ -17,7 +17,7 @@ HOOK = "torch_specops.features"
 
 
 class FeatureBuffer:
-    """What the layers `layers` of a model read, in a buffer whose address and shape never change.
+    """The inputs of the layers `layers` of a model, in a buffer whose address and shape never change.
 
     A forward writes it as it writes the cache: the feature of the token at position j stands in slot j.
 
@@ -58,7 +58,7 @@ class FeatureBuffer:
             layer._forward_pre_hooks_with_kwargs = OrderedDict(with_arguments, **{HOOK: True})
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
-        """As `RaggedKeyValues.copy_rows`."""
+        """Copy rows, like `RaggedKeyValues.copy_rows`."""
         assert self.values is not None
         self.values[:, :width] = self.values[sources, :width]
 

@@ -1,4 +1,4 @@
-"""What is found out about a model of an untested family when it is first used."""
+"""Checks of a model of an untested family at its first use."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_reading(adapter: TransformersModel) -> None:
 
 
 def has_own_forward(model: PreTrainedModel) -> bool:
-    """Whether a module has a forward that its class does not have."""
+    """True if a module has a forward that its class does not have."""
     return any("forward" in vars(module) for module in model.modules())
 
 
 def _architecture(model: PreTrainedModel) -> Hashable:
-    """What decides how a model reads, whatever its weights: the classes of its modules, their settings, how weights are
-    stored. It does not refer to the model. None = unknown, because a module has got a forward of its own."""
+    """The key of a model's forward apart from its weights: the classes of its modules, their settings, the storage of
+    weights. It holds no reference to the model. None = unknown, because a module has a forward of its own."""
     if has_own_forward(model):
         return None
     settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])

@@ -76,7 +76,7 @@ def custom_generate(
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=` and `assistant_early_exit=` are drafts as well,
             with transformers' meaning.
-        num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. What was compiled
+        num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
         token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`. A streamer of transformers is passed as
             `streamer=`.
@@ -230,7 +230,7 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 
-# What transformers prepares for its own loop. Ours has its own cache and needs none of it.
+# Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
 _PREPARED = frozenset(
     ["cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs", "past_key_values", "use_cache"]
 )

@@ -30,7 +30,7 @@ TESTED_FAMILIES = {
 # The mask of a token that sees every slot, which `grouped_attention` leaves out.
 ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 
-# What attention takes: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
+# The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
 Seen = Tensor | dict[str, Tensor]
 
 
@@ -111,7 +111,7 @@ class TransformersModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Those of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
+        """The eos tokens of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if eos is None:
             return ()
@@ -268,7 +268,7 @@ class TransformersModel:
         return positions.clamp(max=self.max_length - 1)
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
-        """What a function of their window gives for the layers, or for each kind of them."""
+        """Apply `seen` to the window of the layers, or of each kind of them."""
         found = {kind: seen(window) for kind, window in self._windows.items()}
         return next(iter(found.values())) if len(found) == 1 else found
 

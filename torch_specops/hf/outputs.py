@@ -1,4 +1,4 @@
-"""What `custom_generate` returns where a call asks for more than the tokens."""
+"""The outputs of `custom_generate` for calls that ask for more than the tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KeptLogits:
         self._steps.append(logits)
 
     def keep(self, num_tokens: list[int]) -> None:
-        """Of the oldest step that was pushed, keep the first `num_tokens` logits of each row."""
+        """Keep the first `num_tokens` logits of each row of the oldest step that was pushed."""
         logits = self._steps.pop(0)
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
@@ -91,7 +91,7 @@ class Predictions:
             return None
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):
             text = input_ids[:, : self._num_prompt + place]
-            # Of a row that has ended, processors get numbers that they can read.
+            # Give processors finite logits for a row that has ended: some refuse NaN.
             logits = self.kept.at(place)
             logits = torch.where(logits.isnan().all(1, keepdim=True), 0.0, logits)
             self._scores += (self._processors(text, logits.to(text.device)),)

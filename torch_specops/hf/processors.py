@@ -35,7 +35,8 @@ from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 __all__ = ["ProcessorSampling", "commutes_with_masks", "is_warper", "read_processors"]
 
-# The order in which `SamplingParams` applies them. What only excludes tokens commutes with the penalties before it.
+# The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
+# before it.
 _ORDER: dict[type, int] = {
     SequenceBiasLogitsProcessor: 0,
     RepetitionPenaltyLogitsProcessor: 1,
@@ -199,7 +200,7 @@ def _understood(
 
 
 def _fields_of(processor: Any, widths: Tensor) -> dict[str, Any] | None:
-    """What of `ProcessorSampling` a processor sets; None if that is not all it does."""
+    """The `ProcessorSampling` fields equivalent to a processor; None if none are."""
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
@@ -232,7 +233,7 @@ def _biases_of(processor: Any, prompt_width: int) -> list[Bias] | None:
             # transformers 5.17 ignores a sequence that is longer than the text, padding included.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
-            # Of words too, without those that are an eos token.
+            # Biases of words count too, without words that are an eos token.
             return [Bias(tuple(map(int, tokens)), value) for tokens, value in processor.sequence_bias.items()]
         case MinLengthLogitsProcessor():
             return _excluded(processor.eos_token_id, processor.min_length - prompt_width)
@@ -363,7 +364,7 @@ class _Called:
         allowed = processor._prefix_allowed_tokens_fn
 
         def allowed_if_asked(row: int, text: Tensor) -> Any:
-            # Of another row no score is used.
+            # Allow anything in the other rows: their scores are not used.
             return allowed(row, text) if self._rows_asked[row] else [0]
 
         return PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)

@@ -79,7 +79,7 @@ class Rebinding:
     def _make(
         self, make: Callable[..., Any], old: tuple[Any, ...], new: tuple[Any, ...], value: Any, *key: object
     ) -> Any:
-        """What `make` makes of the new parts; `value` if they are the old ones."""
+        """The result of `make` for the new parts; `value` if they are the old ones."""
         if all(part is before for part, before in zip(new, old, strict=True)):
             return value
         whole = (type(value), *key, *map(id, new))
@@ -109,7 +109,7 @@ class Rebinding:
         return self._make(make, old, self._all(old, owner), value, tuple(attributes))
 
     def _of_function(self, function: FunctionType, owner: nn.Module) -> Any:
-        # What `torch.compile` made of it; the loop compiles its own steps.
+        # Unwrap the result of `torch.compile`: the loop compiles its own steps.
         compiled = getattr(function, "_torchdynamo_orig_callable", None)
         if compiled is not None and not getattr(function, "_torchdynamo_disable", False):
             return self.of(compiled, owner)

@@ -23,7 +23,7 @@ MIN_WEIGHTS = 2**21
 
 
 def compile_once(layers: Iterable[nn.Module]) -> None:
-    """Make each large layer a region, where torch can. What a layer computes stays the same; eager calls and exported
+    """Make each large layer a region, where torch can. A layer computes the same as before; eager calls and exported
     programs contain no regions."""
     for layer in layers if ARE_AVAILABLE else ():
         weights = list(layer.parameters())

@@ -26,7 +26,7 @@ __all__ = ["Stops", "read_criteria", "stop_string_rule"]
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends rows.
+    """The rules that end rows.
 
     Args:
         max_length: the longest sequence, prompt and padding included.

@@ -29,7 +29,7 @@ RESIDENT_PROGRAMS = 512
 MAX_TILES_PER_PROGRAM = 8
 # The longest second or third axis of a grid.
 MAX_AXIS = 65_535
-# Of every launch. From release to release Triton's default differs; results are right with both (`rounded_product`).
+# Options of every launch. Triton's default differs between releases; results are right with both (`rounded_product`).
 OPTIONS = {"enable_fp_fusion": True}
 # The threads of a warp. A narrower range would not be faster, and every width is another build.
 MIN_LANES = 32

@@ -101,7 +101,7 @@ def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> 
     """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
 
     In each row the cells below `min_expected` are pooled into one, with the next larger one if that is still too small.
-    A row that ends up as one cell is not tested. What is pooled depends on the sizes of the rows, not on the counts.
+    A row that ends up as one cell is not tested. Pooling depends on the sizes of the rows, not on the counts.
     """
     expected, order = expected.sort(-1)
     frequent = expected >= min_expected

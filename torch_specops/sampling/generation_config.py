@@ -1,4 +1,4 @@
-"""What a transformers `GenerationConfig` says about the distribution of the text."""
+"""The part of a transformers `GenerationConfig` that decides the distribution of the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALWAYS_READ: dict[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-# Those that greedy decoding does not read.
+# Fields that greedy decoding does not read.
 READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
 # Fields with a counterpart, and transformers' own default, which replaces a None.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}

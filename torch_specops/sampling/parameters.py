@@ -18,7 +18,7 @@ __all__ = ["NEUTRAL", "Bias", "SamplingParams", "SamplingTensors"]
 
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
-# As an `until`: for any number of new tokens.
+# The `until` of a bias for any number of new tokens.
 ALWAYS = 2**63 - 1
 
 
@@ -129,9 +129,9 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
-        """What transformers' `generate` does with a `GenerationConfig`: do_sample, temperature, top_k, top_p, min_p,
-        repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and those of
-        sequence_bias that are single tokens or -inf.
+        """The sampling of transformers' `generate` with a `GenerationConfig`: do_sample, temperature, top_k, top_p,
+        min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and the entries
+        of sequence_bias that are single tokens or -inf.
 
         Without `do_sample` that is greedy decoding, which reads neither temperature nor filters. Where the config has
         None, transformers' own defaults count: a temperature of 1 and a top_k of 50. Lengths, stop strings and special
@@ -162,7 +162,7 @@ class SamplingParams:
         eos: Tensor | None = None,
         vocab_size: int | None = None,
     ) -> SamplingTensors:
-        """What a step takes for a batch of this size.
+        """The tensors of a step for a batch of this size.
 
         Args:
             prompt_lengths: [batch] int64, which processors need.
@@ -209,7 +209,7 @@ class SamplingParams:
         )
 
     def _biases(self, batch: int, eos: list[list[int]]) -> list[list[Bias]]:
-        """Those of each row, whose eos tokens are given."""
+        """The biases of each row; `eos` lists the eos tokens of each row."""
         biases = _of_rows("logit_bias", self.logit_bias, _is_sequence(self.logit_bias), batch)
         words = _of_rows("bad_words", self.bad_words, self._words_are_per_row, batch)
         fewest = self._per_sequence("min_new_tokens", batch, "cpu").tolist()
@@ -261,7 +261,7 @@ class SamplingTensors:
 
     @property
     def filters(self) -> dict[str, Any]:
-        """Those of top_k, top_p and min_p that some row uses, by name."""
+        """The filters among top_k, top_p and min_p that some row uses, by name."""
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
 
@@ -281,7 +281,7 @@ def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
         if not isinstance(value, Tensor) and tensor.is_floating_point():
-            # As float32, the default, a number could overflow or vanish before it is checked.
+            # Take float64: in float32, the default, a number could overflow or vanish before it is checked.
             tensor = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}") from error
@@ -334,7 +334,7 @@ def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[An
 
 
 def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[str, Tensor]:
-    """As `Processors` takes them."""
+    """The biases as tensors of `Processors`."""
     # One number for each sequence, so that the order of additions on a device cannot matter.
     sums: list[dict[tuple[tuple[int, ...], int], float]] = [{} for _ in rows]
     for row, biases in zip(sums, rows, strict=True):

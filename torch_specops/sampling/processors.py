@@ -22,7 +22,7 @@ __all__ = ["AnyProcessors", "Processors", "round_up"]
 
 
 class AnyProcessors(Protocol):
-    """What `SamplingTensors.processors` may be."""
+    """The interface of `SamplingTensors.processors`."""
 
     @property
     def constants(self) -> Hashable:
@@ -79,7 +79,7 @@ class Processors:
 
     @property
     def read_text(self) -> bool:
-        """Whether any processor depends on the tokens, not only on their number. Waits for the device."""
+        """True if any processor depends on the tokens, not only on their number. Waits for the device."""
         values = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
         has_words = self.sequences is not None and bool((self.sequences[:, :, :-1] >= 0).any())
         return has_words or any(value is not None for value in values)
@@ -114,7 +114,7 @@ class Processors:
             found = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
-            # As above; without new tokens, the logit of the first place after the prompt is written back unchanged.
+            # Without new tokens, the logit of the first place after the prompt is written back unchanged.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)

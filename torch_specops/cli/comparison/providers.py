@@ -40,9 +40,9 @@ class Provider:
     # The models that it calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
-    # Whether it takes one prompt at a time.
+    # It takes one prompt at a time.
     single: bool = False
-    # Whether forwards of the target also draft, so that their number is not that of the steps.
+    # Forwards of the target also draft, so that their number is not that of the steps.
     drafts_with_target: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What is decoded, and what was measured."""
+"""The texts to decode, and the measurements."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def batches_of(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What all providers decode; `verify` and `schedule` are for this package, the seed is for the first round."""
+    """The work of all providers; `verify` and `schedule` are for this package, the seed is for the first round."""
 
     cases: Sequence[Case]
     max_new_tokens: int  # of every row
@@ -73,7 +73,7 @@ class Run:
     """One provider on one batch."""
 
     new_tokens: int  # of all rows together
-    # Of each round, including reading the prompts, without compiling.
+    # Seconds of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
     # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
     num_steps: int | None = None

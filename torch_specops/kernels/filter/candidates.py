@@ -30,7 +30,7 @@ def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
 
 @triton.jit
 def amounts(x, is_mass, scaling):
-    """What entries count: their weights for top-p, else 1."""
+    """The amounts of entries: their weights for top-p, else 1."""
     amount = tl.full(x.shape, 1.0, tl.float32)
     if is_mass:
         amount = weigh(x, scaling)
@@ -41,7 +41,7 @@ def amounts(x, is_mass, scaling):
 def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
     """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
     there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
-    them. Of the pieces only one in `every` is looked at."""
+    them. Only one in `every` pieces is looked at."""
     part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held

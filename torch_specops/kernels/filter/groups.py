@@ -38,13 +38,13 @@ def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
 
 @triton.jit
 def is_lawful(temperature, top_p, min_p):
-    """Whether the row has a law, so that something is kept. A greedy row does not look at top_p and min_p."""
+    """True if the row has a distribution, so that something is kept. A greedy row does not look at top_p and min_p."""
     return (temperature == 0) | ((temperature > 0) & (top_p == top_p) & (min_p == min_p))
 
 
 @triton.jit
 def is_filtered(temperature, top_k, top_p, min_p):
-    """Whether the row must be read."""
+    """True if the row must be read."""
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     return is_lawful(temperature, top_p, min_p) & (temperature > 0) & filtered
 

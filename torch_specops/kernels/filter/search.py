@@ -6,7 +6,7 @@
 2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
    `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
 3. `reach` bisects the keys that are left by the entries of the list: for top-k, then for top-p among what top-k kept.
-4. Of tokens at the cut those of highest id stay, as many as top-p needs (`first_kept_tie`).
+4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
 5. `lowest_likely` is the cut of min-p. The higher cut holds.
 """
 
@@ -21,7 +21,7 @@ from .keys import average, key_value, lowest_key, order_key
 
 # The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
-# What the rounding of sums may add to the mass that groups leave out.
+# The most that the rounding of sums may add to the mass that groups leave out.
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
 # Entries from which a program guesses where the cut is.
 SAMPLE = tl.constexpr(4096)
@@ -29,8 +29,8 @@ SAMPLE = tl.constexpr(4096)
 
 @triton.jit
 def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
-    """Those of keys low .. high - 1 that lie around the one where a sample of one in `every` entries reaches what is
-    expected of it: as many as should leave a quarter of the room."""
+    """The part of keys low .. high - 1 around the key where a sample of one in `every` entries reaches the expected
+    amount: as many keys as should leave a quarter of the room."""
     margin = held[2] * 3 // 8 // every
     if amount_from(low, held, count, False, scaling) > 2 * margin:
         cut = reach(low, high, expected, held, count, is_mass, scaling)
@@ -47,7 +47,7 @@ def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
 
 @triton.jit
 def mass_wanted(top_p, mass):
-    """What of a mass top_p keeps."""
+    """The part of a mass that top_p keeps."""
     return tl.maximum(tl.cast(top_p, tl.float64) * TOP_P_REACHED * mass, FLOAT32_TINY)
 
 
@@ -62,7 +62,7 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
     above = 0.0
     low, high, every, count = lo, hi, 1, 0
     num_entries = parts[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
-    # What reaches up to the least key is all that matters, and where that is not most of the row, there is likely room.
+    # Only entries >= lo matter; if they are a minority of the row, the list likely has room.
     if (num_entries > 8 * room) & (wanted >= 0):
         every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
         low = tl.where(is_mass, lowest_key(row[0].dtype.element_ty), lo)
@@ -74,7 +74,7 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
         if every > 1:
             expected = wanted / every
             if is_mass:
-                # What lies below the cut is spread over many entries, so that a sample tells more about it.
+                # Sample the mass below the cut: it is spread over many entries, so that its estimate is better.
                 expected = inside - (mass - wanted) / every
             low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
             every = 1
@@ -226,7 +226,7 @@ def cut_kernel(
                         hi = highest + 1
                         count = places + 1
                     if is_mass & (top_k > 0):
-                        # Of what top-k kept.
+                        # Take top-p among the tokens that top-k kept.
                         wanted = tl.full((), -1.0, tl.float64)
                         if count <= places:
                             kept = amount_from(lo, held, count, True, scaling)
@@ -237,7 +237,7 @@ def cut_kernel(
                         )
                     lo = reach(lo, hi, wanted - above, held, count, is_mass, scaling)
                     if is_mass:
-                        # Those of highest id, as many as begin below what is wanted.
+                        # Keep the ties of highest id, as many as begin below the mass that is wanted.
                         above += amount_from(lo + 1, held, count, True, scaling)
                         num_ties = amount_from(lo, held, count, False, scaling)
                         num_ties -= amount_from(lo + 1, held, count, False, scaling)

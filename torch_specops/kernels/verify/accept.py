@@ -33,7 +33,7 @@ def walk_width(block_t: int) -> int:
 def shared_values(
     given: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
 ) -> dict[str, Any]:
-    """What the kernels of the verify ops have in common, by the names of their parameters: inputs, outputs, sizes, and
+    """The values that the kernels of the verify ops share, by the names of their parameters: inputs, outputs, sizes and
     partials of so many rows."""
     target, draft = given.target_logits, given.draft_logits
     batch, num_rows, vocab_size = target.shape
@@ -71,7 +71,7 @@ def accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum):
 
 @triton.jit
 def accept_greedy(x, z_x, tile_max, tile_token, argmax_gap):
-    """Whether x is the argmax of its row; with a gap, log of the lenience, whether z(x) is that near to the maximum."""
+    """True if x is the argmax of its row; with a gap, log of the lenience, if z(x) is that near to the maximum."""
     if argmax_gap is None:
         accepted = combine_argmax(tile_max, tile_token).to(tl.int64) == x
     else:

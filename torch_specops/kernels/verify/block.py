@@ -12,9 +12,9 @@ Bytes per sequence, with s_p and s_q bytes a logit and C rows left, 0 <= C <= K:
     without draft_lse   V * ((K + 1 + C) * s_p + (K + C) * s_q)
     with draft_lse      V * ((K + 1 + C) * s_p + C * s_q)
     one-hot drafts      V * (K + 1 + C) * s_p
-and one tile of a row pair once more. With filters, the search for the bounds of all rows comes first. As in
-`verify_exact`, rows behind a padded draft, draft rows of greedy sequences and sequences without a lawful temperature
-are not read. Nothing of size [.., V] is written. The scratch is 8 bytes per (row, tile) of the rows that are read
+and one tile of a row pair once more. With filters, the search for the bounds of all rows comes first. Rows
+behind a padded draft, draft rows of greedy sequences and sequences without a lawful temperature are not read, as in
+`verify_exact`. Nothing of size [.., V] is written. The scratch is 8 bytes per (row, tile) of the rows that are read
 first, 8 per (draft, tile), 32 per draft and 4 per sequence.
 
 Three launches. Each program writes its own part of the scratch and adds up in a fixed order, so results repeat bit for
@@ -60,7 +60,7 @@ from .residual import (
 )
 from .stats import exact_values, run_stats
 
-# Of less than this, exp is 0 in float64.
+# The float64 exp of anything less is 0.
 LEAST_EXPONENT = tl.constexpr(-745.0)
 # exp(LARGEST_RATIO_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_RATIO_EXPONENT = tl.constexpr(300.0)
@@ -258,7 +258,7 @@ def draw_kernel(
                     store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
 
     if arrives_last(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
-        # As before; a number that is loaded again takes no register until here.
+        # Reload n to save a register.
         n = tl.load(num_accepted_ptr + b)
         undecided = n < 0
         if undecided:

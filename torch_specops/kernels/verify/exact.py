@@ -8,7 +8,7 @@ Bytes per sequence, with s_p and s_q bytes a logit:
     without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
     with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
     one-hot drafts      V * (K + 1) * s_p
-and the row pair of the rejection once more (in L2). Of a large batch (`rest_rows`) a sequence that rejects one of its
+and the row pair of the rejection once more (in L2). In a large batch (`rest_rows`) a sequence that rejects one of its
 first two drafts has two rows of each side read, as if K + 1 and K were 2. Rows behind a padded draft, draft rows of
 greedy sequences and sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the
 scratch is 8 bytes per (row, tile) and per (sequence, tile), and 20 per sequence.
@@ -20,7 +20,7 @@ draft's rows have none, and the search does not read them.
 Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
 results repeat bit for bit, and are the same whichever launch has summed a row.
 1. `stats_kernel` in `stats.py`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the
-   argmax). Of a large batch the first two rows of each side.
+   argmax). In a large batch it takes the first two rows of each side.
 2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
    accepted.
 3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
@@ -258,7 +258,7 @@ def draw_kernel(
                 store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
 
     if arrives_last(count_ptr + b, tl.num_programs(1)):
-        # As before; what is loaded again, and what follows from it, takes no register until here.
+        # Reload these to save registers: values loaded before the branch would occupy them until here.
         n = tl.load(num_accepted_ptr + b)
         temperature = load_temperature(temperature_ptr, b)
         inverse_t = inverse_temperature(temperature_ptr, temperature)
@@ -290,7 +290,7 @@ def draw_kernel(
 
 
 def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
-    """Of `rows` of a sequence, num_rows of them the target's, how many `rest_kernel` sums; 0 where it is not launched.
+    """The number of rows of a sequence that `rest_kernel` sums, of `rows`, num_rows the target's; 0 = no launch.
     `tiles` are those of one row of all sequences."""
     rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
     return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0

@@ -1,4 +1,4 @@
-"""What `verify_exact` and `verify_block` begin with: the values their kernels share, and the first kernel, which takes
+"""The beginning of `verify_exact` and `verify_block`: the values their kernels share, and the first kernel, which takes
 the maximum and the sum of exponentials of each tile of a row (of a greedy sequence the argmax)."""
 
 from typing import Any
@@ -92,7 +92,7 @@ def stats_kernel(
 
 
 def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
-    """What the kernels of `verify_exact` and `verify_block` have in common, by the names of their parameters."""
+    """The values that the kernels of `verify_exact` and `verify_block` share, by the names of their parameters."""
     target, draft = given.target_logits, given.draft_logits
     batch, num_rows, vocab_size = target.shape
     num_drafts = num_rows - 1
