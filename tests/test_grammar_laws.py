@@ -94,7 +94,17 @@ def test_rows_without_a_grammar_keep_their_law(report: Report) -> None:
     expect_laws(report, "grammar, every other row", p_values(tokens, laws(1.0, lambda row: row % 2 == 1)))
 
 
-# Wrong loops: what becomes of the arguments of `masks_of`, and of its bitmask.
+# Wrong loops: changes of the arguments of `masks_of`, and of its bitmask.
+
+
+def use_masks(wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batch.masks_of
+
+    def masks_of(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        tokens, bitmask = right(*arguments, **options)
+        return tokens, wrong(bitmask)
+
+    monkeypatch.setattr(batch, "masks_of", masks_of)
 
 
 def of_the_position_before(bitmask: Tensor) -> Tensor:
@@ -127,13 +137,7 @@ class Lenient(Table):
 def test_masks_of_wrong_positions_are_caught(
     wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
-    right = batch.masks_of
-
-    def masks_of(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        tokens, bitmask = right(*arguments, **options)
-        return tokens, wrong(bitmask)
-
-    monkeypatch.setattr(batch, "masks_of", masks_of)
+    use_masks(wrong, monkeypatch)
     tokens = tokens_of(make_draft("close"), 1.0, grammar=lambda row: Lenient())
     expect_caught(report, f"grammar, {wrong.__name__}", p_values(tokens, laws(1.0)))
 
@@ -185,11 +189,5 @@ def test_check_engine_accepts_the_loop_and_not_one_with_the_masks_of_the_positio
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine_report(Table).assert_lossless()
-    right = batch.masks_of
-
-    def masks_of(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        tokens, bitmask = right(*arguments, **options)
-        return tokens, of_the_position_before(bitmask)
-
-    monkeypatch.setattr(batch, "masks_of", masks_of)
+    use_masks(of_the_position_before, monkeypatch)
     assert "cold" in engine_report(Lenient).broken

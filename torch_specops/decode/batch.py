@@ -204,7 +204,7 @@ class Batch:
                 row.num_shown = min(row.num_shown, self._batch_rules.num_asked)
             step.tokens[index], step.finished[index] = row.tokens[first : row.num_shown], row.finished
             self.stats.num_tokens += row.num_shown - first - num_new[index]
-            if row.finished and row.reason is None:
+            if step.finished[index] and row.reason is None:
                 row.settle()
                 ended.append(index)
         if ended and runner.draft is not None:

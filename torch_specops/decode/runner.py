@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import proposal_of, static_tensors_of
+from ..drafts.base import static_tensors_of
 from ..grammars import Grammar, num_words
 from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED
 from .graphs import CapturedStep, Masks, capture
 from .state import DecodeState, constants_of, moved, refilled, tensors_of
-from .step import Verifier, speculative_step, verify_and_commit
+from .step import Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner"]
 
@@ -303,11 +303,9 @@ class StepRunner:
         return self._verify(num_draft_tokens, proposal, bitmask, trim)
 
     def _propose(self, num_draft_tokens: int) -> Draft:
-        draft, state = self.draft, self.state
-        is_whole = draft is not None and not draft.compiles_itself
-        propose = self._piece(proposal_of, num_draft_tokens) if is_whole else proposal_of
-        text, vocab_size = (state.tokens, state.lengths), self.target.vocab_size
-        return propose(draft, *text, num_draft_tokens, state.sampling, state.seeds, vocab_size)
+        compiles_itself = self.draft is None or self.draft.compiles_itself
+        draft = propose if compiles_itself else self._piece(propose, num_draft_tokens)
+        return draft(self.draft, self.state, num_draft_tokens, self.target.vocab_size)
 
     def _verify(
         self, num_draft_tokens: int, proposal: Draft, bitmask: Tensor | None = None, trim: Trim | None = None

@@ -27,6 +27,7 @@ from .state import DecodeState
 
 __all__ = [
     "Verifier",
+    "propose",
     "speculative_step",
     "unpack_record",
     "verify_and_commit",
@@ -114,9 +115,14 @@ def speculative_step(
 ) -> Tensor:
     """Draft up to K tokens, verify them, and commit what is emitted. Returns the step's record [B, K+4], which
     `unpack_record` unpacks."""
-    text = (state.tokens, state.lengths)
-    proposal = proposal_of(draft, *text, num_draft_tokens, state.sampling, state.seeds, target.vocab_size)
+    proposal = propose(draft, state, num_draft_tokens, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
+
+
+def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, vocab_size: int) -> Draft:
+    """Up to K drafts for each row, checked if the source is a user's."""
+    text = (state.tokens, state.lengths)
+    return proposal_of(draft, *text, num_draft_tokens, state.sampling, state.seeds, vocab_size)
 
 
 def verify_and_commit(

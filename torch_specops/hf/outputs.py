@@ -91,7 +91,7 @@ class Predictions:
             return None
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):
             text = input_ids[:, : self._num_prompt + place]
-            # Give processors finite logits for a row that has ended: some refuse NaN.
+            # Give processors zeros for a row that has ended: its logits are NaN.
             logits = self.kept.at(place)
             logits = torch.where(logits.isnan().all(1, keepdim=True), 0.0, logits)
             self._scores += (self._processors(text, logits.to(text.device)),)

@@ -200,7 +200,7 @@ def _understood(
 
 
 def _fields_of(processor: Any, widths: Tensor) -> dict[str, Any] | None:
-    """The `ProcessorSampling` fields equivalent to a processor; None if none are."""
+    """The `ProcessorSampling` fields that are exactly a processor; None if no fields are."""
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
@@ -233,7 +233,7 @@ def _biases_of(processor: Any, prompt_width: int) -> list[Bias] | None:
             # transformers 5.17 ignores a sequence that is longer than the text, padding included.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
-            # Biases of words count too, without words that are an eos token.
+            # This is also the class of bad words, which have dropped those that are an eos token.
             return [Bias(tuple(map(int, tokens)), value) for tokens, value in processor.sequence_bias.items()]
         case MinLengthLogitsProcessor():
             return _excluded(processor.eos_token_id, processor.min_length - prompt_width)

@@ -19,7 +19,6 @@ Generated = Tensor | tuple[Tensor, Tensor, Tensor]
 GenerateFn = Callable[[list[list[int]], list[SamplingParams], list[int]], Sequence[Sequence[int]] | Tensor]
 Progress = Callable[[int, int], None]
 Call = Callable[[Tensor], Generated]
-Params = SamplingParams | None
 
 MAX_OUTCOMES = 2**20
 # The most texts that an engine's target reads at once.
@@ -246,7 +245,13 @@ def _read_tokens(name: str, result: Generated, size: int, num_tokens: int, vocab
 
 @torch.no_grad()
 def _conditional_laws(
-    model: NextToken, name: str, prompt: Tensor, vocab_size: int, num_tokens: int, most: int, params: Params = None
+    model: NextToken,
+    name: str,
+    prompt: Tensor,
+    vocab_size: int,
+    num_tokens: int,
+    most: int,
+    params: SamplingParams | None = None,
 ) -> Laws:
     """The laws of `num_tokens` tokens after the prompt, under the parameters if they are given; the model reads at most
     `most` texts at once."""
