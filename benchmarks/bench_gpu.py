@@ -118,7 +118,7 @@ class Runner:
     def command(self, step: Step) -> list[str]:
         script, *arguments = shlex.split(step.command) + shlex.split(step.tiny or "") * self.rehearsed
         if script.endswith(".py"):
-            stand_in = [str(ROOT / "tests" / "cuda_stand_in")] * self.rehearsed
+            stand_in = [str(ROOT / "tests" / "helpers" / "cuda_stand_in")] * self.rehearsed
             out = ["--out", str(self.folder / f"{step.name}.json")]
             return [sys.executable, *stand_in, str(HERE / script), *arguments, *out]
         tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(ROOT / "tests")]
@@ -175,7 +175,7 @@ class Runner:
         paths = [str(ROOT)]
         if self.rehearsed:
             own |= {STAND_IN: "1", "OMP_NUM_THREADS": "1"}
-            paths.append(str(ROOT / "tests" / "peer_stand_ins"))
+            paths.append(str(ROOT / "tests" / "helpers" / "peer_stand_ins"))
         own["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**os.environ, **own}
 

@@ -28,9 +28,8 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_specops.kernels import attention, launch, sample
-from torch_specops.kernels.filter import bounds, groups, logits, search
-from torch_specops.kernels.verify import accept, block, exact, sigmoid, stats
+from torch_specops.ops.cuda import accept, attention, block, exact, launch, sample, sigmoid, stats
+from torch_specops.ops.cuda.filter import bounds, groups, logits, search
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -268,7 +267,7 @@ def cuobjdump(compiled: Any, flag: str) -> str:
 
 def fused_exchanges(ptx: str) -> int:
     """How often a product that is not rounded is added to a number of another lane, which adds the rounded one
-    (`rounded_product` in `kernels/rows.py`)."""
+    (`rounded_product` in `tiles.py`)."""
     exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
     # A float64 is exchanged in halves.
     for joined, parts in re.findall(r"\b(?:mov|cvt|shl|or)\.[\w.]+\s+(%\w+), ([^;]*);", ptx):

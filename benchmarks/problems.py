@@ -27,7 +27,7 @@ from timing import number_of_sets
 from torch import Tensor
 
 # The comparison with the float64 reference is that of the tests.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from oracle import Case, compare
 
 Inputs = dict[str, Tensor]
@@ -87,8 +87,8 @@ class Problem:
     def read_bytes(self, with_lse: bool = False) -> int:
         """What `verify_exact` reads on CUDA: all rows, or of a large batch two of each side, and the others where both
         drafts were accepted."""
-        from torch_specops.kernels import launch
-        from torch_specops.kernels.verify.exact import rest_rows
+        from torch_specops.ops.cuda import launch
+        from torch_specops.ops.cuda.exact import rest_rows
 
         num_rows = self.num_draft_tokens + 1
         summed_draft = self.has_draft_logits and not with_lse

@@ -39,7 +39,7 @@ MAX_SINGLE = 8
 LEAD = 4
 # Names the commit if there is no clone.
 COMMIT = "TORCH_SPECOPS_COMMIT"
-# Set if processes run on the stand-in for CUDA (tests/cuda_stand_in).
+# Set if processes run on the stand-in for CUDA (tests/helpers/cuda_stand_in).
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
 
     cuda_stand_in.install()
 
-    from torch_specops.kernels import attention
+    from torch_specops.ops.cuda import attention
 
     # Every program takes the interpreter a while.
     attention.RESIDENT_PROGRAMS = 16
 
-from oracle import Case, Comparison
+from report import Report
 
 # The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
 if "OMP_NUM_THREADS" not in os.environ:
@@ -31,20 +30,6 @@ if "OMP_NUM_THREADS" not in os.environ:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a process per core for Inductor's kernels.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
-
-
-@dataclass
-class Report:
-    """What the tests measured: rows compared with the oracle, and p-values of the laws."""
-
-    rows: dict[str, Counter[str]] = field(default_factory=dict)
-    p_values: dict[str, float] = field(default_factory=dict)
-    wrong_p_values: dict[str, float] = field(default_factory=dict)
-
-    def add(self, case: Case, comparison: Comparison) -> None:
-        kind = "built to tie" if case.name.startswith("tie_") else "drawn at random"
-        counts = self.rows.setdefault(f"{case.op}, {kind}", Counter())
-        counts.update(rows=comparison.rows, rounding=comparison.rounding, cases=1)
 
 
 NOT_REHEARSED = "not rehearsed"

@@ -105,7 +105,7 @@ def test_a_bitmask_takes_tokens_away(dtype: torch.dtype, monkeypatch: pytest.Mon
         expected = logits.masked_fill(~bits[..., :vocab_size], -torch.inf)
         for reads_data in (True, False):
             # What is traced, and runs on a device, has another form.
-            monkeypatch.setattr(grammars, "can_read_data", lambda *tensors, reads_data=reads_data: reads_data)
+            monkeypatch.setattr(grammars, "is_eager_cpu", lambda *tensors, reads_data=reads_data: reads_data)
             found = allowed_logits(logits, bitmask)
             assert found.dtype == dtype and torch.equal(found, expected)
     # An infinite logit of a forbidden token is excluded as well: the ops read NaN so.

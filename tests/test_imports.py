@@ -11,57 +11,36 @@ from pathlib import Path
 import torch
 
 import torch_specops
-from torch_specops import registration
+from torch_specops.ops import registration
 
 PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling", "uniforms"},
+    "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling"},
     "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
-    "hf": {
-        "attention",
-        "beam",
-        "checks",
-        "compilation",
-        "decode",
-        "drafts",
-        "grammars",
-        "kv_cache",
-        "ops",
-        "sampling",
-        "schedules",
-        "tracing",
-    },
+    "hf": {"checks", "compilation", "decode", "drafts", "grammars", "ops", "sampling", "schedules"},
     "beam": {"checks", "decode", "drafts"},
-    "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules", "uniforms"},
-    "drafts": {"attention", "checks", "compilation", "kv_cache", "ops", "sampling", "tracing", "uniforms"},
-    "attention": {"kernels", "kv_cache", "registration", "tracing"},
-    "ops": {"arguments", "checks", "dense", "eager", "kernels", "registration", "tracing"},
-    "vocab_parallel": {"arguments", "checks", "dense", "private"},
-    "checks": {"arguments"},
-    "eager": {"arguments", "dense"},
-    "dense": {"arguments", "tracing"},
-    "kernels": {"arguments", "private"},
+    "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules"},
+    "drafts": {"checks", "compilation", "ops", "sampling"},
+    "grammars": {"ops"},
+    "sampling": {"checks", "ops"},
+    "compilation": {"ops"},
+    "inductor": {"ops"},
+    "vocab_parallel": {"checks", "ops", "ops/cpu"},
+    "ops": {"checks", "ops/cpu", "ops/cuda"},
+    "ops/cpu": {"ops/arguments", "ops/tracing"},
+    "ops/cuda": {"ops/arguments", "ops/private"},
     "analysis": {"checks"},
     "schedules": {"checks"},
-    "arguments": set(),
-    "compilation": {"private"},
-    "inductor": {"private"},
-    "kv_cache": set(),
     "laws": {"reference", "sampling"},
-    "private": set(),
+    "checks": set(),
     "reference": set(),
-    "registration": {"private"},
-    "grammars": {"tracing"},
-    "sampling": {"ops", "tracing"},
-    "tracing": {"private"},
-    "uniforms": {"tracing"},
 }
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
-    "triton": {"kernels"},
+    "triton": {"ops/cuda"},
     "transformers": {"cli", "hf"},
     "torchao": {"drafts"},
     "matplotlib": {"cli"},
@@ -79,8 +58,9 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 
 def layer(path: str) -> str:
-    """The first part of a module's path within the package: "kernels/verify.py" -> "kernels"."""
-    return path.removesuffix(".py").split("/")[0]
+    """The room of a module: the first part of its path, or a part of `ops` that has rules of its own."""
+    first, *rest = path.removesuffix(".py").split("/")
+    return "/".join([first, rest[0]]) if rest and f"{first}/{rest[0]}" in ALLOWED else first
 
 
 LAYERS = {layer(path) for path in MODULES}
@@ -97,7 +77,10 @@ def imports(path: str, source: str) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from . import checks` names a module, `from .checks import f` something in it.
-            names.update([f"{module}.{alias.name}" for alias in node.names] if module == "torch_specops" else [module])
+            is_package = (
+                module.split(".")[0] == "torch_specops" and (PACKAGE.parent / module.replace(".", "/")).is_dir()
+            )
+            names.update([f"{module}.{alias.name}" for alias in node.names] if is_package else [module])
     return names
 
 
@@ -108,8 +91,10 @@ def forbidden(path: str, source: str) -> set[str]:
     for name in imports(path, source):
         parts = name.split(".")
         if parts[0] == "torch_specops":
-            target = parts[1] if len(parts) > 1 and parts[1] in LAYERS | set(ALLOWED) else "__init__"
-            if target != own and target not in ALLOWED[own]:
+            target = layer("/".join(parts[1:])) if len(parts) > 1 and parts[1] in LAYERS | set(ALLOWED) else "__init__"
+            # A part of `ops` may import some of its modules, and not the others.
+            allowed = {target, "/".join(parts[1:3])} & ALLOWED[own]
+            if target != own and not allowed:
                 bad.add(name)
         elif parts[0] not in sys.stdlib_module_names and own not in ALLOWED_THIRD_PARTY.get(parts[0], set()):
             bad.add(name)
@@ -123,19 +108,17 @@ def test_imports_follow_the_layers() -> None:
 
 def test_a_forbidden_import_is_caught() -> None:
     for path, source, name in (
-        ("dense/exact.py", "from .. import ops", "torch_specops.ops"),
-        ("uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
-        ("ops.py", "def f():\n    from .kernels import verify\n    from .decode import x", "torch_specops.decode"),
-        ("kernels/verify/launch.py", "from ...checks import check_sample", "torch_specops.checks"),
-        ("drafts/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf"),
+        ("ops/cpu/exact.py", "from ..api import sample", "torch_specops.ops.api"),
+        ("ops/uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
+        ("ops/api.py", "def f():\n    from .cuda import exact\n    from ..decode import x", "torch_specops.decode.x"),
+        ("ops/cuda/launch.py", "from ...checks import check_int", "torch_specops.checks"),
+        ("drafts/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf.language_model"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
         ("hf.py", "import requests", "requests"),
     ):
         assert forbidden(path, source) == {name}, path
-    allowed = (
-        "import math\nimport triton\nfrom torch.library import custom_op\nfrom .. import rows\nfrom . import kernel"
-    )
-    assert forbidden("kernels/verify/launch.py", allowed) == set()
+    allowed = "import math\nimport triton\nfrom torch.library import custom_op\nfrom ..arguments import F"
+    assert forbidden("ops/cuda/launch.py", allowed) == set()
 
 
 def test_every_module_has_a_place_in_the_layers() -> None:
@@ -168,7 +151,7 @@ def private_names(path: str, source: str) -> set[str]:
 def test_private_names_are_in_one_file() -> None:
     found = {path: private_names(path, (PACKAGE / path).read_text()) for path in MODULES}
     # Control: it has some.
-    assert len(found.pop("private.py")) == 2
+    assert len(found.pop("ops/private.py")) == 2
     assert {path: names for path, names in found.items() if names} == {}
     for source in (
         "from torch._subclasses import fake_tensor",
@@ -177,9 +160,9 @@ def test_private_names_are_in_one_file() -> None:
         "x = torch.compile(torch._C._dynamo)",
         "def f(op):\n    return getattr(op, 'default', op)._schema",
     ):
-        assert private_names("ops.py", source), source
+        assert private_names("ops/api.py", source), source
     for path, source in (
-        ("ops.py", "self._pieces = given._asdict() | x.__dict__"),
+        ("ops/api.py", "self._pieces = given._asdict() | x.__dict__"),
         ("hf/models.py", "model.config._attn_implementation"),
     ):
         assert private_names(path, source) == set()
@@ -245,15 +228,7 @@ assert "torch._dynamo" not in sys.modules
 def test_the_tag_of_compile_caches_knows_what_is_compiled() -> None:
     """An edit of a kernel or of the dense form must empty torch's caches; one of the command line must not."""
     hashed = {path.relative_to(PACKAGE).as_posix() for path in registration.compiled_sources()}
-    assert {"ops.py", "arguments.py", "dense/exact.py", "kernels/verify/exact.py", "uniforms.py"} <= hashed
-    assert not {layer(path) for path in hashed} & {
-        "cli",
-        "hf",
-        "decode",
-        "drafts",
-        "laws",
-        "reference",
-        "vocab_parallel",
-    }
+    assert {"checks.py", "ops/api.py", "ops/cpu/exact.py", "ops/cuda/filter/bounds.py", "ops/uniforms.py"} <= hashed
+    assert {layer(path) for path in hashed} == {"checks", "ops", "ops/cpu", "ops/cuda"}
     assert registration.digest(registration.compiled_sources()) in torch.compiler.config.cache_key_tag
-    assert registration.digest([PACKAGE / "ops.py"]) != registration.digest([PACKAGE / "checks.py"])
+    assert registration.digest([PACKAGE / "ops/api.py"]) != registration.digest([PACKAGE / "checks.py"])

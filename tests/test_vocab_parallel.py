@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
-from conftest import Report
 from functorch.compile import make_boxed_func
 from op_cases import check
 from oracle import Case, sample_inputs
+from report import Report
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, in_ranks, run_cases
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import vocab_parallel
-from torch_specops.dense import walk
 from torch_specops.laws import chi_square
+from torch_specops.ops.cpu import walk
 
 all_gather = vocab_parallel._all_gather
 
@@ -307,12 +307,12 @@ def count_apart() -> tuple[Result, list[int]]:
     args = Split(16).cut(base_case(16), dist.group.WORLD)
     lengths = []
 
-    def num_leading(accepted: Tensor) -> Tensor:
+    def prefix_lengths(accepted: Tensor) -> Tensor:
         n = accepted.long().cumprod(1).sum(1)
         lengths.append(n if dist.get_rank() % 2 == 0 else 3 - n)
         return lengths[0]
 
-    with mock.patch.object(walk, "num_leading", num_leading):
+    with mock.patch.object(walk, "prefix_lengths", prefix_lengths):
         return vocab_parallel.verify_exact(**args), lengths[0].tolist()
 
 

@@ -15,8 +15,8 @@ from . import drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
 from .grammars import Grammar
 from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
+from .ops.uniforms import uniforms
 from .sampling import SamplingParams
-from .uniforms import uniforms
 
 __version__ = "0.1.0"
 __all__ = [

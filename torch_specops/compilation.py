@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import private
+from .ops import private
 
 __all__ = ["CompiledPieces", "compile_errors_named", "compile_piece"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .tracing import can_read_data
+from .ops.tracing import is_eager_cpu
 
 __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 
@@ -221,7 +221,7 @@ _OF_BYTES = torch.where(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1 ==
 def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
     """The logits [B, n, V], with -inf (or NaN, where they are infinite) for the tokens that a bitmask
     [B, n, ceil(V / 32)] does not allow."""
-    if can_read_data(logits, bitmask):
+    if is_eager_cpu(logits, bitmask):
         # By far the fastest of torch's eager forms on a CPU.
         added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))
         return logits + added.flatten(2)[..., : logits.shape[2]]

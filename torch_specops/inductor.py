@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from . import private
+from .ops import private
 
 __all__ = ["absorb", "install", "uninstall"]
 

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
-from . import checks, private
-from .arguments import Filters, VerifyArguments
-from .dense import walk
-from .dense.rows import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
+from .checks import check_int, check_tensor
+from .ops import private
+from .ops.arguments import Filters, VerifyArguments, check_kinds, check_sample, check_verify_exact, filters_of
+from .ops.cpu import walk
+from .ops.cpu.softmax import FLOAT32_MAX, draw, inverse_temperature, lowest_argmax, scale, softmax_row, softmax_stats
 
 __all__ = ["sample", "verify_exact"]
 
@@ -88,15 +89,15 @@ def verify_exact(
         draft_logits,
         accept_uniforms,
         sample_uniforms,
-        checks.filters_of("target_logits", target_logits, temperature, plain=False).temperature,
+        filters_of("target_logits", target_logits, temperature, plain=False).temperature,
         draft_lse,
         lenience,
         argmax_lenience=argmax_lenience,
     )
-    checks.check_kinds(given, plain=False)
+    check_kinds(given, plain=False)
     shards, local = _place(given._asdict(), 3, group, vocab_size)
     given = VerifyArguments(**local)
-    checks.check_verify_exact(given)
+    check_verify_exact(given)
     return _verify(given, shards)
 
 
@@ -145,7 +146,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     near_argmax = None
     if given.argmax_lenience < 1:
         near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
-    n = walk.num_leading(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
+    n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
     # 2. The mass of p and of the residual in each shard of row n.
     rows = torch.arange(batch, device=n.device)
@@ -212,13 +213,13 @@ def sample(
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
         >>> torch.distributed.destroy_process_group()
     """
-    filters = checks.filters_of("logits", logits, temperature, plain=False)
-    checks.check_tensor("uniforms", uniforms, plain=False)
-    checks.check_kinds(filters, plain=False)
+    filters = filters_of("logits", logits, temperature, plain=False)
+    check_tensor("uniforms", uniforms, plain=False)
+    check_kinds(filters, plain=False)
     given = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
     shards, local = _place(given, 2, group, vocab_size)
     z, u, t = local["logits"], local["uniforms"], local["temperature"]
-    checks.check_sample(z, u, Filters(t))
+    check_sample(z, u, Filters(t))
     if z.shape[0] == 0:
         return u.new_zeros(0, dtype=torch.int64), u.new_zeros(0, dtype=torch.float32)
     z = scale(z, inverse_temperature(t))
@@ -310,7 +311,7 @@ def _place(
     assert group is not None
     if vocab_size is None:
         vocab_size = next(iter(columns.values())).shape[-1] * group.size()
-    checks.check_int("vocab_size", vocab_size, 1)
+    check_int("vocab_size", vocab_size, 1)
     width = -(-vocab_size // group.size())
     offset = min(group.rank() * width, vocab_size)
     shards = Shards(group, vocab_size, offset, min(width, vocab_size - offset))

@@ -15,8 +15,8 @@ from .. import checks
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.base import FromTransformers
 from ..grammars import Grammar
+from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
-from ..uniforms import row_seeds
 from .rows import Row, RowRule
 from .state import DecodeState
 

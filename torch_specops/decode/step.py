@@ -19,10 +19,10 @@ from ..drafts.base import proposal_of
 from ..drafts.ragged import can_read_rows, read_ragged
 from ..grammars import allowed_logits
 from ..ops import sample, verify_block, verify_exact, verify_sigmoid
+from ..ops.uniforms import verification_uniforms
 from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from ..schedules import Trim
-from ..uniforms import verification_uniforms
 from .state import DecodeState
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
-from ..tracing import can_read_data
 
 __all__ = [
     "AnyDraft",
@@ -201,7 +201,7 @@ def proposal_of(
     for part, value, expected in (("logits", draft.logits, [*shape, vocab_size]), ("lse", draft.lse, shape)):
         if value is not None and list(value.shape) != expected:
             raise ValueError(f"draft: expected {part} {expected} from {name}, got shape {list(value.shape)}")
-    if can_read_data(tokens, lengths):
+    if is_eager_cpu(tokens, lengths):
         for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
             if not torch.equal(copied, given):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")

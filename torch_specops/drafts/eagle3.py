@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention import attend, attend_masked, spans_of, spans_serve
-from ..kv_cache import RaggedKeyValues, Window, visible_slots
-from ..tracing import can_read_data
+from ..ops.attention import attend, attend_masked, spans_of, spans_serve
+from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
+from ..ops.tracing import is_eager_cpu
 from .base import FeatureModel, LanguageModel, as_language_model, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
@@ -154,15 +154,15 @@ class Eagle3(SequentialDraft):
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
-    def _can_read_data(self, lengths: Tensor) -> bool:
+    def _is_eager_cpu(self, lengths: Tensor) -> bool:
         """True = a step looks at its lengths, to read no more than it has to."""
-        return self._shape is None and can_read_data(lengths)
+        return self._shape is None and is_eager_cpu(lengths)
 
     def _new_pairs(self, lengths: Tensor, count: int) -> Tensor:
         """[B, n] the newest pairs, among them all since the last call; n is `count` if the step cannot look at its
         lengths. Pair 0 stands for those before it. A text of one token has no pair; its token with a feature of zeros
         is read in its place."""
-        if self._can_read_data(lengths):
+        if self._is_eager_cpu(lengths):
             assert self._num_read is not None
             count = max(int((lengths - 1 - self._num_read).max()), 1)
             self._num_read = lengths - 1
@@ -186,7 +186,7 @@ class Eagle3(SequentialDraft):
         capacity, size = cache.keys.shape[2], self.head.config.window
         window = None if size is None else Window(size)
         # Eager CPU steps read only slots that may hold text, like the target.
-        width = int(positions.amax()) + 1 if self._can_read_data(positions) else capacity
+        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)
         if by_spans:
             seen = spans_of(positions, window)

@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..ops import verify_exact
+from ..ops.tracing import is_eager_cpu
+from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
-from ..tracing import can_read_data
-from ..uniforms import inner_seeds
 from .base import AnyDraft, Draft, LanguageModel, proposal_of, static_tensors_of
 from .model import ModelDraft, as_draft_source
 from .prompt_lookup import PromptLookup
@@ -171,7 +171,7 @@ class HierarchicalDraft(ModelDraft):
             logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
             # Only on a CPU is this check free.
-            if can_read_data(count) and bool((count == num_draft_tokens).all()):
+            if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
 from ..ops import sample
+from ..ops.tracing import is_eager_cpu
+from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
-from ..tracing import can_read_data
-from ..uniforms import uniforms
 from .base import (
     AnyDraft,
     Draft,
@@ -49,7 +49,7 @@ class SequentialDraft(DraftSource):
 
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
         """[B, K] uniforms; zeros on a CPU if all rows are greedy, where checking this costs nothing."""
-        if can_read_data(temperature) and not bool((temperature > 0).any()):
+        if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 

@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..ops import sample
+from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
-from ..uniforms import uniforms
 from .base import Draft, DraftSource
 
 __all__ = ["NGram"]

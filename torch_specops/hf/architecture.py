@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..kv_cache import Window
+from ..ops.kv_cache import Window
 
 __all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "unwrapped", "why_not_compiled", "windows"]
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import attend, attend_masked
+from ..ops.attention import attend, attend_masked
 
 __all__ = ["grouped_attention", "use_grouped_attention"]
 

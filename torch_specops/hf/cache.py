@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..kv_cache import RaggedKeyValues
-from ..tracing import can_read_data
+from ..ops.kv_cache import RaggedKeyValues
+from ..ops.tracing import is_eager_cpu
 
 __all__ = ["RaggedCache", "first_slot"]
 
@@ -80,7 +80,7 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 def first_slot(slots: Tensor) -> int | None:
     """The first of slots [B, n] if an eager call on a CPU writes the same n neighbouring slots of every sequence, from
     the first on; else None."""
-    if not can_read_data(slots) or slots.numel() == 0:
+    if not is_eager_cpu(slots) or slots.numel() == 0:
         return None
     rows = slots.tolist()
     first: int = rows[0][0]

@@ -11,7 +11,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel, WhisperFor
 from transformers.cache_utils import StaticLayer
 
 from ..drafts import LanguageModel
-from ..kv_cache import visible_slots
+from ..ops.kv_cache import visible_slots
 from .architecture import layers_of, relative_bias
 from .models import Seen, TransformersModel, as_float
 

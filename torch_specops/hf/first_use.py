@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention import DTYPES
+from ..ops.attention import DTYPES
 from .models import TransformersModel
 
 __all__ = ["check_reading", "has_own_forward"]

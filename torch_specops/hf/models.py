@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention import spans_of, spans_serve
-from ..kv_cache import RaggedKeyValues, Window, visible_slots
-from ..tracing import can_read_data
+from ..ops.attention import spans_of, spans_serve
+from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
+from ..ops.tracing import is_eager_cpu
 from .architecture import check_can_decode, layers_of, max_length, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import RaggedCache
@@ -208,7 +208,7 @@ class TransformersModel:
         cache = self._require_cache()
         if width is None:
             # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
-            width = int(positions.amax()) + 1 if can_read_data(positions) else cache.capacity
+            width = int(positions.amax()) + 1 if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
             if takes_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))

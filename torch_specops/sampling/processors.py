@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..tracing import can_read_data
+from ..ops.tracing import is_eager_cpu
 
 __all__ = ["AnyProcessors", "Processors", "round_up"]
 
@@ -93,7 +93,7 @@ class Processors:
                 logits behind that are used.
             lengths: [B, n] int64 in 1..W, how many tokens of the row come before position i.
         """
-        if can_read_data(text):
+        if is_eager_cpu(text):
             text = text[:, : int(lengths.max())]
         text = text.clamp(min=0)
         if self.padding is not None and self.num_padding is not None:

@@ -1,0 +1,382 @@
+"""`torch-specops bench`: the comparison with transformers, on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_cli import TEXT, bench, run, save_model
+from transformers import LlamaForCausalLM
+from typer.testing import Result
+
+from torch_specops.cli import categories, loading, models, results
+from torch_specops.cli.comparison import Case, Comparison, Measurement, Run, Workload, batches_of, providers, turns
+from torch_specops.cli.greedy import GreedyDifference
+from torch_specops.cli.prompts import read_questions
+from torch_specops.decode import SpeculativeDecoder
+from torch_specops.sampling import SamplingParams
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("target"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("draft"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def measured(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
+    """One run of `bench` with a draft model, and its JSON."""
+    file = tmp_path_factory.mktemp("bench") / "out.json"
+    prompts = [part for text in (TEXT, "push", "a stack of items") for part in ("--prompt", text)]
+    options = ["--draft", draft, "--num-draft-tokens", "3", "--batch-sizes", "1,2", "--json", str(file)]
+    result = bench(target, *options, *prompts)
+    assert result.exit_code == 0, result.output
+    return result, json.loads(file.read_text())
+
+
+def of_batch(document: dict[str, Any], batch_size: int) -> dict[str, dict[str, Any]]:
+    return {row["provider"]: row for row in document["results"] if row["batch_size"] == batch_size}
+
+
+OURS = ["specops, no draft", "specops"]
+ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
+
+
+def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[str, Any]]) -> None:
+    result, document = measured
+    # The last words of a line, behind columns of numbers.
+    lines = re.findall(r"^(T = 0, batch \d|specops.*?|transformers.*?) {2,}.*?( =|st)$", result.stdout, re.MULTILINE)
+    one = ["transformers generate", "transformers assisted K=3", "transformers assisted own K", *OURS]
+    two = ["transformers generate", *OURS]
+    assert [name for name, _ in lines] == ["T = 0, batch 1", *one, "T = 0, batch 2", *two]
+    assert {mark for name, mark in lines if not name.startswith("T")} == {" ="}
+    assert "=: identical to plain greedy decoding" in result.stdout
+    assert document["versions"]["torch"] == torch.__version__ and not document["interrupted"]
+    assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
+    for row in document["results"]:
+        generate = of_batch(document, row["batch_size"])["transformers generate"]
+        (seconds,) = row["seconds"]
+        assert row["new_tokens"] == 6 * row["batch_size"] and len(seconds) == 2
+        assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / (sum(seconds) / 2))
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / generate["tokens_per_second"])
+        assert row["outside_seconds_per_step"] > 0 and row["compile_seconds"] == 0
+    fastest = max(of_batch(document, 1)[name]["tokens_per_second"] for name in ASSISTED)
+    for row in of_batch(document, 1).values():
+        assert row["speedup_over_assisted"] == pytest.approx(row["tokens_per_second"] / fastest)
+    assert {row["speedup_over_assisted"] for row in of_batch(document, 2).values()} == {None}
+
+
+def test_the_tables_fit_into_80_columns() -> None:
+    """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
+    counts = {
+        "num_steps": 10**4,
+        "num_row_steps": 11765,
+        "proposed_at": [9],
+        "accepted_at": [9],
+        "outside_seconds": 123.0,
+    }
+    slow, fast = (
+        Run(10**5, [1.1], **counts),
+        Run(10**5, [1.0], compile_seconds=42.0, peak_memory_bytes=10**11, **counts),
+    )
+    slow.greedy, fast.greedy = "near ties", "different"
+    names = ("transformers assisted, own K", slow), ("specops, no draft, compiled", fast)
+    measurements = [Measurement(name, True, "", 0.7, 32, [run]) for name, run in names]
+    file = io.StringIO()
+    results.print_tables(Console(file=file, width=80), results.as_results(measurements))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 78
+    table = [line.split() for line in lines[1:4]]
+    assert table[0] == ["T", "=", "0.7,", "batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"]
+    assert table[1][4:] == ["90909.1", "1.00", "8.50", "100%", "12.30", "-", "~"]
+    assert table[2][4:] == ["100000.0", "1.10", "8.50", "100%", "12.30", "100000", "!"]
+    assert "specops, no draft, compiled, T = 0.7, batch 32: 42.0 s compiling, not counted" in lines
+
+
+def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
+    one = of_batch(measured[1], 1)
+    # transformers counts the forward that reads the prompt, which is also its first step.
+    assert one["transformers generate"]["num_steps"] == one["specops, no draft"]["num_steps"] == 6
+    assert one["specops, no draft"]["mean_acceptance_length"] == 1
+    assert one["specops, no draft"]["acceptance_rate"] is None
+    # Greedy, with the same draft and K: the same tokens are accepted.
+    for name in ("specops", ASSISTED[0]):
+        assert one[name]["mean_acceptance_length"] == pytest.approx(6 / one[name]["num_steps"])
+    assert abs(one["specops"]["num_steps"] - one[ASSISTED[0]]["num_steps"]) <= 1
+
+
+def test_bench_samples_and_does_not_compare(target: str) -> None:
+    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1")
+    assert result.exit_code == 0, result.output
+    assert "sampled outputs are not compared" in result.stdout
+    # Forwards of the target are also those of the draft, so they do not count steps.
+    assert len(re.findall(r"^transformers assisted.* -( +-)+$", result.stdout, re.MULTILINE)) == 2
+
+
+def test_every_provider_has_the_filters(target: str, draft: str) -> None:
+    """Sampling among one token is greedy decoding, with every rule."""
+    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
+    prompts = [models.encode(tokenizer, TEXT)[0]]
+    texts = []
+    for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        case = Case([prompts], SamplingParams(temperature=0.8 if filters else 0.0, **filters))
+        comparison = Comparison(loaded, Workload([case], 6, 2, verify="block" if "top_k" in filters else "exact"), 1)
+        batch = comparison._padded(prompts)
+        texts += [provider.decode(*batch, case.sampling, 0).tokens for provider in comparison._providers]
+    assert len(texts) == 20 and texts == texts[:1] * 20
+
+
+def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
+    model, tokenizer = LlamaForCausalLM.from_pretrained(target), loading.load_tokenizer(target)
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    third = int(model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0)[0, -1])
+    model.generation_config.eos_token_id = third
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    stopped = loading.load_model(tmp_path).model.generate(**prompt, do_sample=False, max_new_tokens=9, pad_token_id=0)
+    assert stopped.shape[1] == prompt["input_ids"].shape[1] + 3
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = bench(str(tmp_path), "--batch-sizes", "1", "--draft", f"ngram:{tmp_path / 'text.txt'}")
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r"  =$", result.stdout, re.MULTILINE)) == 3
+    assert "transformers assisted" not in result.stdout and "/asst" not in result.stdout.split("tok/s:")[0]
+
+
+def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(SpeculativeDecoder):
+        def generate(self, *arguments: Any, **options: Any) -> Any:
+            output = super().generate(*arguments, **options)
+            if self.draft is not None:
+                output.sequences[-1, -1] = (output.sequences[-1, -1] + 1) % 280
+            return output
+
+    monkeypatch.setattr(providers, "SpeculativeDecoder", Wrong)
+    result = bench(target, "--batch-sizes", "2")
+    assert result.exit_code == 1, result.output
+    assert re.findall(r"  ([=~!])$", result.stdout, re.MULTILINE) == ["=", "=", "!"]
+    assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
+
+
+def test_what_counts_as_different() -> None:
+    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (9e-5, 2e-4))
+    verdicts = [turns._verdict(found, True) for found in ([], [tie], [tie, wrong])]
+    assert [*verdicts, turns._verdict([tie, wrong], False)] == ["identical", "near ties", "different", "rounding"]
+
+
+@pytest.mark.parametrize("early_end", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=str)
+def test_an_early_end_shows_the_rounds_done_so_far(
+    early_end: BaseException, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = Comparison.run
+
+    def ended(self: Comparison) -> Iterator[str]:
+        for label in run_all(self):
+            if label.startswith("T = 0, batch 1, round 2"):
+                raise early_end
+            yield label
+
+    monkeypatch.setattr(Comparison, "run", ended)
+    file = tmp_path / "out.json"
+    result = bench(target, "--json", str(file))
+    document = json.loads(file.read_text())
+    assert "tok/s" in result.stdout
+    if isinstance(early_end, KeyboardInterrupt):
+        assert result.exit_code == 130 and "interrupted: " in result.stdout
+        assert document["interrupted"] and document["error"] is None
+    else:
+        assert (result.exit_code, result.stderr) == (2, "torch-specops: error: out of memory\n")
+        assert document["error"] == "out of memory" and not document["interrupted"]
+    assert {len(seconds) for row in document["results"] for seconds in row["seconds"]} == {1}
+
+
+def test_progress_counts_every_run_and_no_provider_is_always_first(target: str, draft: str) -> None:
+    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
+    prompts = [models.encode(tokenizer, text)[0] for text in (TEXT, "push")]
+    cases = [Case(batches_of(prompts, size)[:1], SamplingParams(temperature=0.0)) for size in (1, 2)]
+    comparison = Comparison(loaded, Workload(cases, 4, 2), 2)
+    tokens, mask = comparison._padded(prompts)
+    assert [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)] == [
+        each.tolist() for each in prompts
+    ]
+    assert mask[:, -1].all()
+    labels = list(comparison.run())
+    assert len(labels) == comparison.num_runs == 5 * 3 + 1 + 3 * 3 + 1
+    first = [label for label in labels if label.startswith("T = 0, batch 2, round")][::3]
+    assert [label.split(": ")[1] for label in first] == ["specops", "transformers generate"]
+
+
+# Files of prompts. The model is the package's own: some of its text repeats.
+
+
+def questions(folder: Path) -> str:
+    lines = [
+        {"question_id": 7, "category": "plain", "turns": ["She said that she said", "never asked"]},
+        {"category": "other", "turns": ["It was not to be supposed that it was not"]},
+        {"question_id": "x", "category": "plain", "turns": ["the lady and the"]},
+        {"category": "plain", "turns": ["of the house of"]},
+    ]
+    file = folder / "prompts.jsonl"
+    file.write_text("\ufeff" + "\n\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def bench_questions(folder: Path, *arguments: str) -> tuple[Result, dict[str, Any]]:
+    out = folder / "out.json"
+    options = ("--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--max-new-tokens", "12", "--json", str(out))
+    result = run("bench", "--target", loading.AUSTEN, "--prompts", questions(folder), *options, *arguments)
+    return result, json.loads(out.read_text())
+
+
+def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
+    result, document = bench_questions(tmp_path, "--batch-sizes", "1,2")
+    assert result.exit_code == 0, result.output
+    assert "4 prompts in 2 categories; 1 later turns are not asked" in result.stdout
+    cases = [(t, size) for t in (0, 1) for size in (1, 2)]
+    ways = {1: ["transformers generate", ASSISTED[0], *OURS], 2: ["transformers generate", *OURS]}
+    found = [(row["temperature"], row["batch_size"], row["category"], row["provider"]) for row in document["results"]]
+    assert found == [(t, b, name, way) for t, b in cases for name in ("plain", "other") for way in ways[b]]
+    rows = dict(zip(found, document["results"], strict=True))
+    for (_, size, name, _), row in rows.items():
+        # The second batch of three prompts is filled up, and so is the only one of one prompt.
+        num_batches = {("plain", 1): 3, ("plain", 2): 2}.get((name, size), 1)
+        assert row["num_batches"] == len(row["seconds"]) == num_batches
+        assert row["new_tokens"] == 12 * size * num_batches and {len(each) for each in row["seconds"]} == {1}
+        assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / sum(each for (each,) in row["seconds"]))
+    for row in document["results"] + document["totals"]:
+        case = [row[key] for key in ("temperature", "batch_size", "category")]
+        same = [
+            each
+            for each in document["results"] + document["totals"]
+            if [each[key] for key in ("temperature", "batch_size", "category")] == case
+        ]
+        undrafted = [each for each in same if each["provider"] in ("transformers generate", OURS[0])]
+        best = max(each["tokens_per_second"] for each in undrafted)
+        assert len(undrafted) == 2 and row["speedup_over_undrafted"] == pytest.approx(row["tokens_per_second"] / best)
+    for row in document["totals"]:
+        parts = [rows[row["temperature"], row["batch_size"], name, row["provider"]] for name in ("plain", "other")]
+        assert row["category"] == "total" and row["new_tokens"] == sum(part["new_tokens"] for part in parts)
+        assert row["seconds"] == parts[0]["seconds"] + parts[1]["seconds"]
+    # With transformers' settings its accepted lengths are ours, in every category.
+    for name in ("plain", "other"):
+        own, theirs = (rows[0, 1, name, way] for way in (OURS[1], ASSISTED[0]))
+        assert own["mean_acceptance_length"] == theirs["mean_acceptance_length"] > 1
+        assert own["num_steps"] == theirs["num_steps"]
+        rates = own["acceptance_rate_per_position"]
+        assert len(rates) == 3 and rates == sorted(rates, reverse=True) and 0 < rates[0] < 1
+    tables = re.findall(r"^T = (\d), batch (\d)\ncategory.* 1   2\nplain .*\nother .*\ntotal ", result.stdout, re.M)
+    assert tables == [(str(t), str(size)) for t, size in cases]
+    assert "outputs at T = 0: identical to plain greedy decoding" in result.stdout
+
+
+def test_the_example_is_such_a_file() -> None:
+    file = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+    if not file.exists():
+        pytest.skip("an installed package has no examples")
+    found = read_questions(file)
+    assert [question.question_id for question in found] == list(range(1, 13))
+    assert len({question.category for question in found}) == 6
+
+
+def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    right = '{"turns": ["a text"]}\n'
+    failures = []
+    for content, message in (
+        ("", f"prompts: expected a question in {str(file)!r}, got an empty file"),
+        (right + "\nno JSON", f"prompts: {file}, line 3: expected JSON, got 'no JSON'"),
+        (right + "[1]", f"prompts: {file}, line 2: expected an object such as"),
+        (
+            '{"category": "a", "text": "b"}',
+            f"prompts: {file}, line 1: expected the field 'turns', got 'category', 'text'",
+        ),
+        ('{"turns": "a text"}', f"prompts: {file}, line 1: expected 'turns' to be a list of texts, none of them empty"),
+        ('{"turns": [" "]}', f"prompts: {file}, line 1: expected 'turns' to be a list of texts, none of them empty"),
+        ('{"turns": ["a"], "category": 3}', f"prompts: {file}, line 1: expected 'category' to be a name, got 3"),
+        (
+            right + json.dumps({"turns": ["\u2028 long" * 99]}),
+            "prompts: line 2: expected a prompt and new tokens within",
+        ),
+        (right.encode("utf-16"), f"prompts: cannot read {str(file)!r} as UTF-8 text"),
+        (None, f"prompts: cannot read {str(file)!r} as UTF-8 text"),
+    ):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        result = run("bench", "--target", target, "--prompts", str(file))
+        right_line = result.stderr.startswith(f"torch-specops: error: {message}") and result.stderr.count("\n") == 1
+        if result.exit_code != 2 or not right_line:
+            failures.append((message, result.exit_code, result.output))
+    assert failures == []
+
+
+def test_bench_refuses_options_that_do_not_go_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = questions(tmp_path)
+    monkeypatch.setattr("torch_specops.cli.bench.find_spec", lambda name: None)
+    for arguments, message in (
+        (["--prompt", TEXT], "prompts: expected --prompts or --prompt, got both"),
+        (["--plot", "out.txt"], "plot: expected a file that ends in .png, .svg, .pdf, got 'out.txt'"),
+        (["--plot", "out.png"], "plot: matplotlib is missing; run: pip install 'torch_specops[bench]'"),
+    ):
+        result = run("bench", "--target", loading.AUSTEN, "--prompts", file, *arguments)
+        assert (result.exit_code, result.stderr) == (2, f"torch-specops: error: {message}\n")
+
+
+def measurement(category: str, provider: str, *runs: Run) -> Measurement:
+    return Measurement(provider, False, category, 0.7, 32, list(runs))
+
+
+def test_only_batches_that_all_were_timed_on_count() -> None:
+    """After an interrupt. The rest would compare other prompts."""
+    one, two, not_yet = Run(10, [1.0, 4.0, 2.0]), Run(10, [3.0]), Run(10)
+    measured = [
+        *(measurement("first", name, one, two) for name in ("transformers generate", "specops")),
+        measurement("second", "transformers generate", one, two),
+        measurement("second", "specops", one, not_yet),
+        measurement("third", "transformers generate", one),
+        measurement("third", "specops", not_yet),
+    ]
+    done = results.timed(measured)
+    found = [(row["category"], row["num_batches"], row["tokens_per_second"]) for row in results.as_results(done)]
+    assert found == [("first", 2, 4.0)] * 2 + [("second", 1, 5.0)] * 2
+    (total, _) = results.as_results(results.totals(done))
+    assert total["tokens_per_second"] == pytest.approx(30 / 7) and total["num_batches"] == 3
+    assert results.totals(done[:2]) == []
+
+
+def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
+    """And the plot of the same results is a picture."""
+    pytest.importorskip("matplotlib")
+    fast = Run(10**5, [1.0], 10**4, 11765, [9] * 10, [9] * 10)
+    ways = ("transformers generate", "transformers assisted, K = 10", *OURS)
+    done = [measurement(name, way, fast) for name in ("a very long category", "b") for way in ways]
+    records, total = (results.as_results(rows) for rows in (done, results.totals(done)))
+    file = io.StringIO()
+    categories.print_categories(Console(file=file, width=80), records, total, 10)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 78
+    row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100"
+    assert " ".join(lines[3].split()) == row
+    categories.plot_categories(records, total, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_bench_measures_compiled_steps(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    result = bench(target, "--batch-sizes", "1", "--num-draft-tokens", "2", "--compile", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    for name in OURS:
+        found = of_batch(json.loads(file.read_text()), 1)[f"{name}, compiled"]
+        assert found["compile_seconds"] > 0 and found["greedy"] == "identical"
+        assert found["outside_seconds_per_step"] is None

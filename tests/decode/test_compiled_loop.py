@@ -1,0 +1,221 @@
+"""The loop under the compiler: no graph break, no recompilation, the same tokens as eager."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import DRAFTS
+from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_errors_named, compile_piece
+from torch_specops.decode import runner
+from torch_specops.decode.step import speculative_step
+from torch_specops.drafts import PromptLookup
+
+PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
+SAMPLING = SamplingParams(temperature=[0.0, 0.8])
+
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[SpeculativeDecoder]:
+    """An eager and a compiled one."""
+    return [
+        SpeculativeDecoder(
+            tiny("llama", num_hidden_layers=1),
+            DRAFTS[kind]("llama"),
+            num_draft_tokens=num_draft_tokens,
+            compile=compile,
+            **options,
+        )
+        for compile in (False, True)
+    ]
+
+
+def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
+    settings: dict[str, Any] = {"max_new_tokens": 16, "seed": 5} | options
+    return decoder.generate(prompts, attention_mask=mask, **settings).sequences
+
+
+def parts_of(decoder: SpeculativeDecoder) -> list[weakref.ref[Any]]:
+    target: Any = decoder.target
+    parts = (decoder, target, target.model, target.prepared, target.key_values[0].keys, decoder._runner.state.tokens)
+    return [weakref.ref(part) for part in (*parts, target.model.lm_head.weight)]
+
+
+def still_there(parts: list[weakref.ref[Any]]) -> list[type]:
+    gc.collect()
+    return [type(part()) for part in parts if part() is not None]
+
+
+class LooksAtData(torch.nn.Module):
+    """A layer that no compiler can trace in one graph."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: Tensor) -> Tensor:
+        if float(values.max()) > 1e9:
+            return values
+        return self.inner(values)
+
+
+def test_a_compile_error_ends_with_where_and_why() -> None:
+    target = tiny("llama", num_hidden_layers=1)
+    target.model.layers[0].mlp = LooksAtData(target.model.layers[0].mlp)
+    decoder = SpeculativeDecoder(target, PromptLookup(), compile=True)
+    place = r"test_compiled_loop.py:\d+ \(if float\(values.max\(\)\) > 1e9:\)"
+    with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it as it is\)$"):
+        decode(decoder)
+
+    def refusing(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no graphs today")
+
+    with pytest.raises(RuntimeError, match=r"^compile: .*: ValueError: no graphs today \("), compile_errors_named():
+        torch.compile(lambda x: x + 1, backend=refusing)(torch.ones(1))
+    with pytest.raises(RuntimeError, match="an error of another kind"), compile_errors_named():
+        raise RuntimeError("an error of another kind")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2)])
+def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
+    eager, compiled = decoders(kind, 3, sampling=SAMPLING)
+    assert torch.equal(decode(compiled), decode(eager))
+    # For a model: its forward over two tokens and over one, the uniforms, the verification.
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+    # Other prompts, longer and shorter, up to the capacity: nothing is compiled again.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for width, new_tokens in [(3, 30), (20, 25), (1, 44)]:
+            prompts = torch.randint(3, VOCAB, (2, width), generator=torch.Generator().manual_seed(width))
+            mask = torch.ones_like(prompts)
+            again = decode(compiled, prompts, mask, max_new_tokens=new_tokens)
+            assert torch.equal(again, decode(eager, prompts, mask, max_new_tokens=new_tokens))
+    assert counters["stats"]["unique_graphs"] == graphs
+
+    parts = parts_of(compiled)
+    del compiled
+    assert still_there(parts) == []
+
+
+IN_SHORT = ("llama", "gemma3", "t5")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options"),
+    [
+        # The draft of a family is the same class as its target, so one family has a model as its draft.
+        *(
+            pytest.param(family, "prompt lookup", {}, marks=[pytest.mark.slow] * (family not in IN_SHORT))
+            for family in FAMILIES
+        ),
+        ("llama", "perturbed", {}),
+        ("llama", "n-gram", {}),
+        ("llama", "over a model", {}),
+        ("llama", "n-gram with counts", {"verify": "block"}),
+        ("llama", "n-gram with counts", {"verify": "sigmoid"}),
+        ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
+    ],
+)
+def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
+    """And some steps give the records of eager ones."""
+    backend = CompileCounterWithBackend("eager")
+    inputs = encoder_inputs(family, slice(2))
+    # One layer is enough where the draft or the op is what differs.
+    target = shared_tiny(family) if kind == "prompt lookup" else tiny("llama", num_hidden_layers=1)
+    records = []
+    for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
+        decoder = SpeculativeDecoder(
+            target, DRAFTS[kind](family), num_draft_tokens=2, sampling=SAMPLING, compile=False, **options
+        )
+        decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
+        step = wrap(speculative_step)
+        with torch.inference_mode():
+            arguments = (decoder.target, decoder.draft, decoder._runner.state, 2, decoder._runner.verify)
+            records.append([step(*arguments) for _ in range(4)])
+    assert backend.frame_count == 1
+    for expected, found in zip(*records, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_draft_tokens in (5, 10):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("eager")
+        monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+        decode(decoders("perturbed", num_draft_tokens, sampling=SAMPLING)[1])
+        # The draft's forward over two tokens and over one, the uniforms, the verification.
+        assert backend.frame_count == 4
+
+
+def test_nothing_is_left_of_a_deleted_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the models, if nobody else has them, nor their caches, nor the batch."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    both = decoders("perturbed", 2, sampling=SAMPLING)
+    while both:
+        decoder = both.pop()
+        decode(decoder, logprobs="raw")
+        parts = parts_of(decoder)
+        assert still_there(parts[:1]) != []
+        del decoder
+        assert still_there(parts) == []
+
+
+def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    eager, compiled = decoders("n-gram with counts", 1)
+    greedy, filtered = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
+    calls = [(1, 9, greedy), (2, 9, greedy), (2, 70, greedy), (2, 9, filtered)]
+
+    def same_as_eager(batch: int, new_tokens: int, sampling: SamplingParams) -> bool:
+        prompts, mask = PROMPTS[:batch], MASK[:batch]
+        options = {"max_new_tokens": new_tokens, "sampling": sampling}
+        return torch.equal(decode(compiled, prompts, mask, **options), decode(eager, prompts, mask, **options))
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert all(same_as_eager(*call) for call in calls)
+    graphs = counters["stats"]["unique_graphs"]
+    # Met again, in another order: all of them were kept.
+    assert all(same_as_eager(*call) for call in reversed(calls))
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
+    prompt = PROMPTS[:1]
+
+    def stats_of(decoder: SpeculativeDecoder, max_new_tokens: int) -> tuple[bool, str]:
+        output = decoder.generate(prompt, max_new_tokens=max_new_tokens, eos_token_id=())
+        return decoder.compiled, output.stats.compiled
+
+    # Without drafts every token is a step.
+    assert stats_of(SpeculativeDecoder(tiny("llama")), 11) == (
+        False,
+        "eager: on cpu compiling pays after about 12 steps, and 11 are done or certain",
+    )
+    assert stats_of(SpeculativeDecoder(tiny("llama")), 12)[0]
+    # With three drafts a step may emit four tokens, so 47 tokens are certain to need 11.75 steps, no more.
+    assert not stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 47)[0]
+    assert stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 48)[0]
+    # Padding among the drafts costs a compiled step as much as drafts do.
+    assert not stats_of(SpeculativeDecoder(tiny("llama"), PromptLookup(), num_draft_tokens=3), 48)[0]
+    # The steps of earlier prompts count, and what was compiled stays.
+    decoder = SpeculativeDecoder(tiny("llama"))
+    assert [stats_of(decoder, length)[0] for length in (6, 5, 1, 1)] == [False, False, True, True]
+    assert not SpeculativeDecoder(tiny("llama"), compile=False).compiled

@@ -1,0 +1,305 @@
+"""The loop with rows that fail, bad arguments, and how arguments reach the ops."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny_loops import GREEDY, LENGTH, expected_rows, limited, new_tokens
+from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny, tiny
+from torch import Tensor, nn
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode import GenerationOutput, Step
+from torch_specops.decode.step import Verifier
+from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, PromptLookup
+from torch_specops.ops.uniforms import row_seeds
+from torch_specops.sampling import SamplingTensors
+
+
+class FailingRow(PairModel):
+    """From a position on, the logits of row 1 are NaN."""
+
+    def __init__(self, table: Tensor, position: int) -> None:
+        super().__init__(table)
+        self.position = position
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        logits = super().forward(tokens, positions, num_logits).clone()
+        logits[1][positions[1, -logits.shape[1] :] >= self.position] = torch.nan
+        return logits
+
+
+TABLE = random_table(8, seed=5)
+SHORT_PROMPTS = [[1, 2, 3], [4, 5], [6, 0, 2, 7]]
+
+
+def run_tables(target: LanguageModel, draft: Any = None, **options: Any) -> GenerationOutput:
+    input_ids, mask = padded(SHORT_PROMPTS, "left")
+    arguments = {"max_new_tokens": 12, "num_draft_tokens": 3, "sampling": GREEDY, "seed": 3} | options
+    return torch_specops.generate(target, input_ids, attention_mask=mask, draft=draft, **arguments)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_logit_ends_alone(temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature)
+    for source in (None, PairModel(TABLE), PairModel(-TABLE), PromptLookup()):
+        whole = run_tables(PairModel(TABLE), source, sampling=sampling)
+        # Row 1 has two tokens: with position 1 it emits nothing.
+        for position in (1, 2, 7):
+            message = f"target: no finite logit after {position + 1} tokens"
+            with pytest.warns(RuntimeWarning, match=f"row 1: {message}"):
+                output = run_tables(FailingRow(TABLE, position), source, sampling=sampling)
+            assert output.errors == {1: message}
+            assert output.lengths.tolist() == [15, position + 1, 16]
+            assert new_tokens(output) == limited(new_tokens(whole), [12, position - 1, 12])
+            assert (output.sequences[1, position + 1 :] == 0).all()
+
+
+def test_a_row_that_ends_in_time_has_no_error() -> None:
+    """The limit or an eos comes with the last token for which the target had finite logits."""
+    whole = run_tables(PairModel(TABLE)).new_tokens(1)
+    for draft in (None, PairModel(TABLE)):
+        for options in ({"max_new_tokens": 3}, {"eos_token_id": [[], [whole[2]], []]}):
+            output = run_tables(FailingRow(TABLE, 4), draft, **options)
+            assert output.errors == {}
+            assert output.new_tokens(1) == whole[: whole.index(whole[2]) + 1 if "eos_token_id" in options else 3]
+
+
+def test_a_draft_without_a_finite_logit_costs_only_its_drafts() -> None:
+    whole, output = (run_tables(PairModel(TABLE), draft) for draft in (None, FailingRow(TABLE, 4)))
+    assert torch.equal(whole.sequences, output.sequences) and output.errors == {}
+    assert whole.stats.num_steps > output.stats.num_steps > 2
+
+
+def test_a_model_that_fails_on_one_row_works_for_the_next_batch() -> None:
+    """A NaN embedding fills a row's cache with NaN: nothing of it may stay."""
+    model, expected = tiny("llama"), expected_rows()
+    broken = 59
+    assert broken not in {token for row in (*expected, *PROMPTS) for token in row}
+    with torch.no_grad():
+        model.get_input_embeddings().weight[broken] = torch.nan
+    # Both batches use the same cache, and the first one's prompts are longer than what the next one's overwrite.
+    decoder = SpeculativeDecoder(model, model, num_draft_tokens=3, sampling=GREEDY, max_length=40)
+    input_ids, mask = padded([PROMPTS[0], [1, broken, *[8] * 10], PROMPTS[2]], "left")
+    with pytest.warns(RuntimeWarning, match="row 1: target: no finite logit after 12 tokens"):
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
+    assert new_tokens(output) == [expected[0], [], expected[2]]
+    assert list(output.errors) == [1] and output.finish_reasons == ["length", "error", "length"]
+    input_ids, mask = padded(PROMPTS, "left")
+    output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
+    assert new_tokens(output) == expected and output.errors == {}
+
+
+@pytest.mark.parametrize("op", ["exact", "block", "sigmoid"])
+def test_the_verifier_passes_everything_on(op: str) -> None:
+    """Same tokens as from the op itself; without any one of its arguments they would differ."""
+    generator = torch.Generator().manual_seed(0)
+    target, logits = 2 * torch.randn(2, 500, 3, 8, generator=generator)
+    tokens = torch.randint(8, (500, 2), generator=generator)
+    draft = Draft(tokens, logits[:, :2], torch.zeros(500, 2))
+    accept, sample = torch.rand(500, 2, generator=generator), torch.rand(500, generator=generator)
+    temperature = torch.tensor([0.0, 0.6]).repeat(250)
+    values = {"top_k": [3, 0, 0, 0], "top_p": [1, 0.6, 1, 1], "min_p": [0, 0, 0.3, 0.3]}
+    filters = {name: torch.tensor(value).repeat_interleave(125) for name, value in values.items()}
+    everything = SamplingTensors(temperature, **filters)
+
+    def run(draft: Draft = draft, sampling: SamplingTensors = everything, **options: float) -> list[list[int]]:
+        return Verifier(op, **options)(target, draft, (accept, sample), sampling)[0].tolist()
+
+    first = (target, tokens, draft.logits, accept, sample)
+    if op == "exact":
+        lossy = {"lenience": 0.5, "argmax_lenience": 0.3}
+        direct = torch_specops.verify_exact(*first, temperature, draft.lse, **filters, **lossy)
+        assert run(**lossy) == direct[0].tolist()
+        assert run(**lossy) != run(lenience=0.5) != run() != run(argmax_lenience=0.3)
+    elif op == "block":
+        direct = torch_specops.verify_block(*first, temperature, draft.lse, **filters)
+        assert run() == direct[0].tolist() != run(Draft(tokens, draft.logits))
+    else:
+        kept = [
+            torch_specops.filter_logits(row, temperature, **filters)
+            for row in torch.cat([target, logits[:, :2]], 1).unbind(1)
+        ]
+        rows = (torch.stack(kept[:3], 1), tokens, torch.stack(kept[3:], 1), accept, sample)
+        for bounds in ({}, {"alpha": -2.0}, {"beta": 0.5}, {"alpha": -2.0, "beta": 0.5}):
+            direct = torch_specops.verify_sigmoid(*rows, **bounds, temperature=temperature)
+            assert run(**bounds) == direct[0].tolist()
+        assert run(alpha=-2.0, beta=0.5) not in (run(), run(alpha=-2.0), run(beta=0.5))
+    assert op == "sigmoid" or run() != run(Draft(tokens))
+    for name in filters:
+        assert run() != run(sampling=SamplingTensors(temperature, **(filters | {name: None})))
+    assert run() != run(sampling=SamplingTensors(torch.ones(500), **filters))
+
+
+# Bad input.
+
+PROMPT = torch.tensor([[1, 2], [3, 4]])
+THREE = torch.tensor([[1, 2, 3], [1, 2, 3]])
+
+BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"input_ids: expected \[B, P\] .* shape \[3\]"),
+    ({"input_ids": torch.ones(1, 3)}, TypeError, "input_ids: expected an int64 tensor .* got torch.float32"),
+    ({"input_ids": torch.tensor([[1, -1]])}, ValueError, r"input_ids: expected tokens in \[0, 8\), got -1"),
+    ({"attention_mask": PROMPT[:1]}, ValueError, r"attention_mask: expected \[2, 2\], .* got \[1, 2\]"),
+    ({"attention_mask": [[1, 1], [1, 1]]}, TypeError, "attention_mask: expected a tensor .* got <class 'list'>"),
+    ({"attention_mask": PROMPT}, ValueError, "attention_mask: expected zeros and ones"),
+    ({"attention_mask": PROMPT == 1}, ValueError, "attention_mask: .* got none in row 1"),
+    (
+        {"input_ids": THREE, "attention_mask": torch.tensor([[0], [2]]) != THREE},
+        ValueError,
+        "attention_mask: expected padding at the ends of a row only, got a hole in row 1",
+    ),
+    ({"max_new_tokens": [3, -2]}, ValueError, "max_new_tokens: expected a number >= 0, got -2"),
+    ({"max_new_tokens": [3, 2, 1]}, ValueError, "max_new_tokens: expected one number or 2, got 3"),
+    ({"max_new_tokens": [2, 2.5]}, TypeError, "max_new_tokens: expected an int, got <class 'float'>"),
+    ({"seed": 2**63}, ValueError, "seed: expected a 64-bit number, got 9223372036854775808"),
+    ({"seed": [0, 2**63]}, ValueError, "seed: expected a 64-bit number, got 9223372036854775808"),
+    ({"seed": "x"}, TypeError, r"seed: expected an int, or int64 \[2\] .* got <class 'str'>"),
+    ({"seed": [1, 2.0]}, TypeError, r"seed: expected an int, or int64 \[2\] .* got <class 'float'>"),
+    ({"seed": torch.tensor([1.0, 2.0])}, TypeError, r"seed: expected an int, or int64 \[2\] .* got torch.float32"),
+    ({"seed": torch.tensor([1, 2, 3])}, ValueError, r"seed: expected an int, or int64 \[2\] .* got 3 numbers"),
+    ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
+    ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
+    ({"eos_token_id": [1, 8]}, ValueError, r"eos_token_id: expected tokens in \[0, 8\), got 8"),
+    (
+        {"eos_token_id": [[1], [2], [3]]},
+        ValueError,
+        "eos_token_id: expected tokens for all rows, or for each of 2, got 3",
+    ),
+    ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
+    ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
+    ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
+    (
+        {"sampling": SamplingParams(temperature=[0.5, 1.0, 2.0])},
+        ValueError,
+        r"temperature: expected one number or 2, got shape \[3\]",
+    ),
+]
+
+
+def test_bad_arguments_of_a_call() -> None:
+    """Refused by `generate`, and by `stream` at the call and not at the first step."""
+    decoder = SpeculativeDecoder(PairModel(TABLE))
+    with pytest.raises(RuntimeError, match="output: the newest call is not generate or stream"):
+        decoder.output()
+    for call in (decoder.generate, decoder.stream):
+        assert (
+            raised(lambda bad, call=call: call(**({"input_ids": PROMPT, "max_new_tokens": 4} | bad)), BAD_CALLS) == []
+        )
+
+
+class Elsewhere(DraftSource):
+    device = torch.device("meta")
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        raise AssertionError("never asked")
+
+
+SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
+BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
+    (
+        {"target": nn.Linear(2, 2)},
+        TypeError,
+        "target: expected .*, got .*Linear'> without vocab_size, device, max_length, start",
+    ),
+    ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
+    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got <class 'str'>"),
+    ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
+    ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
+    ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
+    (
+        {"draft": PairModel(random_table(7, 0))},
+        ValueError,
+        r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens .*TokenMap",
+    ),
+    ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
+    ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
+    ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
+    ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
+    ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block' or 'sigmoid', got 'typical'"),
+    ({"verify": "sigmoid", "draft": None}, ValueError, SIGMOID),
+    ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, SIGMOID),
+    ({"lenience": 0.0}, ValueError, r"lenience: expected a number in \(0, 1\], got 0"),
+    ({"argmax_lenience": 1.5}, ValueError, r"argmax_lenience: expected a number in \(0, 1\], got 1.5"),
+    ({"verify": "block", "lenience": 0.5}, ValueError, "lenience: only verify='exact' can be lenient; .* 'block'"),
+    ({"verify": "sigmoid", "alpha": 0.0}, ValueError, r"alpha: expected a number in \(-1e36, -1e-36\), got 0"),
+    ({"verify": "sigmoid", "beta": -1}, ValueError, r"beta: expected a number in \(1e-36, 1e36\), got -1"),
+    ({"verify": "sigmoid", "beta": "1e3"}, TypeError, "beta: expected a number, got <class 'str'>"),
+    ({"alpha": -1e4}, ValueError, "alpha: only verify='sigmoid' has it; expected -1000.0, got .* 'exact'"),
+    ({"verify": "block", "beta": 1e4}, ValueError, "beta: only verify='sigmoid' has it; .* 'block'"),
+    ({"compile": "always"}, ValueError, "compile: expected True, False or 'auto', got 'always'"),
+    ({"max_length": 1}, ValueError, "max_length: expected a number >= 2, got 1"),
+    ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
+]
+
+
+def test_bad_arguments_of_a_decoder() -> None:
+    models = {"target": PairModel(TABLE), "draft": PairModel(TABLE)}
+    assert raised(lambda bad: SpeculativeDecoder(**(models | bad)), BAD_DECODERS) == []
+
+
+def test_padding_without_a_mask_is_said() -> None:
+    class Padded(PairModel):
+        pad_token_id = 7
+
+    def warns(*rows: list[int], **options: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch_specops.generate(Padded(TABLE), torch.tensor(rows), max_new_tokens=2, **options)
+        return [str(each.message) for each in caught]
+
+    for rows, verb in (
+        ([[1, 2, 3], [7, 4, 5]], "begins"),
+        ([[7, 1, 2], [7, 7, 3]], "begins"),
+        ([[7, 7, 4]], "begins"),
+        ([[1, 2, 3], [4, 5, 7]], "ends"),
+        ([[4, 7, 7]], "ends"),
+    ):
+        (message,) = warns(*rows)
+        assert message.startswith(f"attention_mask: none was given, and row {len(rows) - 1} {verb} with the pad token")
+    # A model whose texts begin or end with its pad token; another pad token; and a mask.
+    assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == warns([1, 2, 7], [4, 5, 7]) == warns([7]) == []
+    assert warns([1, 2, 3], [7, 4, 5], pad_token_id=6) == []
+    assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
+
+
+def test_generate_passes_everything_on() -> None:
+    input_ids, mask = padded(PROMPTS, "left")
+    steps: list[Step] = []
+    arguments: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": [9, 20, 4],
+        "seed": 3,
+        "eos_token_id": [5, 6],
+        "pad_token_id": 9,
+    }
+    options: dict[str, Any] = {
+        "num_draft_tokens": 4,
+        "schedule": "heuristic",
+        "sampling": SamplingParams(temperature=0.8),
+        "verify": "sigmoid",
+        "alpha": -2.0,
+        "beta": 0.5,
+        "compile": False,
+    }
+    model, draft = shared_tiny("llama"), perturbed(shared_tiny("llama"))
+    output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
+    same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
+    assert torch.equal(output.sequences, same.sequences)
+    # Of a draft that is often rejected.
+    texts = []
+    for bounds in ({}, {"alpha": -1e3}, {"beta": 1e3}):
+        chosen = {**arguments, **options, **bounds}
+        texts.append(new_tokens(torch_specops.generate(model, input_ids, draft=perturbed(model, 0.2), **chosen)))
+    assert texts[0] not in texts[1:]
+    assert output.stats.seeds == row_seeds(3, 3).tolist() and len(steps) == output.stats.num_steps
+    assert output.stats.compiled == "compile=False was asked for"
+    # The default limit is 128 tokens.
+    inputs = encoder_inputs("t5", slice(1))
+    whole = torch_specops.generate(shared_tiny("t5"), input_ids[:1], inputs=inputs, sampling=GREEDY).new_tokens(0)
+    assert len(whole) == 128 and whole[:LENGTH] == expected_rows(family="t5")[0]

@@ -1,0 +1,273 @@
+"""The law of the tokens that the loop samples, and wrong loops that the same test (`tiny_laws`) rejects.
+
+Two kinds of drafts change the acceptance but not the law, and are tested last. A draft whose cache lags proposes from
+another q, but reports that same q. A draft that was sampled and is reported as one-hot is verified given its value, and
+the emitted token has the law of the target for each value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from tiny_laws import (
+    FEWER_TRIALS,
+    PROMPTS,
+    TABLES,
+    TARGET,
+    TRIALS,
+    TWINS,
+    V,
+    first_tokens,
+    make_draft,
+    model_laws,
+    ngram,
+    p_values,
+    pair_laws,
+    prompts,
+    tiny_transformer,
+)
+from tiny_models import PairModel, perturbed
+from torch import Tensor
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.drafts import Draft, DraftSource, ModelDraft, PromptLookup
+from torch_specops.hf import TransformersModel
+from torch_specops.sampling import SamplingTensors
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_draft_tokens", "temperature", "verify", "filters"),
+    [
+        ("nothing", 1, 0.7, "exact", {}),
+        ("opposite", 1, 1.0, "exact", {}),
+        ("opposite", 3, 0.7, "exact", {}),
+        ("close", 2, 0.7, "exact", {}),
+        ("prompt lookup", 3, 0.7, "exact", {}),
+        ("n-gram", 2, 1.0, "exact", {}),
+        ("n-gram with counts", 2, 0.7, "exact", {}),
+        ("n-gram with two continuations", 3, 0.8, "exact", {}),
+        ("over prompt lookup", 3, 0.7, "exact", {}),
+        ("over n-gram", 2, 1.2, "exact", {"top_k": 3}),
+        ("over n-gram", 4, 1.3, "exact", {}),
+        ("over a model", 3, 0.7, "exact", {}),
+        ("over a model", 3, 1.2, "block", {"top_k": 5}),
+        ("over counts", 3, 1.3, "exact", {"top_p": 0.9}),
+        ("other vocabulary", 2, 1.0, "exact", {}),
+        ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
+        ("close", 3, 1.2, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
+        ("prompt lookup", 3, 1.2, "exact", {"top_k": 4, "top_p": 0.85}),
+        ("close", 2, 1.2, "block", {}),
+        ("opposite", 3, 1.2, "block", {}),
+        ("close", 3, 1.2, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        ("prompt lookup", 2, 1.2, "block", {"top_k": 4}),
+        ("n-gram with counts", 3, 1.2, "block", {"top_p": 0.8}),
+    ],
+)
+def test_sampled_text_has_the_law_of_the_target(
+    kind: str, num_draft_tokens: int, temperature: float, verify: str, filters: dict[str, float], report: Report
+) -> None:
+    tokens = first_tokens(PairModel(TARGET), make_draft(kind), num_draft_tokens, temperature, verify=verify, **filters)
+    name = f"loop, {kind} draft, K = {num_draft_tokens}, T = {temperature}, {verify}, {filters}"
+    expect_laws(report, name, p_values(tokens, pair_laws(TARGET, temperature, **filters)))
+
+
+@pytest.mark.parametrize(("name", "values"), [("temperature", (0.0, 0.5, 1.5)), ("top_k", (0, 2, 4))])
+def test_rows_of_a_mixed_batch_have_their_own_laws(name: str, values: tuple[float, ...], report: Report) -> None:
+    mixed = torch.tensor(values)[torch.arange(TRIALS) // 2 % 3]
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, **{name: mixed})
+    for value in values:
+        chosen = tokens[mixed == value]
+        if name == "temperature" and value == 0:
+            assert (chosen[0::2] == chosen[0]).all() and (chosen[1::2] == chosen[1]).all()
+        else:
+            laws = pair_laws(TARGET, **({name: value} if value else {}))
+            expect_laws(report, f"loop, mixed batch, {name} = {value}", p_values(chosen, laws))
+
+
+@pytest.mark.parametrize("draft", ["itself", "perturbed", "prompt lookup"])
+def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -> None:
+    model = tiny_transformer()
+    source = {"itself": model, "perturbed": perturbed(model, 0.2)}.get(draft, PromptLookup(min_ngram=1))
+    tokens = first_tokens(model, source, 2, 0.8, FEWER_TRIALS)
+    expect_laws(report, f"loop, transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
+
+
+# Wrong loops.
+
+
+class Wrong(DraftSource):
+    """A source around another one; `propose` of a subclass has a mistake."""
+
+    def __init__(self, source: DraftSource) -> None:
+        self.source = source
+        self.deterministic = source.deterministic
+
+    def start(self, *arguments: Any) -> None:
+        self.source.start(*arguments)
+
+    def propose(self, *arguments: Any) -> Draft:
+        return self.source.propose(*arguments)
+
+
+class AnotherTemperature(Wrong):
+    """Draws at temperature 1; verified at the target's temperature."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        at_one = SamplingTensors(torch.ones_like(sampling.temperature))
+        draft = super().propose(tokens, lengths, num_draft_tokens, at_one, seeds)
+        return Draft(draft.tokens, draft.logits)
+
+
+class Unfiltered(Wrong):
+    """Draws without filters; verified with them."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        draft = super().propose(tokens, lengths, num_draft_tokens, SamplingTensors(sampling.temperature), seeds)
+        return Draft(draft.tokens, draft.logits)
+
+
+class AnotherLse(Wrong):
+    """Draws at the target's temperature, and reports the logsumexp at temperature 1."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.logits, torch.logsumexp(draft.logits, -1))
+
+
+class OneBehind(Wrong):
+    """Reports the logits of the draft before."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.logits is not None
+        return Draft(draft.tokens, draft.logits.roll(1, 1))
+
+
+class AllContinuations(Wrong):
+    """Draws from the continuations that were kept, and reports the counts of all."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        everything = ngram(probabilities=True).propose(*arguments)
+        return Draft(super().propose(*arguments).tokens, everything.logits)
+
+
+class OtherOrder(Wrong):
+    """Tokens in the target's vocabulary, logits in the order of the draft's."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.logits is not None
+        order = torch.cat([TWINS[TWINS >= 0], torch.tensor([V - 1])])
+        return Draft(draft.tokens, draft.logits[..., order], draft.lse)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        *((wrong, "close") for wrong in (AnotherTemperature, AnotherLse, OneBehind)),
+        (AnotherTemperature, "n-gram with counts"),
+        (AllContinuations, "n-gram with two continuations"),
+        (OtherOrder, "other vocabulary"),
+    ],
+)
+def test_a_draft_that_reports_another_law_is_caught(wrong: type[Wrong], kind: str, report: Report) -> None:
+    source = make_draft(kind)
+    assert source is not None
+    tokens = first_tokens(PairModel(TARGET), wrong(source), 2, 0.6, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, {wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
+
+
+@pytest.mark.parametrize(("verify", "filters"), [("exact", {"top_k": 3}), ("block", {"top_p": 0.6})])
+def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dict[str, Any], report: Report) -> None:
+    draft = Unfiltered(ModelDraft(PairModel(TABLES["close"])))
+    tokens = first_tokens(PairModel(TARGET), draft, 2, 1.2, FEWER_TRIALS, verify, **filters)
+    laws = pair_laws(TARGET, 1.2, **filters)
+    expect_caught(report, f"loop, unfiltered draft, {verify}, {filters}", p_values(tokens, laws))
+
+
+class ForgetfulTarget(PairModel):
+    """Forgets the last token that it reads in a step, which matters when all drafts are accepted."""
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(-1)
+        super().remember(tokens[:, kept], positions[:, kept])
+
+
+class HoldingTarget(PairModel):
+    """Does not roll back: the rejected draft stays where the newest token should be."""
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        kept = slice(None) if tokens.shape[1] == len(PROMPTS[0]) - 1 else slice(1, None)
+        super().remember(tokens[:, kept], positions[:, kept])
+
+
+@pytest.mark.parametrize("wrong", [ForgetfulTarget, HoldingTarget])
+def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report: Report) -> None:
+    tokens = first_tokens(wrong(TARGET), make_draft("close"), 1, trials=FEWER_TRIALS)
+    expect_caught(report, f"loop, {wrong.__name__}", p_values(tokens, pair_laws(TARGET)))
+
+
+# Drafts that lose acceptance, not the law.
+
+
+class Lagging(ModelDraft):
+    """Reads only the newest token first, so that the last draft stays unread after all drafts were accepted."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        model = self.model
+
+        class NewestOnly:
+            def forward(self, pending: Tensor, positions: Tensor, num_logits: int) -> Tensor:
+                return model.forward(pending[:, -1:], positions[:, -1:], num_logits)
+
+        self.model = NewestOnly()  # type: ignore[assignment]
+        try:
+            return super().propose(tokens, lengths, num_draft_tokens, *rest)
+        finally:
+            self.model = model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+@pytest.mark.parametrize("kind", ["pairs", "transformer"])
+def test_a_target_that_drafts_for_itself_accepts_everything(
+    kind: str, num_draft_tokens: int, temperature: float
+) -> None:
+    """p = q up to rounding, so nearly every draft is accepted; with a draft cache that lags they are not."""
+    rates = {}
+    for source in (ModelDraft, Lagging):
+        models = [PairModel(TARGET) if kind == "pairs" else TransformersModel(tiny_transformer()) for _ in range(2)]
+        decoder = SpeculativeDecoder(
+            models[0],
+            source(models[1]),
+            num_draft_tokens=num_draft_tokens,
+            sampling=SamplingParams(temperature=temperature),
+        )
+        input_ids, mask = prompts(100, "right")
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=())
+        rates[source] = output.stats.acceptance_rate
+    assert rates[ModelDraft] > 0.9999
+    assert rates[Lagging] < 0.97
+
+
+class Hidden(ModelDraft):
+    """Samples its drafts, and reports them as one-hot."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
+        return Draft(super().propose(tokens, lengths, num_draft_tokens, *rest).tokens)
+
+
+@pytest.mark.parametrize("source", [Lagging, Hidden])
+def test_drafts_that_lose_acceptance_keep_the_law(source: type[ModelDraft], report: Report) -> None:
+    tokens = first_tokens(PairModel(TARGET), source(PairModel(TABLES["close"])), 1)
+    expect_laws(report, f"loop, {source.__name__}, K = 1", p_values(tokens, pair_laws(TARGET)))

@@ -1,0 +1,346 @@
+"""EAGLE-3 heads in the loop: what they draft is what a plain computation over the whole text gives, and nothing but
+speed depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from tiny_eagle3 import new_head, plain_logits, trained_head
+from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
+from tiny_loops import GREEDY, LENGTH, decode, expected_rows, new_tokens
+from tiny_models import PROMPTS, VOCAB, PairModel, padded, random_table, shared_tiny, tiny
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_piece
+from torch_specops.drafts import Draft, DraftSource, Eagle3, LanguageModel
+from torch_specops.drafts.base import static_tensors_of
+from torch_specops.hf import language_model, regions
+from torch_specops.schedules import Schedule
+
+INPUT_IDS, MASK = padded(PROMPTS, "left")
+MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
+
+
+class Recorder(Eagle3):
+    """Keeps the texts and drafts of every step."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Draft:
+        draft = super().propose(tokens, lengths, *rest)
+        self.seen.append((tokens.clone(), lengths.clone(), draft))
+        return draft
+
+    def start(self, *arguments: Any) -> None:
+        super().start(*arguments)
+        self.seen: list[tuple[Tensor, Tensor, Draft]] = []
+
+
+class Given(Schedule):
+    """These numbers of drafts, again and again."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.buckets = tuple(sorted(set(counts)))
+        self._counts = counts
+        self.reset()
+
+    def first(self) -> int:
+        return next(self._rest)
+
+    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
+        return next(self._rest)
+
+    def reset(self) -> None:
+        self._rest: Iterator[int] = cycle(self._counts)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "trained": {},
+    "fewer tokens, Qwen's norms": {"draft_vocab_size": 20, "normalises_queries": True, "fc_norm": True},
+    "normed feedback, window": {"norm_before_feedback": True, "window": 4, "norm_before_residual": True},
+}
+
+
+def head_of(variant: str) -> Any:
+    if variant == "trained":
+        return trained_head()
+    head = new_head(**VARIANTS[variant])
+    count = head.config.draft_vocab_size
+    if count < VOCAB:
+        head.draft_of_target = torch.full((VOCAB,), -1)
+        head.draft_of_target[torch.randperm(VOCAB)[:count]] = torch.arange(count)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("variant", "counts", "compiled"),
+    [
+        ("trained", [3], False),
+        ("trained", [3], True),
+        # Fewer drafts after more, and steps without any.
+        ("trained", [3, 1, 5, 0, 0, 2, 0, 1], False),
+        ("trained", [2, 1, 2, 0, 0, 2, 0, 1], True),
+        ("fewer tokens, Qwen's norms", [2], False),
+        ("normed feedback, window", [4], False),
+    ],
+)
+def test_drafts_are_those_of_a_plain_computation(
+    variant: str, counts: list[int], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's, in every step, over the whole text: so features are those of the text, and what was computed for
+    drafts that were rejected, or from the head's own output, is seen by no later step."""
+    monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+    target, head = shared_tiny("llama"), head_of(variant)
+    draft = Recorder(head)
+    decoder = SpeculativeDecoder(target, draft, schedule=Given(counts), sampling=MIXED, compile=compiled)
+    # The second batch begins with what the first one left.
+    for limits in ((30, 9, 21), (12, 30, 4)):
+        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=limits, seed=4)
+        assert output.stats.num_accepted > 0 or variant != "trained"
+        checked = 0
+        for tokens, lengths, proposed in draft.seen:
+            assert proposed.logits is not None and proposed.lse is not None
+            for row, length in enumerate(lengths.tolist()):
+                if length < 2 or length >= output.lengths[row]:
+                    continue
+                expected = plain_logits(head, target, tokens[row, :length], proposed.tokens[row])
+                torch.testing.assert_close(proposed.logits[row], expected, rtol=1e-4, atol=1e-4)
+                checked += 1
+        assert checked > 10
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2 sliding", "qwen3", "gemma3", "gpt2", "t5"])
+def test_greedy_is_that_of_transformers(family: str) -> None:
+    """Llama is among the drafts of test_generate.py."""
+    trains = family not in ("gemma3", "t5")
+    for num_draft_tokens in (1, 4, 8):
+        draft = Eagle3(trained_head(family) if trains else new_head())
+        output = decode(draft, num_draft_tokens, family=family)
+        assert new_tokens(output) == expected_rows(family=family)
+        assert not trains or output.stats.mean_acceptance_length > 1.3
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("one_graph", "region"),
+    [
+        (False, False),
+        pytest.param(True, True, marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")),
+    ],
+)
+def test_compiled_steps_give_the_eager_tokens(one_graph: bool, region: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second batch compiles nothing."""
+    monkeypatch.setattr(regions, "MIN_WEIGHTS", 0 if region else 2**40)
+    backend = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+    found = []
+    for compile in (False, True):
+        draft = Eagle3(trained_head())
+        decoder = SpeculativeDecoder(
+            *(shared_tiny("llama"), draft), num_draft_tokens=3, sampling=MIXED, compile=compile, one_graph=one_graph
+        )
+        for seed in (1, 2):
+            output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=16, seed=seed)
+            found.append(output.sequences)
+            if seed == 1:
+                graphs = backend.frame_count
+    # The forward over pairs and over a draft, the uniforms, the verification.
+    assert graphs == backend.frame_count == (1 if one_graph else 4)
+    assert torch.equal(torch.cat(found[:2]), torch.cat(found[2:]))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_for_few_drafts_reads_what_steps_of_more_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made before the first step of more."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
+    keys = []
+    for compile in (False, True):
+        draft = Eagle3(trained_head())
+        decoder = SpeculativeDecoder(
+            *(shared_tiny("llama"), draft), schedule=Given([1, 5]), sampling=GREEDY, compile=compile, one_graph=True
+        )
+        lengths = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20).lengths
+        assert draft._cache is not None
+        # The newest pairs may be those of drafts.
+        keys.append(draft._cache.keys[:, :, : int(lengths.min()) - 7])
+    torch.testing.assert_close(*keys)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inductor_gives_the_eager_tokens() -> None:
+    for one_graph in (False, True):
+        options: dict[str, Any] = {"num_draft_tokens": 2, "sampling": GREEDY, "compile": True, "one_graph": one_graph}
+        decoder = SpeculativeDecoder(shared_tiny("llama"), Eagle3(trained_head()), **options)
+        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH)
+        assert new_tokens(output) == expected_rows()
+
+
+# The law.
+
+
+def small_head(**fields: Any) -> Any:
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 1,
+        "num_key_value_heads": 1,
+        "target_hidden_size": 8,
+    }
+    counts = {"vocab_size": V, "draft_vocab_size": V, "feature_layers": (0, 0, 0)}
+    return new_head(**(sizes | counts | fields)).float()
+
+
+def half_of_the_tokens() -> Any:
+    head = small_head(draft_vocab_size=3)
+    head.draft_of_target = torch.tensor([-1, 0, 1, -1, 2, -1])
+    return head
+
+
+class OffByOne(Eagle3):
+    """Its tokens are one more than those that the logits are of: d2t counted from 1."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        return Draft((draft.tokens + 1) % V, draft.logits, draft.lse)
+
+
+@pytest.mark.parametrize("head", [small_head, half_of_the_tokens])
+def test_sampled_text_has_the_law_of_the_target(head: Any, report: Report) -> None:
+    model = tiny_transformer()
+    laws = model_laws(model, 0.8)
+    tokens = first_tokens(model, Eagle3(head()), 2, 0.8, FEWER_TRIALS)
+    expect_laws(report, f"loop, EAGLE-3, {head.__name__}", p_values(tokens, laws))
+
+
+def test_the_law_test_catches_a_wrong_map(report: Report) -> None:
+    model = tiny_transformer()
+    tokens = first_tokens(model, OffByOne(half_of_the_tokens()), 2, 0.8, FEWER_TRIALS)
+    expect_caught(report, "loop, EAGLE-3, d2t off by one", p_values(tokens, model_laws(model, 0.8)))
+
+
+class Late:
+    """The target, whose features are those of the token before."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return self.target.features.roll(1, 1) if name == "features" else getattr(self.target, name)
+
+
+class LateEagle3(Eagle3):
+    def bind(self, target: LanguageModel) -> None:
+        super().bind(target)
+        self._target = Late(self._target)  # type: ignore[assignment]
+
+
+def test_late_features_cost_acceptance_and_nothing_else() -> None:
+    found = []
+    for is_late in (False, True):
+        draft = (LateEagle3 if is_late else Eagle3)(trained_head())
+        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=2, sampling=GREEDY)
+        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH)
+        assert new_tokens(output) == expected_rows()
+        found.append(output.stats.num_accepted)
+    assert found[1] < 0.7 * found[0]
+
+
+def test_processors_apply_to_drafts() -> None:
+    """A head that repeats itself proposes other tokens under a penalty, and what it was drawn from says so."""
+    draft = Recorder(trained_head())
+    sampling = SamplingParams(temperature=0.0, no_repeat_ngram_size=1)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=4, sampling=sampling)
+    plain = SpeculativeDecoder(shared_tiny("llama"), sampling=sampling)
+    outputs = [each.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=12) for each in (decoder, plain)]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    for tokens, lengths, proposed in draft.seen:
+        for row, length in enumerate(lengths.tolist()):
+            text = [*tokens[row, :length].tolist(), *proposed.tokens[row].tolist()]
+            drafts = text[length:]
+            assert len(set(drafts)) == len(drafts) and not set(text[:length]) & set(drafts)
+
+
+# Features.
+
+
+def test_nothing_is_kept_where_no_draft_asks() -> None:
+    target, model = language_model(tiny("llama")), tiny("llama")
+    sizes = {}
+    for draft in (None, Eagle3(trained_head()), "model"):
+        source = model if draft == "model" else draft
+        decoder = SpeculativeDecoder(target, source, sampling=GREEDY)
+        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=8)
+        hooks = [len(layer._forward_pre_hooks) for layer in target.prepared.model.layers]
+        sizes[str(draft)[:4]] = (hooks, len(target.static_tensors()))
+        assert output.lengths.tolist() == [len(prompt) + 8 for prompt in PROMPTS]
+    kept = sizes.pop("<tor")
+    assert kept[0] == [1, 1] and sizes["None"] == sizes["mode"] == ([0, 0], kept[1] - 1)
+    # The user's model never has a hook.
+    assert not any(module._forward_pre_hooks for module in target.model.modules())
+    target.keep_features(())
+    with pytest.raises(RuntimeError, match="features: none are kept; call keep_features, then start"):
+        target.features  # noqa: B018
+
+
+def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
+    draft = Eagle3(trained_head())
+    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, sampling=GREEDY, max_length=40)
+    places = []
+    for _ in range(2):
+        decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=5)
+        tensors = static_tensors_of(decoder.target, draft)
+        assert tensors is not None and draft._cache is not None
+        places.append([tensor.data_ptr() for tensor in tensors])
+        own = (decoder.target.features, draft._cache.keys, draft._cache.values, draft.head.fc.weight)  # type: ignore[attr-defined]
+        assert {tensor.data_ptr() for tensor in own} <= set(places[-1])
+    assert places[0] == places[1]
+
+
+class Wrapper:
+    """Hands on whatever a target has."""
+
+    def __init__(self, target: LanguageModel) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+def test_a_target_in_a_wrapper_has_features() -> None:
+    draft, target = Eagle3(trained_head()), Wrapper(language_model(shared_tiny("llama")))
+    output = SpeculativeDecoder(target, draft, sampling=GREEDY).generate(
+        INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH
+    )
+    assert new_tokens(output) == expected_rows()
+
+
+class Asks(DraftSource):
+    """A user's draft that wants features."""
+
+    feature_layers = (1,)
+
+    def bind(self, target: Any) -> None:
+        self.target = target
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        # The input of a layer, where the newest token was read last.
+        assert self.target.features.shape[2] == 32
+        newest = tokens.gather(1, (lengths - 1).unsqueeze(1))
+        return Draft(newest.expand(-1, num_draft_tokens))
+
+
+def test_a_draft_of_ones_own_may_ask_for_features() -> None:
+    assert new_tokens(decode(Asks(), 2)) == expected_rows()
+    decoder = SpeculativeDecoder(PairModel(random_table(8, seed=5)), Asks())
+    with pytest.raises(
+        TypeError, match="target: the draft reads hidden states; expected a FeatureModel, got PairModel"
+    ):
+        decoder.generate(torch.tensor([[1, 2]]))

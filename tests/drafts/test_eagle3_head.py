@@ -1,0 +1,230 @@
+"""EAGLE-3 heads read from files: against what the speculators library computes, in both formats; wrong files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_eagle3 import chain_logits
+from tiny_models import PairModel, raised, random_table, tiny
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from torch_specops.drafts import Eagle3
+from torch_specops.drafts.eagle3_files import read_config, read_head
+from torch_specops.drafts.eagle3_head import rope_frequencies
+
+DATA = Path(__file__).parents[1] / "data"
+HEADS = ("llama", "llama_norms", "qwen3", "qwen3_window")
+CPU = torch.device("cpu")
+
+
+def as_specforge(folder: Path, to: Path) -> Path:
+    """A head of the speculators library in the other format."""
+    to.mkdir()
+    raw = json.loads((folder / "config.json").read_text())
+    layer = raw.pop("transformer_layer_config")
+    outputs = [layer_id - 1 for layer_id in raw.pop("eagle_aux_hidden_state_layer_ids")]
+    names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm")
+    config = layer | {name: raw[name] for name in names} | {"architectures": ["LlamaForCausalLMEagle3"]}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (to / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}, to / "part-1.safetensors"
+    )
+    return to
+
+
+@pytest.mark.parametrize("name", [*HEADS, "llama, SpecForge", "llama_norms, SpecForge"])
+def test_logits_are_those_of_the_speculators_library(name: str, tmp_path: Path) -> None:
+    """Of three drafts, the second and third of which read the head's own output."""
+    folder = DATA / f"eagle3_{name.removesuffix(', SpecForge')}"
+    expected = load_file(folder / "expected" / "outputs.safetensors")
+    head = read_head(as_specforge(folder, tmp_path / "head") if "SpecForge" in name else folder, CPU, torch.float32)
+    with torch.inference_mode():
+        found = chain_logits(head, expected["features"], expected["following"], expected["drafts"])
+    known = head.draft_of_target >= 0
+    # In training, the window does not move on with the drafts.
+    count = 1 if name == "qwen3_window" else 3
+    torch.testing.assert_close(found[:count, known], expected["logits"][:count], rtol=1e-5, atol=1e-5)
+    assert (found[:, ~known] == -torch.inf).all() and int(known.sum()) == expected["logits"].shape[1]
+    assert head.config.feature_layers == ((1, 3) if name == "qwen3" else (0, 2, 4))
+
+
+def test_rotary_embeddings_are_those_of_transformers() -> None:
+    own = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    for kind in ("llama3", "linear"):
+        rope = {"rope_type": kind, "rope_theta": 5000.0} | (own if kind == "llama3" else {"factor": 4.0})
+        config = LlamaConfig(head_dim=32, rope_parameters=rope, **SIZES)
+        expected, _ = ROPE_INIT_FUNCTIONS[kind](config, CPU)
+        found = rope_frequencies(read_config(SPECFORGE | {"head_dim": 32, "rope_parameters": rope}))
+        torch.testing.assert_close(found, expected)
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
+SPECFORGE: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 24} | SIZES
+SPECULATORS: dict[str, Any] = {
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {"model_type": "llama", "vocab_size": 24} | SIZES,
+}
+
+
+def test_the_same_words_mean_other_things_in_the_two_formats() -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    assert read_config(SPECULATORS | ids).feature_layers == (1, 3, 4)
+    assert read_config(SPECFORGE | {"eagle_config": ids}).feature_layers == (2, 4, 5)
+    for raw, expected in (
+        (SPECFORGE, (True, False)),
+        (SPECFORGE | {"norm_output": True}, (True, False)),
+        (SPECFORGE | {"norm_output": False}, (False, False)),
+        (SPECULATORS, (True, False)),
+        (SPECULATORS | {"norm_output": True}, (True, True)),
+    ):
+        config = read_config(raw)
+        assert (config.norm_before_logits, config.norm_before_feedback) == expected
+    config = read_config(SPECFORGE)
+    assert (config.head_dim, config.num_key_value_heads, config.draft_vocab_size) == (4, 4, 24)
+    assert (config.target_hidden_size, config.feature_layers, config.rope_theta) == (16, None, 10000.0)
+
+
+def test_configs_that_are_not_known() -> None:
+    layer = SPECULATORS["transformer_layer_config"]
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ({}, ValueError, r"config: expected architectures \['LlamaForCausalLMEagle3'\] or .*, got architectures \[\]"),
+        ({"architectures": ["LlamaForCausalLM"]}, ValueError, r"config: .*got architectures \['LlamaForCausalLM'\]"),
+        (SPECULATORS | {"speculators_model_type": "dflash"}, ValueError, "config: expected .* 'eagle3', got 'dflash'"),
+        (
+            SPECULATORS | {"transformer_layer_config": layer | {"model_type": "gpt_oss"}},
+            ValueError,
+            "config: expected a transformer_layer_config of llama or qwen3, got 'gpt_oss'",
+        ),
+        (SPECFORGE | {"hidden_act": "gelu"}, ValueError, "config: expected hidden_act 'silu', got 'gelu'"),
+        (SPECFORGE | {"num_hidden_layers": 2}, ValueError, "config: expected num_hidden_layers 1, got 2"),
+        (SPECFORGE | {"hidden_size": None}, ValueError, "config: expected an int >= 1 as hidden_size, got None"),
+        (SPECFORGE | {"draft_vocab_size": 0}, ValueError, "config: expected an int >= 1 as draft_vocab_size, got 0"),
+        (
+            SPECFORGE | {"eagle_config": {"use_aux_hidden_state": False}},
+            ValueError,
+            "config: expected eagle_config.use_aux_hidden_state True, got False",
+        ),
+        (
+            SPECULATORS | {"eagle_aux_hidden_state_layer_ids": "2"},
+            ValueError,
+            "config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got '2'",
+        ),
+    ]
+    assert raised(read_config, cases) == []
+    rope = read_config(SPECFORGE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
+    with pytest.raises(ValueError, match="config: expected a rope_type of default, linear, llama3, got 'yarn'"):
+        rope_frequencies(rope)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    weights = load_file(DATA / "eagle3_llama" / "model.safetensors")
+    change(weights)
+    folder.mkdir(exist_ok=True)
+    shutil.copy(DATA / "eagle3_llama" / "config.json", folder)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    def lacks(weights: dict[str, Tensor]) -> None:
+        del weights["fc.weight"], weights["layers.0.mlp.up_proj.weight"]
+
+    def has_more(weights: dict[str, Tensor]) -> None:
+        weights["layers.1.mlp.up_proj.weight"] = torch.zeros(1)
+
+    def is_wider(weights: dict[str, Tensor]) -> None:
+        weights["lm_head.weight"] = torch.zeros(11, 16)
+
+    def has_no_map(weights: dict[str, Tensor]) -> None:
+        del weights["d2t"]
+
+    def leads_too_far(weights: dict[str, Tensor]) -> None:
+        weights["d2t"] += 20
+
+    def leads_twice(weights: dict[str, Tensor]) -> None:
+        weights["d2t"][1] = weights["d2t"][0] - 1
+
+    wrong = "expected d2t to lead to 10 different tokens"
+    for change, message in (
+        (lacks, "lacks the weights fc.weight, midlayer.mlp.up_proj.weight"),
+        (has_more, "weights that its config does not tell of: layers.1.mlp.up_proj.weight"),
+        (is_wider, r"expected lm_head.weight of shape \[10, 16\], as the config says, got \[11, 16\]"),
+        (has_no_map, "the head has 10 of 24 tokens and lacks the weights d2t"),
+        (leads_too_far, wrong),
+        (leads_twice, wrong),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_head(changed(tmp_path / change.__name__, change), CPU, torch.float32)
+
+
+def test_folders_without_a_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder '/no/such/head', and it is no hub id"):
+        read_head("/no/such/head", CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"expected config.json in .*, found none"):
+        read_head(tmp_path, CPU, torch.float32)
+    shutil.copy(DATA / "eagle3_llama" / "config.json", tmp_path)
+    # A pickle is not opened, whatever is in it.
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"safetensors in .*, found pytorch_model.bin; pickled weights are not read"):
+        read_head(tmp_path, CPU, torch.float32)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"cannot read .*model.safetensors"):
+        read_head(tmp_path, CPU, torch.float32)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot read .*config.json as JSON"):
+        read_head(tmp_path, CPU, torch.float32)
+
+
+TARGET = {"vocab": 24, "hidden_size": 16, "num_hidden_layers": 5}
+
+
+def test_a_head_for_another_target(tmp_path: Path) -> None:
+    folder = DATA / "eagle3_llama"
+    draft = Eagle3.from_pretrained(folder, tiny("llama", **TARGET), dtype=torch.float32)
+    assert draft.feature_layers == (0, 2, 4) and draft.head.fc.weight.dtype == torch.float32
+    assert Eagle3.from_pretrained(folder, tiny("llama", **TARGET)).head.fc.weight.dtype == torch.float64
+    other = "draft: the head is for another target: "
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        (TARGET | {"vocab": 25}, ValueError, other + "vocab_size 24, the target has 25"),
+        (TARGET | {"hidden_size": 32}, ValueError, other + "target_hidden_size 16, the target has 32"),
+        (
+            TARGET | {"num_hidden_layers": 4},
+            ValueError,
+            other + r"it reads layers \[0, 2, 4\], the target has layers 0 to 3",
+        ),
+    ]
+    assert raised(lambda fields: Eagle3.from_pretrained(folder, tiny("llama", **fields)), cases) == []
+    with pytest.raises(TypeError, match=r"target: .* expected a FeatureModel, got PairModel without num_layers, "):
+        Eagle3.from_pretrained(folder, PairModel(random_table(24, seed=0)))
+    with pytest.raises(TypeError, match="target: expected a transformers model or a LanguageModel"):
+        Eagle3.from_pretrained(folder, torch.nn.Linear(2, 2))
+
+
+def test_embeddings_of_the_target_stand_in_for_missing_ones(tmp_path: Path) -> None:
+    def has_none(weights: dict[str, Tensor]) -> None:
+        del weights["embed_tokens.weight"]
+
+    folder = changed(tmp_path / "head", has_none)
+    target = tiny("llama", **TARGET)
+    draft = Eagle3.from_pretrained(folder, target)
+    assert draft.head.embed_tokens is None
+    # A head that is narrower than its target needs its own.
+    narrow = json.loads((folder / "config.json").read_text()) | {"target_hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps(narrow))
+    weights = load_file(folder / "model.safetensors") | {"fc.weight": torch.zeros(16, 96)}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="the head has no embed_tokens, and the target's are 32 wide; expected 16"):
+        Eagle3.from_pretrained(folder, tiny("llama", **(TARGET | {"hidden_size": 32})))

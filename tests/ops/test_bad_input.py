@@ -1,0 +1,288 @@
+"""Bad input, through the Python functions, through `torch.ops.specops`, and traced: the error names the argument, what
+was expected and what came. What only the data could tell follows the law."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, equal, op_arguments
+from torch import Tensor
+
+import torch_specops
+from torch_specops import reference
+from torch_specops.ops.arguments import SigmoidArguments, VerifyArguments
+
+B, K, V = 2, 3, 11
+INF, NAN = torch.inf, torch.nan
+# argument -> (dtypes it takes, its axes)
+TENSORS = {
+    "target_logits": ("float32 or bfloat16 or float16", "[B, K+1, V]"),
+    "draft_tokens": ("int64 or int32", "[B, K]"),
+    "draft_logits": ("float32 or bfloat16 or float16", "[B, K, V]"),
+    "accept_uniforms": ("float32 or float64", "[B, K]"),
+    "sample_uniforms": ("float32 or float64", "[B]"),
+    "draft_lse": ("float32", "[B, K]"),
+    "logits": ("float32 or bfloat16 or float16", "[N, V]"),
+    "uniforms": ("float32 or float64", "[N]"),
+    "temperature": ("float32", "[B]"),
+    "top_k": ("int64 or int32", "[B]"),
+    "top_p": ("float32", "[B]"),
+    "min_p": ("float32", "[B]"),
+}
+FLAGS = ("filter_draft",)
+# argument -> (values out of range, other kinds); a number stands for all rows
+ROW_NUMBERS = {
+    "temperature": ((-1e-9, 1e39, INF, NAN), "a tensor or a number"),
+    "top_k": ((-1, 2**63), "a tensor or an int"),
+    "top_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+    "min_p": ((-0.1, 1.1, NAN), "a tensor or a number"),
+}
+# argument -> (what is expected, values out of range)
+NUMBERS = {
+    "lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
+    "argmax_lenience": ("(0, 1]", (0.0, -0.5, 1.0000001, 2, INF, -INF, NAN)),
+    "alpha": ("(-1e36, -1e-36)", (0.0, 1.0, -1e-38, -1e38, -INF, INF, NAN)),
+    "beta": ("(1e-36, 1e36)", (0.0, -1.0, 1e-38, 1e38, INF, -INF, NAN)),
+}
+
+
+def good(op: str) -> dict[str, Any]:
+    """Every argument, and rows that all have a law."""
+    return op_arguments(op, B, K, V) | {"temperature": torch.ones(B)}
+
+
+def function(op: str, through: str) -> Callable[..., Any]:
+    return getattr(torch_specops if through == "function" else torch.ops.specops, op)
+
+
+def bad_metadata(op: str, name: str) -> Iterator[tuple[Tensor, type[Exception], tuple[str, ...]]]:
+    """(a bad value of a tensor argument, error, what the message says)."""
+    dtypes, axes = TENSORS[name]
+    axes = axes if op in VERIFY_OPS else axes.replace("B", "N")
+    value = good(op)[name]
+    shape = list(value.shape)
+    yield value.unsqueeze(0), ValueError, (axes, str([1, *shape]))
+    yield value[0], ValueError, (axes, str(shape[1:]))
+    # The logits' own batch and vocabulary are what the others are measured against.
+    for axis in range(value.dim()) if name not in ("target_logits", "logits") else ():
+        for size in (shape[axis] - 1, shape[axis] + 1):
+            wrong = value.index_select(axis, torch.arange(size) % shape[axis])
+            yield wrong, ValueError, (axes, str(shape), str(list(wrong.shape)))
+    for dtype in ("float64" if "float64" not in dtypes else "bfloat16", "bool", "complex64", "uint8"):
+        yield value.to(getattr(torch, dtype)), TypeError, (dtypes, dtype)
+    if name not in ("target_logits", "logits"):
+        yield value.to("meta"), ValueError, ("cpu", "meta")
+    yield value.to_sparse(), ValueError, ("strided", "sparse")
+    if name in ("target_logits", "logits"):
+        yield value[..., :0], ValueError, ("a vocabulary of 1 ", ", 0]")
+    if name == "target_logits":
+        yield value[:, :0], ValueError, ("[B, K+1, V] with K >= 0", "[2, 0, 11]")
+
+
+def bad_numbers(op: str, name: str) -> Iterator[tuple[object, type[Exception], tuple[str, ...]]]:
+    expected, values = NUMBERS[name]
+    if (op, name) == ("verify_block", "lenience"):
+        expected, values = "1.0, the only one", (*values, 0.3)
+    for value in values:
+        yield value, ValueError, (expected, f"got {float(value)}")
+
+
+def bad_kinds(op: str, name: str) -> Iterator[tuple[object, str]]:
+    """(a value of another kind, what is expected in its place)."""
+    if name in NUMBERS:
+        yield from ((value, "a number") for value in (None, "1.0", [1.0], True, 1j, torch.tensor(1.0)))
+        return
+    if name in FLAGS:
+        yield from ((value, "a bool") for value in (None, 1, "True", torch.tensor(True)))
+        return
+    if name in ROW_NUMBERS:
+        more = (1.0,) if name == "top_k" else ()
+        yield from ((value, ROW_NUMBERS[name][1]) for value in ([1.0, 2.0], "0.5", True, good(op)[name].numpy(), *more))
+        return
+    yield from ((value, "a tensor") for value in ([1.0, 2.0], "logits", 1.0, good(op)[name].numpy()))
+    optional = {argument.name for argument in schema_of(op).arguments if str(argument.type).startswith("Optional")}
+    if name not in optional:
+        yield None, "a tensor"
+
+
+def schema_of(op: str) -> Any:
+    return getattr(torch.ops.specops, op).default._schema
+
+
+def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type[BaseException] | None, str]:
+    try:
+        call(**arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return None, "no error"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_metadata_and_ranges(op: str) -> None:
+    failures = []
+    for name in good(op).keys() - set(FLAGS):
+        cases = bad_numbers(op, name) if name in NUMBERS else bad_metadata(op, name)
+        for value, error, said in cases:
+            for through in ("function", "op"):
+                got, message = outcome(function(op, through), good(op) | {name: value})
+                as_said = message.startswith(f"{name}: expected ") and all(part in message for part in said)
+                if got is not error or not as_said:
+                    failures.append((name, said, through, got, message))
+    assert not failures
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kinds(op: str) -> None:
+    """The functions name the argument. The dispatcher refuses in its own words, where it refuses at all."""
+    failures = []
+    for name in good(op):
+        for value, expected in bad_kinds(op, name):
+            if outcome(function(op, "function"), good(op) | {name: value}) != (
+                TypeError,
+                f"{name}: expected {expected}, got {type(value)}",
+            ):
+                failures.append((name, value))
+            if name not in (*NUMBERS, *FLAGS) and outcome(function(op, "op"), good(op) | {name: value})[0] is None:
+                failures.append((name, value, "op"))
+    assert not failures
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_good_input_passes(op: str) -> None:
+    integers = {"lenience": 1, "argmax_lenience": 1, "alpha": -1, "beta": 2}
+    for through in ("function", "op"):
+        function(op, through)(**good(op))
+        function(op, through)(**good(op) | {name: value for name, value in integers.items() if name in good(op)})
+        absent = [name for name in good(op) if name in (*FILTERS, "temperature", "draft_lse")]
+        function(op, through)(**good(op) | dict.fromkeys(absent))
+    if "draft_lse" in good(op):
+        with pytest.raises(ValueError, match=r"^draft_lse: expected None when draft_logits is None .*got"):
+            function(op, "function")(**good(op) | {"draft_logits": None})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_number_stands_for_all_rows(op: str) -> None:
+    """In the functions, mapped too, and in the oracle; the ops take tensors alone."""
+    numbers: dict[str, Any] = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 1}
+    numbers = {name: value for name, value in numbers.items() if name in good(op)}
+    dtypes = {"top_k": torch.int64}
+    tensors = {name: torch.full((B,), x, dtype=dtypes.get(name, torch.float32)) for name, x in numbers.items()}
+    expected = call(op, good(op) | tensors)
+    assert equal(call(op, good(op) | numbers), expected)
+    got, want = (getattr(reference, op)(**good(op) | values) for values in (numbers, tensors))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    given = {name: value for name, value in good(op).items() if name not in numbers}
+    tensors = {name: value.unsqueeze(0) for name, value in given.items() if isinstance(value, Tensor)}
+    mapped = torch.func.vmap(lambda *values: call(op, given | dict(zip(tensors, values, strict=True)) | numbers))
+    assert equal(tuple(each[0] for each in mapped(*tensors.values())), expected)
+    for name, (out_of_range, _) in ROW_NUMBERS.items() if op != "verify_sigmoid" else ():
+        for value in out_of_range:
+            error, message = outcome(function(op, "function"), good(op) | {name: value})
+            assert error is ValueError and message.startswith(f"{name}: expected a number in [0, ")
+            assert message.endswith(f", got {value}")
+        assert outcome(function(op, "op"), good(op) | {name: 0.5})[0] is not None
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_graph_for_all_numbers() -> None:
+    compiled = torch.compile(torch_specops.sample, fullgraph=True, backend="aot_eager")
+    for i, (temperature, top_k, top_p) in enumerate([(0.5, 3, 0.9), (1.5, 4, 0.8), (2.5, 5, 0.7), (0.0, 6, 0.6)]):
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": None}
+        # The first numbers are taken for constants.
+        with torch.compiler.set_stance("fail_on_recompile" if i > 1 else "default"):
+            assert equal(compiled(**good("sample") | numbers), call("sample", good("sample") | numbers))
+
+
+def test_the_schema_is_the_contract() -> None:
+    """Names, order and defaults are what callers rely on, and the same in signatures, argument objects and schemas."""
+    drafts = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
+    uniforms = "Tensor accept_uniforms, Tensor sample_uniforms"
+    filters = "Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None"
+    temperature, result = "Tensor? temperature=None", "-> (Tensor, Tensor)"
+    assert {op: str(schema_of(op)) for op in OPS} == {
+        "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {temperature}, "
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1., "
+        f"bool filter_draft=True) {result}",
+        "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {temperature}, "
+        f"Tensor? draft_lse=None, float lenience=1., {filters}, bool filter_draft=True) {result}",
+        "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
+        f"float alpha=-1000., float beta=1000., {temperature}) {result}",
+        "sample": f"specops::sample(Tensor logits, Tensor uniforms, {temperature}, {filters}) {result}",
+        "filter_logits": f"specops::filter_logits(Tensor logits, {temperature}, {filters}) -> Tensor",
+    }
+    for op, kind in (("verify_exact", VerifyArguments), ("verify_sigmoid", SigmoidArguments)):
+        parameters = inspect.signature(getattr(torch_specops, op)).parameters.values()
+        assert tuple(parameter.name for parameter in parameters) == kind._fields
+        given = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert given == kind._field_defaults
+
+
+def causes(error: BaseException | None) -> str:
+    """The messages of an exception and of everything that it came from."""
+    return "" if error is None else f"{error}\n{causes(error.__cause__)}\n{causes(error.__context__)}"
+
+
+def unreachable(*_: object) -> None:
+    pytest.fail("bad input reached the compiler backend")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("op", "name", "value", "said"),
+    [
+        ("verify_exact", "draft_tokens", torch.zeros(B, 2).long(), "expected [B, K] = [2, 3], got shape [2, 2]"),
+        ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
+        ("verify_block", "filter_draft", 0, "expected a bool, got <class 'int'>"),
+        ("verify_sigmoid", "alpha", True, "expected a number, got <class 'bool'>"),
+        ("sample", "uniforms", [0.5, 0.5], "expected a tensor, got <class 'list'>"),
+        ("filter_logits", "min_p", torch.ones(B).double(), "expected float32, got float64"),
+    ],
+)
+def test_traced(op: str, name: str, value: object, said: str) -> None:
+    """Bad input is refused while tracing, with our message; where a graph may break, by the eager error itself. An op
+    that is called without its function shows the message further up."""
+    arguments = good(op) | {name: value}
+    compiled = torch.compile(function(op, "function"), backend=unreachable)
+    eager = outcome(function(op, "function"), arguments)
+    assert outcome(compiled, arguments) == eager and eager[1] == f"{name}: {said}"
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=f"\n.*context: raised exception .*{re.escape(eager[1])}"):
+        torch.compile(function(op, "function"), fullgraph=True, backend=unreachable)(**arguments)
+    if isinstance(value, Tensor):
+        with pytest.raises(Exception) as caught:
+            torch.compile(function(op, "op"), fullgraph=True, backend=unreachable)(**arguments)
+        assert eager[1] in causes(caught.value)
+
+
+@pytest.mark.parametrize("op", OPS[:-1])
+@pytest.mark.parametrize("value", [-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN])
+def test_a_uniform_out_of_range(op: str, value: float) -> None:
+    """No law, but no crash, and no token that is out of range, masked or removed by a filter, though it was drafted."""
+    arguments = good(op)
+    for name in arguments:
+        if name.endswith("uniforms"):
+            arguments[name] = torch.full_like(arguments[name], value)
+    logits = arguments["logits" if op == "sample" else "target_logits"]
+    logits[..., 0], logits[..., V - 1] = -30.0, -INF
+    least = 0
+    if "top_k" in arguments:
+        least = 1
+        arguments |= {"top_k": torch.full((B,), V - 2)}
+    if op in VERIFY_OPS[:2]:
+        arguments["filter_draft"] = False
+    if op in VERIFY_OPS:
+        arguments["draft_tokens"] = torch.tensor([[V - 1] * K, [0] * K])
+    for form in (call, call_traced):
+        tokens, second = form(op, arguments)
+        emitted = tokens
+        if op in VERIFY_OPS:
+            assert bool((second >= 0).all()) and bool((second <= K).all())
+            kept = torch.arange(K + 1) <= second.unsqueeze(1)
+            emitted = tokens[kept]
+            assert bool((tokens[~kept] == -1).all())
+        assert bool((emitted >= least).all()) and bool((emitted < V - 1).all())

@@ -1,0 +1,135 @@
+"""Block verification: wrong samplers that the law of its tokens rejects (that of `verify_block` itself is tested in
+`test_distribution.py`), and how long its blocks are beside those of `verify_exact`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chains import TRIALS, Uniforms, chain_p_values, emit, expect_caught, tables
+from chains import short_tiles as short_tiles
+from oracle import compare, sample_inputs
+from report import Report
+from torch import Tensor
+
+import torch_specops
+from torch_specops import reference
+
+pytestmark = pytest.mark.usefixtures("short_tiles")
+
+
+def own_block(mistake: str, **args: Any) -> tuple[Tensor, Tensor]:
+    """Block verification of plain batches (softmax drafts, no padding, no temperature), with a mistake or none."""
+    p, q = (args[name].softmax(-1) for name in ("target_logits", "draft_logits"))
+    x, u = args["draft_tokens"].unsqueeze(-1), args["accept_uniforms"]
+    num_drafts = x.shape[1]
+    ratio = (p[:, :-1].gather(2, x) / q.gather(2, x)).squeeze(-1)
+    reach = [torch.ones(len(u))]
+    for i in range(num_drafts):
+        product = reach[i] * ratio[:, i]
+        reach.append(product if mistake == "P without a cap" else product.clamp(max=1))
+    accepted = []
+    for i in range(1, num_drafts + 1):
+        row = i - 1 if mistake == "the row before" else i
+        if i == num_drafts:
+            h = reach[i]
+        else:
+            mass = (reach[i].unsqueeze(-1) * p[:, row] - q[:, row]).clamp(min=0).sum(-1)
+            h = torch.where(reach[i] >= 1, 1.0, mass / (mass + 1 - reach[i]))
+        accepted.append(u[:, i - 1] < h)
+    passed = torch.stack(accepted, 1)
+    if mistake == "stops at a failure":
+        passed = passed.long().cumprod(1).bool()
+    n = torch.where(passed, torch.arange(1, num_drafts + 1), 0).amax(1)
+    every = torch.arange(len(n))
+    q = torch.nn.functional.pad(q, (0, 0, 0, 1))
+    scale = torch.stack(reach, 1)[every, n]
+    if mistake == "residual without P":
+        scale = torch.ones_like(scale)
+    weights = torch.where(n == num_drafts, 1.0, scale).unsqueeze(-1) * p[every, n] - q[every, n]
+    # A wrong block may end where nothing is left to draw from.
+    weights = torch.where((weights > 0).any(-1, keepdim=True), weights, p[every, n])
+    next_token, _ = torch_specops.sample(weights.clamp(min=0).log(), args["sample_uniforms"])
+    output = torch.where(torch.arange(num_drafts + 1) < n.unsqueeze(-1), torch.nn.functional.pad(x[..., 0], (0, 1)), -1)
+    output[every, n] = next_token
+    return output, n
+
+
+MISTAKES = ["stops at a failure", "residual without P", "the row before", "P without a cap"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_block_is_caught(mistake: str, report: Report) -> None:
+    target, draft = tables(41, "close")
+
+    def wrong(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+        return own_block(mistake, **args)
+
+    tokens = emit(target, draft, 3, Uniforms(seed=42), verify=wrong)
+    expect_caught(report, f"block, {mistake}", chain_p_values(tokens, target))
+
+
+def test_residual_at_padding_is_caught(report: Report) -> None:
+    """The residual makes up for drafts that were accepted; at padding none could be, and p is right."""
+    target, draft = tables(43, "close")
+
+    def wrong(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+        output, n = torch_specops.verify_block(**args)
+        every, k = torch.arange(len(n)), args["draft_tokens"].shape[1]
+        at = n.clamp(max=k - 1)
+        p, q = args["target_logits"][every, n].softmax(-1), args["draft_logits"][every, at].softmax(-1)
+        padded = (n < k) & (args["draft_tokens"][every, at] < 0)
+        token, _ = torch_specops.sample((p - q).clamp(min=0).log(), args["sample_uniforms"])
+        output[every, n] = torch.where(padded, token, output[every, n])
+        return output, n
+
+    tokens = emit(target, draft, 3, Uniforms(seed=44), pad=True, verify=wrong)
+    expect_caught(report, "block, residual at padding", chain_p_values(tokens, target))
+
+
+@pytest.mark.parametrize("mistake", ["", *MISTAKES])
+def test_the_comparison_catches_a_wrong_block(mistake: str) -> None:
+    """Row by row against the oracle. Without a mistake nothing is wrong."""
+    names = ["k3", "k8", "fp32_bf16"]
+    cases = [
+        case for seed in range(12) for case in sample_inputs("verify_block", vocab_sizes=[17], seed=seed, names=names)
+    ]
+    assert any(compare(case, own_block(mistake, **case.args)).wrong for case in cases) == bool(mistake)
+
+
+P, Q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("package", [torch_specops, reference], ids=["op", "oracle"])
+def test_lengths_of_the_papers_model(package: Any) -> None:
+    """Sun et al., section 3: both models know no context, p = (1/3, 2/3), q = (2/3, 1/3), K = 2. Over all blocks and a
+    grid of uniforms: thresholds are multiples of 1/4, so midpoints of eighths are exact."""
+    grid = (torch.arange(8) + 0.5) / 8
+    blocks = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    tokens, u = blocks.repeat_interleave(64, 0), torch.cartesian_prod(grid, grid).repeat(4, 1)
+    target, draft = P.log().float().expand(256, 3, 2), Q.log().float().expand(256, 2, 2)
+    for op, expected in (("verify_exact", 10 / 9), ("verify_block", 11 / 9)):
+        _, n = getattr(package, op)(target, tokens, draft, u, torch.full((256,), 0.5))
+        mean = (Q[blocks].prod(1) * n.view(4, 64).double().mean(1)).sum()
+        assert float(mean) == pytest.approx(expected, abs=1e-12)
+
+
+def test_never_shorter_than_verify_exact() -> None:
+    """Both on the same drafts, in a chain: at least i drafts are accepted at least as often, for every i, up to chance,
+    and more are accepted on average."""
+    target, draft = tables(51, "close")
+    accepted = []
+
+    def first_step(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+        for op in ("verify_exact", "verify_block"):
+            accepted.append(getattr(torch_specops, op)(**args)[1])
+        return torch_specops.verify_block(**args)
+
+    emit(target, draft, 3, Uniforms(seed=51), length=1, verify=first_step)
+    exact, block = accepted
+    for i in (1, 2, 3):
+        gain = (block >= i).double() - (exact >= i).double()
+        assert float(gain.mean()) > -4.5 * float(gain.std()) / TRIALS**0.5
+    gain = (block - exact).double()
+    assert float(gain.mean()) > 5 * float(gain.std()) / TRIALS**0.5

@@ -1,0 +1,235 @@
+"""The law of what the ops emit, by chi-square, and wrong samplers that the same tests reject (`chains.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from chains import ALPHA, START, TRIALS, Uniforms, V, Verify, chain_p_values, emit, expect_caught, expect_laws, tables
+from chains import short_tiles as short_tiles
+from report import Report
+from torch import Tensor
+
+import torch_specops
+from torch_specops.laws import chi_square
+
+pytestmark = pytest.mark.usefixtures("short_tiles")
+
+
+@pytest.mark.parametrize(
+    ("op", "draft_kind", "num_drafts"),
+    [
+        ("verify_exact", "close", 0),
+        ("verify_exact", "close", 1),
+        ("verify_exact", "opposite", 1),
+        ("verify_exact", "close", 2),
+        ("verify_exact", "opposite", 2),
+        ("verify_block", "opposite", 1),
+        ("verify_block", "close", 2),
+        ("verify_block", "opposite", 2),
+        ("verify_block", "close", 3),
+    ],
+)
+def test_tokens_follow_the_target(op: str, draft_kind: str, num_drafts: int, report: Report) -> None:
+    target, draft = tables(1, draft_kind)
+    tokens = emit(target, draft, num_drafts, Uniforms(seed=2), op=op)
+    expect_laws(report, f"{op}, {draft_kind} draft, K = {num_drafts}", chain_p_values(tokens, target))
+
+
+@pytest.mark.parametrize("option", ["one-hot", "draft_lse", "padded", "counter-based"])
+@pytest.mark.parametrize("op, num_drafts", [("verify_exact", 2), ("verify_block", 3)])
+def test_tokens_follow_the_target_with_every_option(op: str, num_drafts: int, option: str, report: Report) -> None:
+    target, draft = tables(43, "opposite" if option == "draft_lse" else "close")
+    t = 0.8 if option == "draft_lse" else 1.0
+    tokens = emit(
+        target,
+        None if option == "one-hot" else draft,
+        num_drafts,
+        Uniforms(seed=44, counter_based=option == "counter-based"),
+        temperature=torch.full((TRIALS,), t) if option == "draft_lse" else None,
+        lse=option == "draft_lse",
+        pad=option == "padded",
+        op=op,
+    )
+    expect_laws(report, f"{op}, {option}", chain_p_values(tokens, target, t))
+
+
+@pytest.mark.parametrize("op", ["verify_exact", "verify_block"])
+def test_mixed_temperatures_follow_the_target(op: str, report: Report) -> None:
+    """Rows of four temperatures share the batch: each follows its own law, greedy ones the argmax."""
+    target, draft = tables(11, "close")
+    values = torch.tensor([0.0, 0.5, 1.0, 2.0])
+    temperature = values[torch.arange(TRIALS) % 4]
+    tokens = emit(target, draft, 2, Uniforms(seed=12), temperature=temperature, op=op)
+    first = int(target[START].argmax())
+    second = int(target[first].argmax())
+    assert (tokens[0::4] == torch.tensor([first, second, int(target[second].argmax())])).all()
+    for row in (1, 2, 3):
+        t = float(values[row])
+        expect_laws(report, f"{op}, temperature {t}", chain_p_values(tokens[row::4], target, t))
+
+
+def first_tokens(
+    verify: Callable[..., tuple[Tensor, Tensor]], target: Tensor, draft: Tensor, seed: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """[TRIALS] first tokens of one step with K = 1, the draft drawn from softmax(draft)."""
+    generator = torch.Generator().manual_seed(seed)
+    x, _ = torch_specops.sample(draft.expand(TRIALS, V), torch.rand(TRIALS, generator=generator))
+    output, n = verify(
+        target.expand(TRIALS, 2, V),
+        x.unsqueeze(-1),
+        draft.expand(TRIALS, 1, V),
+        torch.rand(TRIALS, 1, generator=generator),
+        torch.rand(TRIALS, generator=generator),
+        **options,
+    )
+    return output[:, 0], n
+
+
+@pytest.mark.parametrize("draft_kind", ["opposite", "close"])
+def test_lenience_bounds_every_token(draft_kind: str, report: Report) -> None:
+    """The law under lenience l is min(q, p / l) and the residual for the rest: no token above p / l."""
+    lenience = 0.3
+    target, draft = (table[START] for table in tables(13, draft_kind))
+    p, q = torch.softmax(target.double(), -1), torch.softmax(draft.double(), -1)
+    kept, residual = torch.minimum(q, p / lenience), (p - q).clamp(min=0)
+    law = kept + (1 - kept.sum()) * residual / residual.sum()
+    tokens, n = first_tokens(torch_specops.verify_exact, target, draft, 14, lenience=lenience)
+    counts = torch.bincount(tokens, minlength=V)
+    # Leviathan et al. appendix A.5: alpha = sum min(p / l, q).
+    alpha = torch.stack([1 - kept.sum(), kept.sum()])
+    p_values = {"token 1": chi_square(counts, law), "num_accepted": chi_square(torch.bincount(n, minlength=2), alpha)}
+    expect_laws(report, f"lenience 0.3, {draft_kind} draft", p_values)
+    bound = (p / lenience).clamp(max=1)
+    # Five standard deviations above the bound itself.
+    assert (counts / TRIALS <= bound + 5 * (bound * (1 - bound) / TRIALS).sqrt()).all()
+    expect_caught(report, f"lenience 0.3 as lossless, {draft_kind} draft", {"token 1": chi_square(counts, p)})
+
+
+def test_sample_follows_softmax(report: Report) -> None:
+    logits, _ = tables(15, "close")
+    uniforms = torch.rand(TRIALS, generator=torch.Generator().manual_seed(16))
+    for t in (1.0, 0.4):
+        tokens, _ = torch_specops.sample(logits[START].expand(TRIALS, V), uniforms, torch.full((TRIALS,), t))
+        law = torch.softmax(logits[START].double() / t, -1)
+        expect_laws(report, f"sample, T = {t}", {"token": chi_square(torch.bincount(tokens, minlength=V), law)})
+
+
+def test_sigmoid_verification_follows_its_law_and_is_lossy(report: Report) -> None:
+    alpha, beta = -3.0, 5.0
+    target, draft = (table[START] for table in tables(17, "opposite"))
+    q = torch.softmax(draft.double(), -1)
+    p_hat, q_hat = (torch.sigmoid((z.double() - alpha) / (beta - alpha)) for z in (target, draft))
+    kept, residual = q * (p_hat / q_hat).clamp(max=1), (p_hat - q_hat).clamp(min=0)
+    law = kept + (1 - kept.sum()) * residual / residual.sum()
+    accepted = torch.stack([1 - kept.sum(), kept.sum()])
+    tokens, n = first_tokens(torch_specops.verify_sigmoid, target, draft, 18, alpha=alpha, beta=beta)
+    counts = torch.bincount(tokens, minlength=V)
+    p_values = {
+        "token 1": chi_square(counts, law),
+        "num_accepted": chi_square(torch.bincount(n, minlength=2), accepted),
+    }
+    expect_laws(report, "verify_sigmoid", p_values)
+    p = torch.softmax(target.double(), -1)
+    expect_caught(report, "verify_sigmoid as lossless", {"token 1": chi_square(counts, p)})
+
+
+def residual_replaced_by_p(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """After a rejection the next token is drawn from p."""
+    output, n = torch_specops.verify_exact(**args)
+    rows = torch.arange(len(n))
+    from_p, _ = torch_specops.sample(args["target_logits"][rows, n], args["sample_uniforms"], args["temperature"])
+    output[rows, n] = from_p
+    return output, n
+
+
+def sample_uniforms_of_the_draft(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """The recovered token reuses the number that drew the draft."""
+    return torch_specops.verify_exact(**args | {"sample_uniforms": propose[:, 0]})
+
+
+def sample_uniforms_of_the_test(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """The recovered token reuses the number of the acceptance test."""
+    return torch_specops.verify_exact(**args | {"sample_uniforms": args["accept_uniforms"][:, 0]})
+
+
+def accept_uniforms_of_the_draft(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """The acceptance test reuses the number that drew the draft."""
+    return torch_specops.verify_exact(**args | {"accept_uniforms": propose})
+
+
+def walk_that_does_not_stop(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """Counts acceptances after a rejection too."""
+    p, q = (torch.softmax(args[name].float(), -1) for name in ("target_logits", "draft_logits"))
+    x = args["draft_tokens"].unsqueeze(-1)
+    p_x, q_x = p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
+    independent = args["accept_uniforms"] * q_x < p_x
+    # Every test passes in the op where the count says so.
+    counted = torch.arange(x.shape[1]) < independent.sum(1, keepdim=True)
+    return torch_specops.verify_exact(**args | {"accept_uniforms": torch.where(counted, 0.0, 1.0 - 2.0**-24)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "draft_kind"),
+    [
+        (residual_replaced_by_p, "opposite"),
+        (residual_replaced_by_p, "one-hot"),
+        (sample_uniforms_of_the_draft, "opposite"),
+        (sample_uniforms_of_the_test, "opposite"),
+        (accept_uniforms_of_the_draft, "opposite"),
+        (walk_that_does_not_stop, "close"),
+    ],
+)
+def test_wrong_sampler_is_caught(wrong: Verify, draft_kind: str, report: Report) -> None:
+    one_hot = draft_kind == "one-hot"
+    target, draft = tables(1, "close" if one_hot else draft_kind)
+    tokens = emit(target, None if one_hot else draft, 2, Uniforms(seed=2), verify=wrong)
+    expect_caught(report, f"{wrong.__name__}, {draft_kind} draft", chain_p_values(tokens, target))
+
+
+def test_drafts_of_another_temperature_are_caught(report: Report) -> None:
+    """Verified at T = 1, drafted at T = 0.7."""
+    target, draft = tables(1, "close")
+    tokens = emit(target, draft, 1, Uniforms(seed=2), draft_temperature=torch.full((TRIALS,), 0.7))
+    expect_caught(report, "drafts of another temperature", chain_p_values(tokens, target))
+
+
+class FrozenUniforms(Uniforms):
+    """The same numbers at every step, as a generator captured in a graph gives."""
+
+    def __call__(self, lengths: Tensor, n: int, stream: str) -> Tensor:
+        return torch_specops.uniforms(torch.arange(len(lengths)), torch.zeros_like(lengths), n, stream)
+
+
+def test_frozen_uniforms_are_caught(report: Report) -> None:
+    """Numbers that repeat at every step leave the first token right, and only the joint law wrong."""
+    target, draft = tables(1, "close")
+    p_values = chain_p_values(emit(target, draft, 1, FrozenUniforms(seed=2)), target)
+    assert p_values["token 1"] > ALPHA
+    expect_caught(report, "frozen uniforms", p_values)
+
+
+def test_comparison_without_strictness_is_caught(report: Report) -> None:
+    """u = 0 is drawn, here once in 4096, and `<=` then accepts tokens that the target excludes: u q <= p = 0."""
+    target, draft = (table[START].clone() for table in tables(19, "close"))
+    target[::2] = -torch.inf
+    generator = torch.Generator().manual_seed(20)
+    x, _ = torch_specops.sample(draft.expand(TRIALS, V), torch.rand(TRIALS, generator=generator))
+    u = (torch.rand(TRIALS, 1, generator=generator) * 4096).floor() / 4096
+    s = torch.rand(TRIALS, generator=generator)
+    p, q = torch.softmax(target.double(), -1), torch.softmax(draft.double(), -1)
+    recovered, _ = torch_specops.sample((p - q).clamp(min=0).log().float().expand(TRIALS, V), s)
+
+    def p_value(tokens: Tensor) -> float:
+        return chi_square(torch.bincount(tokens, minlength=V), p)
+
+    output, _ = torch_specops.verify_exact(
+        target.expand(TRIALS, 2, V), x.unsqueeze(-1), draft.expand(TRIALS, 1, V), u, s
+    )
+    expect_laws(report, "u = 0 and p = 0", {"token 1": p_value(output[:, 0])})
+    # The same by hand, first with < and then with <=.
+    assert p_value(torch.where(u[:, 0] * q[x] < p[x], x, recovered)) > ALPHA
+    not_strict = p_value(torch.where(u[:, 0] * q[x] <= p[x], x, recovered))
+    expect_caught(report, "<= at u = 0", {"token 1": not_strict})

@@ -1,0 +1,61 @@
+"""What holds for every input: calls that mix everything that the cases of the oracle do one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from op_cases import VERIFY_OPS, call, check, results
+from oracle import mixed_inputs
+from report import Report
+from torch import Tensor
+
+OPS = (*VERIFY_OPS, "sample")
+NUM_CASES = 60
+
+
+def calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((op, case.args) for op in OPS for case in mixed_inputs(op, NUM_CASES))
+
+
+def bits(x: Tensor) -> Tensor:
+    """NaN equals NaN as an integer."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same(outputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(outputs, others, strict=True))
+
+
+def map_tensors(args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {name: change(value) if isinstance(value, Tensor) else value for name, value in args.items()}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_equal_the_oracle(op: str, report: Report) -> None:
+    check(results(mixed_inputs(op, NUM_CASES)), report)
+
+
+def test_inputs_are_untouched_and_outputs_own_their_memory() -> None:
+    for op, args in calls():
+        before = map_tensors(args, Tensor.clone)
+        outputs = call(op, args)
+        memory = [x.data_ptr() for x in outputs if x.numel() > 0]
+        for name, value in args.items():
+            if isinstance(value, Tensor):
+                assert same((value,), (before[name],)), name
+                assert value.numel() == 0 or value.data_ptr() not in memory
+        assert len(set(memory)) == len(memory)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    """Rows in another order, and each on its own, give the same results, bit for bit."""
+    for op, args in calls():
+        outputs = call(op, args)
+        order = torch.arange(len(outputs[0])).flip(0)
+        assert same(tuple(x[order] for x in outputs), call(op, map_tensors(args, lambda x, order=order: x[order])))
+        for b in range(len(order)):
+            alone = call(op, map_tensors(args, lambda x, b=b: x[b : b + 1]))
+            assert same(tuple(x[b : b + 1] for x in outputs), alone)

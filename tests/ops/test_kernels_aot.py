@@ -1,0 +1,163 @@
+"""Every kernel compiled ahead of time, with no GPU: registers do not spill, rows are read 16 bytes at a time, and all
+lanes have the same sums."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from benchmarks import kernel_resources as aot  # noqa: E402
+from torch_specops.ops.cuda import launch  # noqa: E402
+from torch_specops.ops.cuda.tiles import rounded_product  # noqa: E402
+
+# (target, first, step): of each kernel, which builds are compiled, so that the suite stays short.
+# `python benchmarks/kernel_resources.py` compiles all of them for any target.
+SHARES = [
+    ("sm_90", 0, 60),
+    *(
+        pytest.param(*share, marks=pytest.mark.slow)
+        for share in [("sm_90", 4, 10), ("sm_100", 15, 40), ("gfx942", 25, 40), ("sm_80", 5, 40)]
+    ),
+]
+
+
+def test_the_builds_are_those_of_launches() -> None:
+    """Each once; every tile with a temperature and without, and with sizes of either width."""
+    builds = list(aot.builds())
+    assert len({(b.kernel, b.types, b.constants, b.multiples) for b in builds}) == len(builds)
+    assert {b.kernel for b in builds} == set(aot.KERNELS) == {b.kernel for b in aot.share(0, 60)}
+    found = {
+        (dict(b.types)["vocab_size"], constants["TILE"], "temperature_ptr" not in constants)
+        for b in builds
+        for constants in [dict(b.constants)]
+        if b.kernel == "verify_exact.draw"
+    }
+    assert found == {(size, tile, given) for size in ("i32", "i64") for tile in aot.TILES for given in (True, False)}
+
+
+@pytest.mark.parametrize("target, first, step", SHARES)
+def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first: int, step: int) -> None:
+    results = [aot.compile_build(build, target) for build in aot.share(first, step)]
+    assert not [result for result in results if result.spill_bytes > aot.SPILL_LIMIT]
+    assert not [result for result in results if result.fused_exchanges]
+
+
+@pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.group", "filter.mask"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: str, dtype: str) -> None:
+    """Eager builds, which know nothing of vocabularies, strides and addresses."""
+    size = 4 if dtype == "fp32" else 2
+    option = ", draft_lse" if kernel == "verify_exact.stats" else ""
+    (build,) = [b for b in aot.builds() if (b.kernel, b.config) == (kernel, f"{dtype} / {dtype}{option}")]
+    result = aot.compile_build(build, target)
+    # As many in a tile inside the row as in one at an end of it.
+    assert result.wide_loads == 2 * aot.TILES[0] * size // (16 * aot.warps(aot.KERNELS[kernel], aot.TILES[0]) * 32)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
+    (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("filter.mask", f"{dtype} / {dtype}")]
+    compiled = aot.compile_kernel(aot.KERNELS["filter.mask"], dict(build.types), dict(build.constants), "sm_90")
+    stores = re.findall(r"\bSTG\.[\w.]*", aot.cuobjdump(compiled, "--dump-sass"))
+    share = aot.TILES[0] * (4 if dtype == "fp32" else 2) // (16 * launch.num_warps(aot.TILES[0]) * 32)
+    assert sum(".128" in store for store in stores) == share
+    # The others are those of the branch for a row's two ends.
+    assert len(stores) - share <= aot.TILES[0] // (launch.num_warps(aot.TILES[0]) * 32)
+
+
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "verify_exact.draw", "sample.stats"])
+def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
+    """A row that is masked by its bounds is loaded as wide as one that is not."""
+    wide = []
+    for option in ({}, {"FILTERED": True}):
+        builds = [b for b in aot._op_builds("bf16", "bf16", **option) if b.kernel == kernel]
+        wide.append(aot.compile_build(builds[0], "sm_90").wide_loads)
+    assert wide[0] == wide[1] > 0
+
+
+@pytest.mark.parametrize("kernel", ["verify_exact.draw", "verify_block.reach", "verify_block.draw"])
+def test_the_last_program_of_a_sequence_loads_what_the_others_stored(kernel: str) -> None:
+    """Between barriers: a fence, the count, and L1 forgotten. No load is one of memory that nobody writes."""
+    build = next(build for build in aot.builds() if build.kernel == kernel)
+    compiled = aot.compile_kernel(aot.KERNELS[kernel], dict(build.types), dict(build.constants), "sm_90")
+    sass = aot.cuobjdump(compiled, "--dump-sass")
+    order = re.findall(r"\b(BAR\.SYNC|MEMBAR|ATOMG|CCTL\.IVALL|LDG)\b", sass)
+    assert order.count("ATOMG") == 1
+    count = order.index("ATOMG")
+    assert order[count - 2 : count + 3] == ["BAR.SYNC", "MEMBAR", "ATOMG", "CCTL.IVALL", "BAR.SYNC"]
+    assert re.findall(r"MEMBAR[\w.]*|ATOMG[\w.]*", sass) == ["MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU"]
+    assert "LDG" in order[count:] and "CONSTANT" not in sass
+
+
+def test_a_spilling_kernel_is_seen() -> None:
+    """The check itself: 512 values a thread, all alive at once, are more than a thread has registers."""
+    compiled = aot.compile_kernel(spilling_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"TILE": 2**17}, "sm_90")
+    sass = aot.cuobjdump(compiled, "--dump-sass")
+    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) > aot.SPILL_LIMIT
+
+
+@triton.jit
+def spilling_kernel(x_ptr, out_ptr, TILE: tl.constexpr):
+    v = tl.arange(0, TILE)
+    x = tl.load(x_ptr + v)
+    tl.store(out_ptr + v, x / tl.sum(x, 0))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_product_fused_into_an_exchange_is_seen(dtype: str) -> None:
+    """The check itself, and the mend."""
+    fused = []
+    for ROUNDED in (False, True):
+        types, constants = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}, {"SIZE": 64, "ROUNDED": ROUNDED}
+        compiled = aot.compile_kernel(summing_kernel, types, constants, "sm_90")
+        fused.append(aot.fused_exchanges(compiled.asm["ptx"]))
+    assert fused == [1, 0]
+
+
+@triton.jit
+def summing_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, ROUNDED: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + i), tl.load(x_ptr + SIZE + i)
+    tl.store(out_ptr, tl.sum(rounded_product(x, y) if ROUNDED else x * y, 0))
+
+
+@pytest.mark.parametrize("name", aot.KERNELS)
+def test_inductor_can_write_the_kernels_anew(name: str) -> None:
+    """Inductor copies a kernel's source into its own module and follows plain global names only; a name behind a module
+    (`rows.scale`) would be missing there. This needs a GPU to happen, and none to be checked."""
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as closure
+
+    kernel = aot.KERNELS[name]
+    tree = ast.parse("@triton.jit\n" + closure(kernel))
+    provided = {"tl", "triton", "range", "float"}
+    provided |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    provided |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef):
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            local = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            local |= {argument.arg for argument in function.args.args}
+            assert {node.id for node in names} <= provided | local
+
+
+@pytest.mark.parametrize("name", [name for name in aot.KERNELS if not name.startswith("attend")])
+def test_one_build_serves_all_sizes_strides_and_addresses(name: str) -> None:
+    """Triton compiles a kernel anew for each property of an argument that it specialises on."""
+    arguments = [parameter for parameter in aot.KERNELS[name].params if not parameter.is_constexpr]
+    assert all(each.do_not_specialize and each.do_not_specialize_on_alignment for each in arguments)
+
+
+@pytest.mark.parametrize("vocab_size, num_rows", [(32_000, 6), (128_256, 6), (128_256, 704), (256_000, 2816)])
+def test_a_row_is_split_over_programs(vocab_size: int, num_rows: int) -> None:
+    """A tile is a small part of the vocabulary, and a small batch gets the smallest tiles."""
+    tile = launch.tile_size(vocab_size, num_rows)
+    assert launch.MIN_TILE <= tile <= launch.MAX_TILE
+    programs = num_rows * triton.cdiv(vocab_size, tile)
+    assert programs >= launch.FEW_PROGRAMS or tile == launch.MIN_TILE

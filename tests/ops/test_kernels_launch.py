@@ -1,0 +1,236 @@
+"""The CUDA side of the ops as far as fake CUDA tensors show it: shapes, devices, and how many kernels are launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from gpu_suite import filters
+from op_cases import OPS, VERIFY_OPS, empty_arguments
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import torch_specops
+from torch_specops.ops.arguments import Filters
+
+pytest.importorskip("triton")
+
+from torch_specops.ops.cuda import launch, sample
+
+BATCH, NUM_DRAFTS, VOCAB_SIZE = 4, 5, 50257
+
+
+def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def outputs(op: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    result = getattr(torch_specops, op)(**given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+Launch = tuple[str, tuple[int, ...], dict[str, Any]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Name, grid and arguments of every kernel that the test launches; none runs."""
+    found: list[Launch] = []
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def record(*args: Any, num_warps: int, enable_fp_fusion: bool) -> None:
+                values = dict(zip(self.kernel.arg_names, args, strict=True))
+                found.append((self.kernel.fn.__name__, grid, values))
+
+            return record
+
+    monkeypatch.setattr(launch, "wrap_triton", Recorded)
+    return found
+
+
+def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
+    limits = {"verify_exact": 2, "verify_block": 3, "verify_sigmoid": 2, "sample": 2}
+    for op, limit in limits.items():
+        for option in ("", "temperature", "draft_lse", "one-hot") if op in OPS[:2] else ("", "temperature"):
+            launched.clear()
+            with FakeTensorMode():
+                first, second = outputs(op, empty_arguments(op, option))
+            assert first.device.type == second.device.type == "cuda"
+            assert first.shape == ((BATCH,) if op == "sample" else (BATCH, NUM_DRAFTS + 1))
+            assert second.shape == (BATCH,)
+            assert 1 < len(launched) <= limit, (op, option)
+            assert all(size > 0 for _, grid, _ in launched for size in grid)
+
+
+def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
+    """They know strides of logits alone."""
+    with FakeTensorMode():
+        given = empty_arguments("verify_exact", "temperature, draft_lse, filters")
+        strided = {
+            name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda").select(-1, 0)
+            for name, x in given.items()
+        }
+        torch_specops.verify_exact(**strided)
+    for _, _, values in launched:
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                assert value.is_contiguous(), name
+
+
+def test_no_sequence_no_launch(launched: list[Launch]) -> None:
+    with FakeTensorMode():
+        for op in OPS:
+            assert all(len(output) == 0 for output in outputs(op, empty_arguments(op, batch=0)))
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    "given, dtype",
+    [("top_k top_p min_p", torch.bfloat16), ("min_p", torch.bfloat16), ("top_k top_p", torch.float32)],
+)
+def test_two_launches_find_the_bounds_of_a_filter(given: str, dtype: torch.dtype, launched: list[Launch]) -> None:
+    rows = 700
+    with FakeTensorMode():
+        x = cuda(rows, VOCAB_SIZE, dtype=dtype)
+        output = torch_specops.filter_logits(x, **filters(rows, given))
+    assert (output.shape, output.dtype, output.device) == (x.shape, x.dtype, x.device)
+    assert [name for name, _, _ in launched] == ["group_kernel", "cut_kernel", "mask_kernel"]
+    # A row is split over programs where all of it is read.
+    assert [math.prod(grid) // rows for _, grid, _ in launched] == [13, 1, 13]
+    tensors = [t for _, _, values in launched for t in values.values() if isinstance(t, Tensor)]
+    scratch = {id(t): t.nbytes for t in tensors if t.numel() != x.numel()}
+    assert sum(scratch.values()) <= 0.34 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    "option, dtypes, searches",
+    [
+        ("draft_lse", (torch.bfloat16, torch.bfloat16), 2),
+        ("one-hot", (torch.bfloat16, torch.bfloat16), 2),
+        ("", (torch.float32, torch.float32), 2),
+        ("", (torch.float32, torch.bfloat16), 2 + 2),
+    ],
+)
+def test_target_and_draft_rows_of_one_dtype_share_a_search(
+    option: str, dtypes: tuple[torch.dtype, torch.dtype], searches: int, launched: list[Launch]
+) -> None:
+    with FakeTensorMode():
+        given = empty_arguments("verify_exact", option, dtype=dtypes[0]) | filters(BATCH)
+        if given["draft_logits"] is not None:
+            given["draft_logits"] = given["draft_logits"].to(dtypes[1])
+        torch_specops.verify_exact(**given)
+    names = [name for name, _, _ in launched]
+    assert names[searches:] == ["stats_kernel", "draw_kernel"]
+    assert set(names[:searches]) == {"group_kernel", "cut_kernel"}
+    searched = sum(math.prod(grid) for name, grid, _ in launched if name == "cut_kernel")
+    assert searched == BATCH * (NUM_DRAFTS + 1 + (NUM_DRAFTS if option != "one-hot" else 0))
+
+
+@pytest.mark.parametrize("op", VERIFY_OPS[:2])
+def test_rows_of_an_unfiltered_draft_are_not_searched(op: str, launched: list[Launch]) -> None:
+    with FakeTensorMode():
+        getattr(torch_specops, op)(**empty_arguments(op, "filters", dtype=torch.float32), filter_draft=False)
+    (searched,) = (math.prod(grid) for name, grid, _ in launched if name == "cut_kernel")
+    assert searched == BATCH * (NUM_DRAFTS + 1)
+
+
+@pytest.mark.parametrize("option, rest", [("temperature", 7), ("draft_lse", 4), ("one-hot", 4)])
+def test_a_large_batch_sums_two_rows_of_each_side_first(option: str, rest: int, launched: list[Launch]) -> None:
+    """And a small one all rows, in a launch less."""
+    for batch in (1, 8, 64):
+        launched.clear()
+        with FakeTensorMode():
+            torch_specops.verify_exact(**empty_arguments("verify_exact", option, batch, vocab_size=128_256))
+        names = [name for name, _, _ in launched]
+        if batch == 64:
+            assert names == ["stats_kernel", "rest_kernel", "draw_kernel"]
+            first, others = launched[0][1], launched[1][1]
+            assert (first[2], others[2]) == (4 if rest == 7 else 2, rest)
+            assert others[1] * launched[1][2]["tiles_per_program"] >= first[1]
+        else:
+            assert names == ["stats_kernel", "draw_kernel"]
+
+
+@pytest.mark.parametrize("batch, grid", [(1, (1, 126, 5)), (64, (64, 8, 1))])
+def test_few_programs_of_verify_block_find_nothing_to_do(
+    batch: int, grid: tuple[int, ...], launched: list[Launch]
+) -> None:
+    """One for each row pair of a small batch; those of a large one look for the rows that are left."""
+    with FakeTensorMode():
+        torch_specops.verify_block(**empty_arguments("verify_block", "temperature", batch, vocab_size=128_256))
+    assert [(name, of) for name, of, _ in launched][2] == ("draw_kernel", grid)
+
+
+def test_tiles_of_a_program() -> None:
+    """One, until there are enough programs; never so many that programs are few."""
+    few = launch.RESIDENT_PROGRAMS
+    assert [launch.tiles_per_program(n) for n in (1, few, 2 * few - 1, 2 * few, 4 * few, 10**6)] == [1, 1, 1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_the_first_axis_of_a_grid_is_long(op: str, launched: list[Launch]) -> None:
+    """The other two take 65,535 programs at most, and a batch may be larger."""
+    with FakeTensorMode():
+        outputs(op, empty_arguments(op, "temperature, filters", 70_000))
+    assert all(grid[0] == 70_000 and max(grid) == 70_000 for _, grid, _ in launched)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device. The ops are told that fake CUDA tensors are real; nothing runs."""
+    current, launches = [0], []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(of.index)
+        yield
+        current.pop()
+
+    def run(kernel: Any, grid: Any, values: dict[str, Any], num_warps: int) -> None:
+        of = values.get("target_ptr", values.get("logits_ptr"))
+        launches.append((current[-1], of.device.index))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr("torch_specops.ops.private.is_fake", lambda tensor: False)
+    monkeypatch.setattr(launch, "run", run)
+    with FakeTensorMode():
+        outputs(op, empty_arguments(op, "filters", device="cuda:1"))
+    assert len(launches) > 1
+    assert set(launches) == {(1, 1)}
+    assert current == [0]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
+    """By shapes alone: fake CUDA tensors. The second and third axis of a grid take 65,535 programs."""
+    name = "target_logits" if op in VERIFY_OPS else "logits"
+
+    def call(num_drafts: int, vocab_size: int) -> None:
+        outputs(op, empty_arguments(op, "", 1, num_drafts, vocab_size, dtype=torch.float32))
+
+    with FakeTensorMode():
+        # Of 16-bit draft rows the first may begin 7 entries behind a boundary, of float32 rows 3.
+        longest = 65_535 * launch.MAX_TILE - (7 if op in OPS[:2] else 3)
+        call(1, longest)
+        with pytest.raises(ValueError, match=rf"{name}: expected at most 65535 tiles of a row on CUDA, got 65536"):
+            call(1, longest + 1)
+        if op in ("verify_exact", "verify_block"):
+            call(32_767, 16)
+            with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 65537"):
+                call(32_768, 16)
+        elif op == "verify_sigmoid":
+            # Its rows are not an axis.
+            call(32_768, 16)
+
+
+def test_tiles_beyond_a_grid_are_refused_for_the_tile_that_was_chosen() -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match="logits: expected at most 65535 tiles of a row"):
+        sample.sample(cuda(1, 2**28), cuda(1), Filters(), tile=1024)

@@ -1,0 +1,361 @@
+"""Every op against the float64 oracle, on the cases that all backends share, and wrong ops that the comparison finds.
+
+The dense ops have two forms, which must give the same: eager calls, which may look at values, and what is traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_cases import OPS, VERIFY_OPS, check, results
+from oracle import Case, compare, poison_memory, rounding_rows, sample_inputs
+from report import Report
+from torch import Tensor
+
+import torch_specops
+from torch_specops import reference
+from torch_specops.ops.arguments import Filters
+from torch_specops.ops.cpu import eager_rows, filters
+
+DRAWING_OPS = (*VERIFY_OPS, "sample")
+# Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
+LARGE_CASES = (
+    "k3",
+    "bf16",
+    "vocab_sliced",
+    "greedy_mixed",
+    "masked",
+    "opposite",
+    "one_hot",
+    "lse",
+    "hot",
+    "tie_s_zero",
+)
+
+
+# One token, an odd number below a tile of any backend, and several tiles with a rest.
+@pytest.mark.parametrize("vocab_size", [1, 17, 1025])
+@pytest.mark.parametrize("op", OPS)
+def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
+    check(results(sample_inputs(op, vocab_sizes=[vocab_size])), report)
+
+
+@pytest.mark.parametrize("op", DRAWING_OPS)
+def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None:
+    """Around the tile of the search, and of a language model."""
+    sizes = [1023, 1024, 50257]
+    check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES, max_rows=3, max_drafts=2)), report)
+
+
+def test_rows_that_are_read_one_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a large vocabulary are in an eager call, and by the filters."""
+    cases = list(sample_inputs("verify_exact", vocab_sizes=[17]))
+    together = [torch_specops.verify_exact(**case.args) for case in cases]
+    monkeypatch.setattr(eager_rows, "READ", 1)
+    monkeypatch.setattr(filters, "SHORT_ROW", 0)
+    for case, expected in zip(cases, together, strict=True):
+        found = torch_specops.verify_exact(**case.args)
+        assert all(map(torch.equal, found, expected)), case.name
+
+
+def test_eager_probabilities_of_every_size() -> None:
+    """Of long rows, which a softmax normalises badly, and of tokens whose weight is no float32."""
+    logits = 3 * torch.randn(1, 2, 151_936, generator=torch.Generator().manual_seed(0))
+    logits[0, :, 5] = -300.0
+    tokens = torch.stack([logits[0].argmax(-1), torch.tensor([5, 5])], 1)
+    expected = logits.double().log_softmax(-1)
+    for x in tokens:
+        probability = eager_rows.read_rows(logits, None, Filters()).probabilities(x.unsqueeze(0))
+        for i in range(2):
+            assert math.log(probability(0, i)) == pytest.approx(float(expected[0, i, x[i]]), abs=1e-6)
+    _, lse = torch_specops.sample(logits[0], torch.full((2,), 0.5))
+    torch.testing.assert_close(lse.double(), logits[0].double().logsumexp(-1), rtol=0, atol=1e-6)
+    # A draft as unlikely for the target as for the draft model is accepted.
+    draft = (torch.full((1, 1), 5), logits[:, :1], torch.full((1, 1), 0.9), torch.rand(1))
+    assert torch_specops.verify_exact(logits, *draft)[1].tolist() == [1]
+
+
+@pytest.mark.parametrize("op", DRAWING_OPS)
+def test_cases_are_what_their_names_say(op: str) -> None:
+    cases = {case.name.rsplit("-", 1)[0]: case.args for case in sample_inputs(op, vocab_sizes=[17])}
+    logits = "logits" if op == "sample" else "target_logits"
+    assert {args[logits].dtype for args in cases.values()} == {torch.float32, torch.bfloat16, torch.float16}
+    assert not cases["batch_sliced"][logits].is_contiguous() and cases["transposed"][logits].stride(-1) != 1
+    sliced = cases["vocab_sliced"][logits]
+    assert sliced.stride(-2) % 2 == 1 and sliced.storage_offset() % 2 == 1
+    assert cases["expanded"][logits].stride(0) == 0
+    # The same call gives the same numbers, another seed others.
+    again, other = (next(iter(sample_inputs(op, vocab_sizes=[17], seed=seed))).args[logits] for seed in (0, 1))
+    assert torch.equal(cases["k3"][logits], again) and not torch.equal(again, other)
+
+
+@pytest.mark.parametrize("op", VERIFY_OPS)
+def test_cases_reach_every_length_of_the_walk(op: str) -> None:
+    """Acceptances of every length 0..K, drafts that are padding, and rejections in rows of every kind."""
+    lengths = set()
+    for case in sample_inputs(op, vocab_sizes=[17]):
+        _, n = getattr(torch_specops, op)(**case.args)
+        lengths |= {(case.args["draft_tokens"].shape[1], int(v)) for v in n}
+    assert {(k, n) for k in (0, 1, 3, 8) for n in range(k + 1)} <= lengths
+
+
+def shifted_cdf(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The token after the one drawn, within the vocabulary."""
+    tokens, last = getattr(reference, op)(**args)
+    if op == "sample":
+        return torch.where(tokens >= 0, (tokens + 1) % args["logits"].shape[1], tokens), last
+    rows = torch.arange(len(last))
+    tokens[rows, last] = (tokens[rows, last] + 1) % args["target_logits"].shape[2]
+    return tokens, last
+
+
+def not_strict(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Accepts u l q <= p, which differs at u = 0: tokens that the target excludes are accepted."""
+    target = args["target_logits"].clone()
+    target[target == -torch.inf] = -80.0
+    return getattr(reference, op)(**args | {"target_logits": target})
+
+
+def on_changed_logits(op: str, args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    logits = {name: value for name, value in args.items() if name.endswith("logits") and value is not None}
+    return getattr(reference, op)(**args | {name: change(value) for name, value in logits.items()})
+
+
+def zero_filled(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Fills the rest of the last tile with logits of 0 in place of -inf."""
+    return on_changed_logits(op, args, lambda logits: torch.nn.functional.pad(logits, (0, 7)))
+
+
+def nan_as_zero(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    return on_changed_logits(op, args, lambda logits: torch.where(logits.isnan(), 0.0, logits))
+
+
+def half_precision(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Rounds the logits to bfloat16 first."""
+    return on_changed_logits(op, args, Tensor.bfloat16)
+
+
+def unwritten_tail(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    output, n = getattr(reference, op)(**args)
+    return torch.where(output == -1, 0, output), n
+
+
+def padding_in_the_output(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    output, n = getattr(reference, op)(**args)
+    tokens = args["draft_tokens"].long()
+    output[:, :-1] = torch.where(tokens < -1, tokens, output[:, :-1])
+    return output, n
+
+
+def moved_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """A search whose sums are off by 1e-3."""
+    name = "uniforms" if op == "sample" else "sample_uniforms"
+    return getattr(reference, op)(**args | {name: args[name] + 1e-3})
+
+
+def counts_the_next_token(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    output, n = getattr(reference, op)(**args)
+    return output, n + 1
+
+
+def ignores_temperature(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    return getattr(reference, op)(**{name: value for name, value in args.items() if name != "temperature"})
+
+
+def neighbours_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Row 0's number for every row."""
+    name = "uniforms" if op == "sample" else "sample_uniforms"
+    return getattr(reference, op)(**args | {name: args[name][:1].expand_as(args[name])})
+
+
+WRONG = [
+    (shifted_cdf, DRAWING_OPS),
+    (not_strict, VERIFY_OPS),
+    (zero_filled, DRAWING_OPS),
+    (nan_as_zero, DRAWING_OPS),
+    (half_precision, DRAWING_OPS),
+    (unwritten_tail, VERIFY_OPS),
+    (padding_in_the_output, VERIFY_OPS),
+    (counts_the_next_token, VERIFY_OPS),
+    (ignores_temperature, DRAWING_OPS),
+    (neighbours_uniforms, DRAWING_OPS),
+    (moved_uniforms, DRAWING_OPS),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "op"),
+    [pytest.param(wrong, op, id=f"{wrong.__name__}-{op}") for wrong, ops in WRONG for op in ops],
+)
+def test_wrong_implementation_is_caught(wrong: Callable[..., tuple[Tensor, ...]], op: str) -> None:
+    """The oracle with one mistake."""
+    assert any(compare(case, wrong(op, case.args)).wrong for case in sample_inputs(op, vocab_sizes=[17, 600]))
+
+
+def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:
+    """`verify_exact` of plain batches (softmax drafts, no padding, no temperature), with a mistake or none."""
+    p, q = (args[name].double().softmax(-1) for name in ("target_logits", "draft_logits"))
+    x, u, s = args["draft_tokens"].unsqueeze(-1), args["accept_uniforms"], args["sample_uniforms"].unsqueeze(-1)
+    num_drafts, rows = x.shape[1], torch.arange(len(x))
+    p_x, q_x = p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
+    acceptance = {
+        "u < p": u < p_x,
+        "u < q / p": u * p_x < q_x,
+        "u < (p / q) ** 2": u < (p_x / q_x) ** 2,
+        "u < min(p / q, 0.9)": u < (p_x / q_x).clamp(max=0.9),
+        "p of the row after": u * q_x < p[:, 1:].gather(2, x).squeeze(-1),
+        "q of another token": u * q.gather(2, x.roll(1, 1)).squeeze(-1) < p_x,
+    }
+    accepted = acceptance.get(mistake, u * q_x < p_x)
+    n = accepted.sum(1) if mistake == "counts all acceptances" else accepted.long().cumprod(1).sum(1)
+    p_n, q_n = p[rows, n], torch.nn.functional.pad(q, (0, 0, 0, 1))[rows, n]
+    row_weights = {
+        "p in place of the residual": p_n,
+        "|p - q|": (p_n - q_n).abs(),
+        "q - p": torch.where((n < num_drafts).unsqueeze(-1), (q_n - p_n).clamp(min=0), p_n),
+        "residual of the first row": (p[:, 0] - q[:, 0]).clamp(min=0),
+        "q of the row before": (p_n - q[rows, (n - 1).clamp(min=0)]).clamp(min=0),
+        "bonus from the row before": torch.where((n < num_drafts).unsqueeze(-1), (p_n - q_n).clamp(min=0), p[:, -2]),
+    }
+    weights = row_weights.get(mistake, (p_n - q_n).clamp(min=0))
+    sums, total = weights.cumsum(-1), weights.sum(-1, keepdim=True)
+    above = {
+        "1 - s": sums > (1 - s) * total,
+        "sum before the token": sums - weights > s * total,
+        "not normalised": sums > s,
+    }
+    next_token = above.get(mistake, sums > s * total).int().argmax(-1)
+    output = torch.where(torch.arange(num_drafts + 1) < n.unsqueeze(-1), torch.nn.functional.pad(x[..., 0], (0, 1)), -1)
+    output[rows, n] = next_token
+    return output, n
+
+
+MISTAKES = [
+    "u < p",
+    "u < q / p",
+    "u < (p / q) ** 2",
+    "u < min(p / q, 0.9)",
+    "p of the row after",
+    "q of another token",
+    "counts all acceptances",
+    "p in place of the residual",
+    "|p - q|",
+    "q - p",
+    "residual of the first row",
+    "q of the row before",
+    "bonus from the row before",
+    "1 - s",
+    "sum before the token",
+    "not normalised",
+]
+
+
+def test_wrong_spelling_is_caught() -> None:
+    """What a loop written by hand may get wrong. Without a mistake nothing is wrong."""
+    seeds = range(6)
+    cases = [
+        case for seed in seeds for case in sample_inputs("verify_exact", vocab_sizes=[17], seed=seed, names=["k3"])
+    ]
+    caught = [
+        mistake for mistake in ("", *MISTAKES) if any(compare(c, own_exact(mistake, **c.args)).wrong for c in cases)
+    ]
+    assert caught == MISTAKES
+
+
+def test_a_boundary_belongs_to_the_token_above_it() -> None:
+    """Equal weights of a power of two add up without rounding, so that s lies on a boundary exactly."""
+    for vocab_size in (4, 2048):
+        s = torch.arange(vocab_size) / vocab_size
+        tokens, _ = torch_specops.sample(torch.zeros(vocab_size, vocab_size), s)
+        assert torch.equal(tokens, torch.arange(vocab_size))
+
+
+def test_rounding_is_told_from_a_mistake() -> None:
+    """The token below, where the uniform lies so far above the boundary of equal weights."""
+    logits, boundaries = torch.zeros(63, 64), torch.arange(1, 64, dtype=torch.float64) / 64
+    below = reference.sample(logits, boundaries - 0.01)
+    for distance, is_rounding in ((1e-5, True), (1e-4, False)):
+        case = Case("boundaries", "sample", {"logits": logits, "uniforms": boundaries + distance})
+        comparison = compare(case, below)
+        assert (comparison.rounding, len(comparison.wrong)) == ((63, 0) if is_rounding else (0, 63))
+        assert rounding_rows(case).sum() == comparison.rounding
+
+
+@pytest.mark.parametrize("op", DRAWING_OPS)
+def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
+    """Two likely tokens, between them others of 1e-9 down to 1e-26, and excluded ones: row b draws token b."""
+    logits = torch.full((67, 67), -math.inf)
+    logits[:, [0, 66]] = 0.0
+    logits[:, 2:66:2] = torch.linspace(-60.0, -20.0, 32)
+    tokens = torch.arange(67)
+    for distance, rounding, wrong in ((1e-5, 33, range(1, 66, 2)), (1e-4, 0, range(1, 67))):
+        s = torch.full((67,), 0.5 - distance)
+        args: dict[str, Any] = {"logits": logits, "uniforms": s}
+        got = tokens, logits.logsumexp(1)
+        if op != "sample":
+            drafts = {"draft_tokens": tokens.new_zeros(67, 0), "draft_logits": logits.new_zeros(67, 0, 67)}
+            args = {"target_logits": logits.unsqueeze(1), **drafts, "accept_uniforms": s.new_zeros(67, 0)}
+            args["sample_uniforms"] = s
+            got = tokens.unsqueeze(1), torch.zeros_like(tokens)
+        case = Case("unlikely tokens", op, args)
+        comparison = compare(case, got)
+        assert (comparison.rounding, comparison.wrong) == (rounding, list(wrong))
+        assert rounding_rows(case).tolist() == [rounding > 0] * 67
+
+
+def test_the_first_and_the_last_token_are_rounding_next_to_the_ends() -> None:
+    """Tokens of 1e-26; a uniform of 0 is exact."""
+    logits = torch.tensor([[-60.0, 0.0, -60.0]] * 4)
+    s = torch.tensor([2.0**-24, 1 - 2.0**-24, 0.0, 0.5])
+    case = Case("ends", "sample", {"logits": logits, "uniforms": s})
+    comparison = compare(case, (torch.tensor([0, 2, 1, 2]), logits.logsumexp(1)))
+    assert (comparison.rounding, comparison.wrong) == (2, [2, 3])
+    assert rounding_rows(case).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("lenience, is_rounding", [(1.0, True), (0.9, False)])
+def test_a_rejection_is_told_from_a_mistake(lenience: float, is_rounding: bool) -> None:
+    """Of drafts with p = q, at uniforms next to 1: sums in another order make p a little less. Without rounding only a
+    uniform of 1 is rejected, and none with a lenience."""
+    (case,) = sample_inputs("verify_exact", vocab_sizes=[17], names=["tie_same"])
+    args = case.args | {"lenience": lenience}
+    one = torch.where(args["accept_uniforms"] > 0.9, 1.0, args["accept_uniforms"].double())
+    comparison = compare(
+        Case("next to 1", "verify_exact", args), reference.verify_exact(**args | {"accept_uniforms": one / lenience})
+    )
+    assert comparison.rounding + len(comparison.wrong) > 0
+    assert (comparison.rounding > 0, comparison.wrong == []) == (is_rounding, is_rounding)
+
+
+def test_wrong_lse_is_caught() -> None:
+    """An lse that is off by 2e-5, a hundred times float32's rounding there, or not -inf where no token is."""
+    for case in sample_inputs("sample", vocab_sizes=[17]):
+        tokens, lse = reference.sample(**case.args)
+        if case.name in ("k3-V17", "bf16-V17"):
+            assert compare(case, (tokens, lse + 2e-5)).wrong == list(range(6))
+        if case.name == "target_nan-V17":
+            assert compare(case, (tokens, lse.nan_to_num(neginf=0.0))).wrong == [0, 1]
+
+
+def test_wrong_shapes_and_dtypes_are_caught() -> None:
+    case = next(iter(sample_inputs("verify_exact", vocab_sizes=[17])))
+    output, n = reference.verify_exact(**case.args)
+    for wrong in ((output[:, :-1], n), (output.int(), n), (output, n.int()), (output,), (output, n, n)):
+        with pytest.raises(AssertionError, match="k3-V17: expected"):
+            compare(case, wrong)
+
+
+def test_poison_reaches_every_allocation() -> None:
+    before = torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty
+    with poison_memory():
+        model = torch.zeros(3, dtype=torch.float16)
+        for fresh in (torch.empty(3), torch.empty_like(model), torch.empty_strided((3,), (1,)), model.new_empty(3)):
+            assert fresh.isnan().all()
+        assert torch.empty(2, dtype=torch.int32).tolist() == [-(2**31) + 7] * 2
+        assert torch.empty(2, dtype=torch.int64).tolist() == [-(2**63) + 7] * 2
+        assert torch.empty(2, dtype=torch.bool).all()
+    assert before == (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)

@@ -1,0 +1,300 @@
+"""Processors: each is that of transformers, sampled text has the exact law, and wrong loops are caught.
+
+The law is enumerated: every text of up to three tokens goes through transformers' own processors (and through OpenAI's
+formula of the presence and frequency penalty), so that the drafts before a position have to count.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, joint_law, make_draft, p_values
+from tiny_laws import prompts as law_prompts
+from tiny_loops import DRAFTS
+from tiny_models import PairModel, padded, perturbed, raised, tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_piece
+from torch_specops.decode import step
+from torch_specops.decode.state import DecodeState
+from torch_specops.drafts import ModelDraft, PromptLookup
+from torch_specops.drafts.hierarchical import HierarchicalDraft
+
+# Of three kinds of rows. The first mixes penalties, so that the order of biases and penalties shows; the second has
+# words and n-grams that prompts and drafts begin; the third may end with token 5, but not at once.
+ROWS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.9, "logit_bias": {0: 1.5, 4: -math.inf}},
+    {"no_repeat_ngram_size": 2, "bad_words": [[1, 2], [2, 3], [0, 1], [3]], "repetition_penalty": 0.8},
+    {"presence_penalty": 1.1, "frequency_penalty": -0.6, "min_new_tokens": 2, "bad_words": [[5], [1, 1, 1]]},
+]
+EOS = [[], [], [5]]
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "bad_words": [],
+}
+
+
+def batch_params(kinds: list[int], **others: Any) -> SamplingParams:
+    """Of a batch with a row for each kind."""
+    fields = {name: [(NEUTRAL | ROWS[kind])[name] for kind in kinds] for name in NEUTRAL}
+    return SamplingParams(**fields, **others)
+
+
+def expected_logits(kind: int, prompt: list[int], new: list[int], logits: Tensor) -> Tensor:
+    """[V] -> [V], by transformers. For bad words another token comes before the text, because transformers 5.17 ignores
+    words that are longer than the text."""
+    row, eos = NEUTRAL | ROWS[kind], EOS[kind]
+    ids = torch.tensor([[*prompt, *new]])
+    processors = LogitsProcessorList()
+    if row["logit_bias"]:
+        processors.append(SequenceBiasLogitsProcessor({(t,): float(value) for t, value in row["logit_bias"].items()}))
+    if row["repetition_penalty"] != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(row["repetition_penalty"]))
+    if row["no_repeat_ngram_size"]:
+        processors.append(NoRepeatNGramLogitsProcessor(row["no_repeat_ngram_size"]))
+    if row["bad_words"]:
+        words = NoBadWordsLogitsProcessor(row["bad_words"], eos)
+        processors.append(lambda ids, scores: words(torch.nn.functional.pad(ids, (1, 0), value=V - 1), scores))
+    if row["min_new_tokens"]:
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), row["min_new_tokens"], eos))
+    counts = torch.bincount(torch.tensor(new, dtype=torch.int64), minlength=V)
+    penalties = row["frequency_penalty"] * counts + row["presence_penalty"] * (counts > 0)
+    return processors(ids, logits.unsqueeze(0).clone())[0] - penalties
+
+
+def exact_law(kind: int, prompt: list[int], temperature: float, **filters: Any) -> Tensor:
+    """[V, V, V]; what follows an eos is that eos."""
+
+    def next_law(new: list[int]) -> Tensor:
+        if any(token in EOS[kind] for token in new):
+            return torch.eye(V, dtype=torch.float64)[new[-1]]
+        text = [*prompt, *new]
+        logits = expected_logits(kind, prompt, new, TARGET[text[-2], text[-1]]) / temperature
+        return filtered(logits.double(), **filters).softmax(-1)
+
+    return joint_law(next_law)
+
+
+def law_p_values(kind: str, num_draft_tokens: int, trials: int = TRIALS, **options: Any) -> dict[str, float]:
+    kinds = [row // 2 % len(ROWS) for row in range(trials)]
+    filters = {name: value for name, value in options.items() if name.startswith("top")}
+    decoder = SpeculativeDecoder(
+        PairModel(TARGET),
+        make_draft(kind),
+        num_draft_tokens=num_draft_tokens,
+        sampling=batch_params(kinds, temperature=0.9, **filters),
+        verify=options.get("verify", "exact"),
+    )
+    input_ids, mask = law_prompts(trials)
+    eos = [EOS[kind] for kind in kinds]
+    output = decoder.generate(
+        input_ids, attention_mask=mask, max_new_tokens=LENGTH, seed=SEED, eos_token_id=eos, pad_token_id=5
+    )
+    tokens = torch.nn.functional.pad(output.sequences, (0, LENGTH), value=5)
+    tokens = tokens.gather(1, output.prompt_lengths.unsqueeze(1) + torch.arange(LENGTH))
+    chosen = torch.tensor(kinds)
+    return {
+        f"rows {index}, {prompt}": value
+        for index in range(len(ROWS))
+        for prompt, value in p_values(
+            tokens[chosen == index], [exact_law(index, prompt, 0.9, **filters) for prompt in PROMPTS]
+        ).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_draft_tokens", "options"),
+    [
+        ("nothing", 1, {"top_k": 3}),
+        ("close", 3, {}),
+        ("opposite", 2, {"verify": "block"}),
+        ("close", 2, {"top_k": 4, "top_p": 0.9}),
+        ("prompt lookup", 3, {}),
+        ("over prompt lookup", 3, {}),
+        ("n-gram with counts", 3, {"top_k": 3}),
+    ],
+)
+def test_sampled_text_has_the_law(kind: str, num_draft_tokens: int, options: dict[str, Any], report: Report) -> None:
+    found = law_p_values(kind, num_draft_tokens, **options)
+    expect_laws(report, f"processors, {kind} draft, K = {num_draft_tokens}, {options}", found)
+
+
+def wrongly_processed(shift: int, state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Tensor:
+    """Each position sees the prefix alone (shift = 0), or one draft more than come before it (1)."""
+    lengths = state.lengths.unsqueeze(1) + torch.zeros(drafts.shape[1] + 1, dtype=torch.int64)
+    if shift:
+        lengths = lengths + (torch.arange(drafts.shape[1] + 1) + shift).clamp(max=drafts.shape[1])
+    places = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1])
+    return state.sampling.process(target_logits, state.tokens.scatter(1, places, drafts.clamp(min=0)), lengths)
+
+
+@pytest.mark.parametrize(("wrong", "shift"), [("forgets the drafts", 0), ("sees the draft that it judges", 1)])
+@pytest.mark.parametrize("kind", ["close", "opposite"])
+def test_a_wrong_loop_is_caught(
+    kind: str, wrong: str, shift: int, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_processed", lambda *arguments: wrongly_processed(shift, *arguments))
+    expect_caught(report, f"processors, a loop that {wrong}, {kind} draft", law_p_values(kind, 2, FEWER_TRIALS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_like_the_target_is_accepted(temperature: float) -> None:
+    """Only if it is processed as the target is, with its own drafts in the text."""
+    kinds = [row % len(ROWS) for row in range(60)]
+    input_ids, mask = law_prompts(60)
+    draws = {"seed": 3, "eos_token_id": [EOS[kind] for kind in kinds], "pad_token_id": 5}
+    for draft in (ModelDraft(PairModel(TARGET)), HierarchicalDraft(PairModel(TARGET), PromptLookup(min_ngram=1))):
+        sampling = batch_params(kinds, temperature=temperature)
+        decoder = SpeculativeDecoder(PairModel(TARGET), draft, num_draft_tokens=3, sampling=sampling)
+        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=5, **draws)
+        assert output.stats.acceptance_rate > 0.999, type(draft)
+
+
+def test_random_texts_as_transformers_has_them() -> None:
+    """Sizes that the tables above do not have, in rows that differ, over texts shorter and longer than they are."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, words = [1, 2, 3, 5, 0], [[[1, 0, 2], [3]], [[0, 1]], [], [[2, 2, 2, 2, 1], [4, 0]], [[0]]]
+    penalties = [1.2, 1.0, 0.7, 3.0, 1.0]
+    biases: list[dict[int, float]] = [{0: 1.5}, {}, {3: -0.5, 1: 2.0}, {}, {2: -math.inf}]
+    params = SamplingParams(
+        no_repeat_ngram_size=sizes,
+        bad_words=words,
+        logit_bias=biases,
+        repetition_penalty=penalties,
+    )
+    for width in (1, 2, 3, 8, 13, 30):
+        text = torch.randint(0, V - 1, (5, 30), generator=generator)
+        lengths = torch.stack([torch.full((5,), width), torch.randint(1, 31, (5,), generator=generator)], 1)
+        logits = 2 * torch.randn(5, 2, V, generator=generator)
+        tensors = params.tensors(5, prompt_lengths=torch.ones(5, dtype=torch.int64))
+        found, given = tensors.process(logits, text, lengths), logits.clone()
+        for row in range(5):
+            for place in range(2):
+                processors = LogitsProcessorList()
+                if biases[row]:
+                    sequences = {(token,): value for token, value in biases[row].items()}
+                    processors.append(SequenceBiasLogitsProcessor(sequences))
+                processors.append(RepetitionPenaltyLogitsProcessor(penalties[row]))
+                processors += [NoRepeatNGramLogitsProcessor(size) for size in sizes[row : row + 1] if size]
+                ids = text[row : row + 1, : int(lengths[row, place])]
+                expected = processors(ids, logits[row : row + 1, place].clone())
+                # As in `expected_logits`.
+                ids = torch.nn.functional.pad(ids, (1, 0), value=V - 1)
+                for each in words[row : row + 1]:
+                    expected = NoBadWordsLogitsProcessor(each)(ids, expected) if each else expected
+                assert torch.equal(found[row, place], expected[0])
+        assert torch.equal(logits, given)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("eager", "perturbed"),
+        ("eager", "hierarchical"),
+        ("eager", "n-gram with counts"),
+        pytest.param("inductor", "perturbed", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And batches with other values, or fewer words, compile nothing."""
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+    input_ids, mask = padded([[5, 6, 7, 8, 9, 5, 6], [3, 4, 3, 4]], "left")
+    first = {
+        "repetition_penalty": [1.4, 1.0],
+        "presence_penalty": [0.0, 0.5],
+        "frequency_penalty": 0.3,
+        "no_repeat_ngram_size": [2, 3],
+        "min_new_tokens": [0, 4],
+        "logit_bias": {7: 1.0},
+        "bad_words": [[5, 6], [9], [3, 4, 5]],
+    }
+    second = {"repetition_penalty": 0.9, "presence_penalty": -0.2, "frequency_penalty": [0.1, 0.0]} | {
+        "no_repeat_ngram_size": [4, 0],
+        "bad_words": [[[5, 7]], [[1], [2, 3, 4], [9], [5]]],
+    }
+    family = tiny("llama", num_hidden_layers=1)
+    decoders = [
+        SpeculativeDecoder(family, DRAFTS[kind]("llama"), num_draft_tokens=2, compile=compiled)
+        for compiled in (False, True)
+    ]
+    for index, values in enumerate((first, second, first)):
+        given: dict[str, Any] = {"sampling": SamplingParams(temperature=[0.0, 0.9], **values), "eos_token_id": (2, 3)}
+        with torch.compiler.set_stance("fail_on_recompile" if index else "default"):
+            outputs = [
+                decoder.generate(input_ids, attention_mask=mask, max_new_tokens=16, seed=5, **given).sequences
+                for decoder in decoders
+            ]
+        assert torch.equal(*outputs)
+    assert not counters["graph_break"]
+    fresh = SpeculativeDecoder(family, DRAFTS[kind]("llama"), num_draft_tokens=2, compile=False)
+    again = fresh.generate(input_ids, attention_mask=mask, max_new_tokens=16, seed=5, **given)
+    assert torch.equal(again.sequences, outputs[0])
+
+
+@torch.inference_mode()
+def test_log_probabilities_are_before_or_after_processors() -> None:
+    model = tiny("llama")
+    sampling = SamplingParams(temperature=0.8, repetition_penalty=1.5, no_repeat_ngram_size=2, top_k=20)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2)])
+    for kind, after in (("raw", []), ("processed", [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20)])):
+        decoder = SpeculativeDecoder(model, perturbed(model), num_draft_tokens=3, sampling=sampling)
+        output = decoder.generate(torch.tensor([[1, 17, 5, 17]]), max_new_tokens=16, seed=1, logprobs=kind)
+        text, logprobs = output.sequences[:1], output.logprobs
+        assert logprobs is not None
+        for place in range(4, 20):
+            logits = model(text[:, :place]).logits[:, -1].float()
+            for processor in [*processors, *after] if kind == "processed" else []:
+                logits = processor(text[:, :place], logits)
+            expected = logits.log_softmax(-1)[0, text[0, place]]
+            torch.testing.assert_close(logprobs[0, place], expected, rtol=0, atol=1e-5)
+
+
+def test_what_does_not_fit_the_batch_or_the_target_is_named() -> None:
+    prompt_lengths = torch.tensor([2, 2])
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"logit_bias": [{1: 1.0}]}, ValueError, "logit_bias: expected one for all sequences or 2, got 1"),
+        ({"bad_words": [[[1]], [], []]}, ValueError, "bad_words: expected one for all sequences or 2, got 3"),
+        ({"repetition_penalty": [1.1]}, ValueError, "repetition_penalty: expected one number or 2, got shape"),
+        ({"min_new_tokens": [1, 1, 1]}, ValueError, "min_new_tokens: expected one number or 2, got shape"),
+        ({"bad_words": [[1, 6]]}, ValueError, r"logit_bias, bad_words: expected tokens in \[0, 6\), .* got 6"),
+    ]
+
+    def tensors(fields: dict[str, Any]) -> object:
+        return SamplingParams(**fields).tensors(2, prompt_lengths=prompt_lengths, vocab_size=6)
+
+    assert raised(tensors, cases) == []
+    with pytest.raises(ValueError, match="prompt_lengths: expected the prompts' lengths"):
+        SamplingParams(presence_penalty=1.0).tensors(2)
+
+
+def test_neutral_values_leave_no_processors() -> None:
+    """So that a batch without them runs the graphs without them."""
+    neutral = NEUTRAL | {"repetition_penalty": [1.0, 1], "logit_bias": [None, {}], "bad_words": [[], [[5]]]}
+    eos = torch.tensor([[2, -1], [5, 2]])
+    for fields in ({}, NEUTRAL, neutral):
+        tensors = SamplingParams(**fields).tensors(2, prompt_lengths=torch.tensor([1, 1]), eos=eos)
+        assert tensors.processors is None

@@ -1,0 +1,403 @@
+"""The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
+
+A public function packs its arguments into one object (`arguments.py`), refuses what is not a plain tensor or number,
+and calls the op. The op checks shapes, dtypes and ranges, and branches: CPU tensors go to `cpu/`, whose dense form
+Inductor inlines and fuses; CUDA tensors to the Triton launchers of `cuda/`, which `torch.compile` and AOTInductor
+inline as kernels.
+
+Under Dynamo the functions make all checks themselves: Dynamo buries an op's exception in pages of its own, but breaks
+the graph where a function raises, so that the eager call raises the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_tensor
+from . import cpu
+from .arguments import (
+    Filters,
+    SigmoidArguments,
+    VerifyArguments,
+    check_filter_logits,
+    check_kinds,
+    check_sample,
+    check_verify_block,
+    check_verify_exact,
+    check_verify_sigmoid,
+    filters_of,
+)
+from .registration import register_op
+from .tracing import on_device_of
+
+__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
+
+if TYPE_CHECKING:
+    PerRow = Tensor | float | None
+else:
+    # The ops take tensors, and their schemas come from the functions' signatures.
+    PerRow = Tensor | None
+
+
+def verify_exact(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: PerRow = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+    argmax_lenience: float = 1.0,
+    filter_draft: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
+
+    Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
+    token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
+    2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
+    have exactly the target's law. Arithmetic is float32 or better. docs/math.md states the law in full, for NaN, masked
+    and padded input too.
+
+    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
+    sampling with the same filters. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
+    softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have another law.
+    No filtered copy is written either way.
+
+    Args:
+        target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
+            +inf as the largest float32. A row with no finite entry yields the token -1.
+        draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
+            token is drawn from p there. So rows with different numbers of drafts can share a batch.
+        draft_logits: [B, K, V] float32, bfloat16 or float16 (the dtype may differ from the target's): exactly the
+            logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
+        accept_uniforms: [B, K] float32 or float64 in [0, 1).
+        sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
+        temperature: [B] float32 >= 0, or a number for all rows; applied to both sides. None = 1, 0 = greedy row. Where
+            it is negative or NaN, nothing is accepted and the next token is -1.
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: of the tokens that the
+            filters keep, or of all with `filter_draft=False`. With it only one draft row is read, unless the draft is
+            filtered. A value that is not finite makes q zero.
+        lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
+            al. appendix A.5). Greedy rows ignore it.
+        top_k: [B] int64 or int32, or an int; as in `filter_logits`. Applied to both sides, like the temperature, unless
+            `filter_draft` is False.
+        top_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
+        min_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
+        argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
+            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
+            then differ from the target's greedy one. Sampled rows ignore it.
+        filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
+            q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
+
+    Returns:
+        output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
+        num_accepted [B] int64 in 0..K: accepted drafts only.
+
+    Raises:
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> target = torch.full((1, 3, 4), -torch.inf)
+        >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
+        >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
+        (tensor([[ 2,  3, -1]]), tensor([1]))
+    """
+    filters = filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    given = VerifyArguments(*args, argmax_lenience, filter_draft)
+    check_kinds(given)
+    if torch.compiler.is_compiling():
+        check_verify_exact(given)
+    return torch.ops.specops.verify_exact.default(*given)
+
+
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    temperature: PerRow = None,
+    draft_lse: Tensor | None = None,
+    lenience: float = 1.0,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+    filter_draft: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
+
+    With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
+    h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
+    A failure does not end the walk: a likely token makes up for an earlier unlikely one. The next token is drawn from
+    max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
+    emitted tokens have exactly the target's law, and every number of drafts is accepted at least as often as by
+    `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
+
+    It reads more than `verify_exact`: every row once, then the pairs of rows at which the block may still end.
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
+        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens behind it are ignored.
+        draft_logits: [B, K, V] or None, as in `verify_exact`.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
+        draft_lse: [B, K], as in `verify_exact`. With it the draft rows are read once, otherwise twice.
+        lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
+            `verify_exact`.
+        top_k: [B] int64 or int32, or an int, as in `verify_exact`.
+        top_p: [B] float32, or a number, as in `verify_exact`.
+        min_p: [B] float32, or a number, as in `verify_exact`.
+        filter_draft: as in `verify_exact`.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
+            than 1.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+        >>> rows = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2))
+        >>> block = (*rows, torch.tensor([[0.9, 0.9]]), torch.tensor([0.5]))
+        >>> torch_specops.verify_exact(*block)             # 0 is rejected: p / q = 1/2
+        (tensor([[ 1, -1, -1]]), tensor([0]))
+        >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
+        (tensor([[0, 1, 1]]), tensor([2]))
+    """
+    filters = filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    given = VerifyArguments(*args, filter_draft=filter_draft)
+    check_kinds(given)
+    if torch.compiler.is_compiling():
+        check_verify_block(given)
+    return torch.ops.specops.verify_block.default(*args, filter_draft)
+
+
+def verify_sigmoid(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor,
+    accept_uniforms: Tensor,
+    sample_uniforms: Tensor,
+    alpha: float = -1e3,
+    beta: float = 1e3,
+    temperature: PerRow = None,
+) -> tuple[Tensor, Tensor]:
+    """Verify with sigmoid scores in place of probabilities: LOSSY, but it reads two logits per draft instead of rows.
+
+    The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
+    (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to one, so the emitted tokens do not have the
+    target's law. With a large beta - alpha the scores are nearly constant, and nearly every draft is accepted. The
+    bonus token (all K accepted) is drawn from softmax(target_logits[:, K] / T).
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
+        draft_tokens: [B, K], as in `verify_exact`.
+        draft_logits: [B, K, V], as in `verify_exact` but required.
+        accept_uniforms: [B, K], as in `verify_exact`.
+        sample_uniforms: [B], as in `verify_exact`.
+        alpha: in (-1e36, -1e-36), in units of a scaled logit.
+        beta: in (1e-36, 1e36).
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
+
+    Returns:
+        output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
+
+    Raises:
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.zeros(1, 3, 4)
+        >>> out, n = torch_specops.verify_sigmoid(
+        ...     logits, torch.tensor([[2, -1]]), logits[:, :2], torch.zeros(1, 2), torch.zeros(1))
+        >>> out, n                                         # equal scores: 2 is accepted, -1 is padding
+        (tensor([[ 2,  0, -1]]), tensor([1]))
+    """
+    given = SigmoidArguments(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        accept_uniforms,
+        sample_uniforms,
+        alpha,
+        beta,
+        filters_of("target_logits", target_logits, temperature).temperature,
+    )
+    check_kinds(given)
+    if torch.compiler.is_compiling():
+        check_verify_sigmoid(given)
+    return torch.ops.specops.verify_sigmoid.default(*given)
+
+
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
+
+    Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
+    then its q is the distribution that was sampled from (the draws from M_q in Leviathan et al. 2023, Algorithm 1).
+    With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy is written.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
+            largest float32.
+        uniforms: [N] float32 or float64 in [0, 1).
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum).
+        top_k: [N] int64 or int32, or an int, as in `filter_logits`.
+        top_p: [N] float32, or a number, as in `filter_logits`.
+        min_p: [N] float32, or a number, as in `filter_logits`.
+
+    Returns:
+        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
+        row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
+        lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
+
+    Raises:
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
+        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
+        (tensor([1, 1]), tensor([0.6931, 0.0000]))
+        >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=2.0, top_k=1)[0]
+        tensor([1, 1])
+    """
+    filters = filters_of("logits", logits, temperature, top_k, top_p, min_p)
+    check_tensor("uniforms", uniforms)
+    check_kinds(filters)
+    if torch.compiler.is_compiling():
+        check_sample(logits, uniforms, filters)
+    return torch.ops.specops.sample.default(logits, uniforms, *filters)
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+) -> Tensor:
+    """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
+
+    These are the filters of transformers' `generate`, also for ties. `sample` and `verify_exact` take them as arguments
+    and write no filtered copy, so this op is for other samplers, and for drafts that have their own filters. The law is
+    in docs/math.md, section 15.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16; any strides.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes what top_p and min_p keep; the
+            logits stay undivided. Greedy rows (0) keep every token.
+        top_k: [N] int64 or int32, or an int: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps
+            all.
+        top_p: [N] float32, or a number: of what top_k kept, in descending order (equal logits: higher index first),
+            keep each token before which the probabilities sum to less than top_p (by more than its rounding to
+            float32); >= 1 keeps all, <= 0 only the first.
+        min_p: [N] float32, or a number: keep tokens of at least min_p times the largest probability; <= 0 keeps all,
+            >= 1 the maxima.
+
+    Returns:
+        [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit unchanged. A
+        negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
+
+    Raises:
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0]])
+        >>> torch_specops.filter_logits(logits, top_k=torch.tensor([2, 0]), top_p=torch.tensor([1.0, 0.7]))
+        tensor([[-inf, 3., 2., 2.],
+                [-inf, 3., -inf, 2.]])
+    """
+    filters = filters_of("logits", logits, temperature, top_k, top_p, min_p)
+    check_kinds(filters)
+    if torch.compiler.is_compiling():
+        check_filter_logits(logits, filters)
+    return torch.ops.specops.filter_logits.default(logits, *filters)
+
+
+@register_op(verify_exact, opaque_from=2**15)
+def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
+    given = VerifyArguments(*args)
+    check_verify_exact(given)
+    if given.target_logits.device.type != "cuda":
+        return cpu.verify_exact(given)
+    from .cuda.exact import verify_exact as launch
+
+    with on_device_of(given.target_logits):
+        return launch(given)
+
+
+@register_op(verify_block, opaque_from=2**15)
+def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
+    # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
+    given = VerifyArguments(*args[:11])._replace(filter_draft=all(args[11:]))
+    check_verify_block(given)
+    if given.target_logits.device.type != "cuda":
+        return cpu.verify_block(given)
+    from .cuda.block import verify_block as launch
+
+    with on_device_of(given.target_logits):
+        return launch(given)
+
+
+@register_op(verify_sigmoid)
+def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
+    given = SigmoidArguments(*args)
+    check_verify_sigmoid(given)
+    if given.target_logits.device.type != "cuda":
+        return cpu.verify_sigmoid(given)
+    from .cuda.sigmoid import verify_sigmoid as launch
+
+    with on_device_of(given.target_logits):
+        return launch(given)
+
+
+@register_op(sample, opaque_from=2**16)
+def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    filters = Filters(*args)
+    check_sample(logits, uniforms, filters)
+    if logits.device.type != "cuda":
+        return cpu.sample(logits, uniforms, filters)
+    from .cuda.sample import sample as launch
+
+    with on_device_of(logits):
+        return launch(logits, uniforms, filters)
+
+
+@register_op(filter_logits)
+def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
+    filters = Filters(*args)
+    check_filter_logits(logits, filters)
+    if logits.device.type != "cuda":
+        return cpu.filter_logits(logits, filters)
+    from .cuda.filter import filter_logits as launch
+
+    with on_device_of(logits):
+        return launch(logits, filters)

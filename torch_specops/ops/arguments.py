@@ -1,0 +1,252 @@
+"""The arguments of each op as one object, which `cpu/` and `cuda/` take, and their checks.
+
+Names, order, defaults and meaning are those of the public functions in `api.py`. The checks read metadata only, so they
+need no synchronisation and work on fake tensors too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_bounds, check_fraction, check_number, check_tensor
+
+__all__ = [
+    "Filters",
+    "SigmoidArguments",
+    "VerifyArguments",
+    "check_filter_logits",
+    "check_kinds",
+    "check_sample",
+    "check_verify_block",
+    "check_verify_exact",
+    "check_verify_sigmoid",
+    "filters_of",
+]
+
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS = (torch.int64, torch.int32)
+UNIFORMS = (torch.float32, torch.float64)
+FLOAT32 = (torch.float32,)
+
+
+class Filters(NamedTuple):
+    """Parameters that turn a row of logits into a distribution: an entry for each row, [N] or [B]; None = not used."""
+
+    temperature: Tensor | None = None  # [N] float32
+    top_k: Tensor | None = None  # [N] int64 or int32
+    top_p: Tensor | None = None  # [N] float32
+    min_p: Tensor | None = None  # [N] float32
+
+    def at(self, rows: slice | list[int]) -> Filters:
+        return Filters(*(None if value is None else value[rows] for value in self))
+
+    @property
+    def removes_tokens(self) -> bool:
+        """True if there is a filter besides the temperature."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
+
+class VerifyArguments(NamedTuple):
+    """The arguments of `verify_exact`; `verify_block` has all but `argmax_lenience`."""
+
+    target_logits: Tensor  # [B, K+1, V]
+    draft_tokens: Tensor  # [B, K]
+    draft_logits: Tensor | None  # [B, K, V]
+    accept_uniforms: Tensor  # [B, K]
+    sample_uniforms: Tensor  # [B]
+    temperature: Tensor | None = None  # [B]
+    draft_lse: Tensor | None = None  # [B, K]
+    lenience: float = 1.0
+    top_k: Tensor | None = None  # [B]
+    top_p: Tensor | None = None  # [B]
+    min_p: Tensor | None = None  # [B]
+    argmax_lenience: float = 1.0
+    filter_draft: bool = True
+
+    @property
+    def filters(self) -> Filters:
+        """The filters of the target's rows."""
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def draft_filters(self) -> Filters:
+        return self.filters if self.filter_draft else Filters(self.temperature)
+
+
+class SigmoidArguments(NamedTuple):
+    """The arguments of `verify_sigmoid`."""
+
+    target_logits: Tensor  # [B, K+1, V]
+    draft_tokens: Tensor  # [B, K]
+    draft_logits: Tensor  # [B, K, V]
+    accept_uniforms: Tensor  # [B, K]
+    sample_uniforms: Tensor  # [B]
+    alpha: float = -1e3
+    beta: float = 1e3
+    temperature: Tensor | None = None  # [B]
+
+
+def check_verify_exact(given: VerifyArguments) -> None:
+    """Shapes, dtypes, devices and ranges, as the docstring of `torch_specops.verify_exact` states them."""
+    _check_verify(given)
+    if given.draft_lse is not None:
+        if given.draft_logits is None:
+            raise ValueError(
+                "draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp), "
+                f"got shape {_shape(given.draft_lse)}"
+            )
+        drafts = tuple(given.draft_tokens.shape)
+        _check("draft_lse", given.draft_lse, drafts, "[B, K]", FLOAT32, given.target_logits.device)
+    check_fraction("lenience", given.lenience)
+    _check_filters(given.filters, given.target_logits, "[B]")
+    check_fraction("argmax_lenience", given.argmax_lenience)
+
+
+def check_verify_block(given: VerifyArguments) -> None:
+    if given.lenience != 1.0:
+        raise ValueError(f"lenience: expected 1.0, the only one that block verification has, got {given.lenience}")
+    check_verify_exact(given)
+
+
+def check_verify_sigmoid(given: SigmoidArguments) -> None:
+    check_tensor("draft_logits", given.draft_logits, plain=False)
+    _check_verify(given)
+    _check_filters(Filters(given.temperature), given.target_logits, "[B]")
+    check_bounds(given.alpha, given.beta)
+
+
+def check_sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> None:
+    check_filter_logits(logits, filters)
+    _check("uniforms", uniforms, (logits.shape[0],), "[N]", UNIFORMS, logits.device)
+
+
+def check_filter_logits(logits: Tensor, filters: Filters) -> None:
+    _check_logits("logits", logits, "[N, V]")
+    _check_filters(filters, logits, "[N]")
+
+
+def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
+    """The checks that all verify ops share, except for that of the temperature."""
+    logits = given.target_logits
+    _check_logits("target_logits", logits, "[B, K+1, V]")
+    batch, num_drafts, vocab_size = logits.shape[0], logits.shape[1] - 1, logits.shape[2]
+    if num_drafts < 0:
+        raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {_shape(logits)}")
+    drafts, device = (batch, num_drafts), logits.device
+    _check("draft_tokens", given.draft_tokens, drafts, "[B, K]", TOKENS, device)
+    if given.draft_logits is not None:
+        _check("draft_logits", given.draft_logits, (*drafts, vocab_size), "[B, K, V]", LOGITS, device)
+    _check("accept_uniforms", given.accept_uniforms, drafts, "[B, K]", UNIFORMS, device)
+    _check("sample_uniforms", given.sample_uniforms, (batch,), "[B]", UNIFORMS, device)
+
+
+def _check_filters(filters: Filters, logits: Tensor, axes: str) -> None:
+    """One entry for each index of the logits' first dimension."""
+    for name, value in zip(filters._fields, filters, strict=True):
+        if value is not None:
+            dtypes = TOKENS if name == "top_k" else FLOAT32
+            _check(name, value, (logits.shape[0],), axes, dtypes, logits.device)
+
+
+def _check_logits(name: str, logits: Tensor, axes: str) -> None:
+    _check_strided(name, logits)
+    rank = axes.count(",") + 1
+    if logits.dim() != rank:
+        raise ValueError(f"{name}: expected {rank} dimensions {axes}, got shape {_shape(logits)}")
+    _check_dtype(name, logits, LOGITS)
+    if logits.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name}: expected a CPU or CUDA tensor, got one on {logits.device}")
+    # Token indices are 32-bit inside the kernels.
+    if not 1 <= logits.shape[-1] < 2**31 - 2**16:
+        raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {_shape(logits)}")
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    axes: str,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    _check_strided(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {_shape(tensor)}")
+    _check_dtype(name, tensor, dtypes)
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, as the logits are, got one on {tensor.device}")
+
+
+def _check_strided(name: str, tensor: Tensor) -> None:
+    # The dispatcher passes a None for a required tensor on to the op as an undefined tensor.
+    check_tensor(name, tensor, plain=False)
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
+
+
+def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def filters_of(
+    name: str,
+    logits: Tensor,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    *,
+    plain: bool = True,
+) -> Filters:
+    """The filters of rows of logits as tensors. A number, whose range is checked, applies to all rows; `check_kinds`
+    refuses what is neither a number nor a tensor."""
+    check_tensor(name, logits, plain)
+    return Filters(
+        _per_row("temperature", temperature, logits),
+        _per_row("top_k", top_k, logits),
+        _per_row("top_p", top_p, logits),
+        _per_row("min_p", min_p, logits),
+    )
+
+
+LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "top_p": 1, "min_p": 1}
+
+
+def _per_row(name: str, value: Any, logits: Tensor) -> Any:
+    kinds: Any = int if name == "top_k" else (int, float)
+    if value is None or isinstance(value, (Tensor, bool)) or not isinstance(value, kinds):
+        return value
+    largest = LARGEST[name]
+    if not 0 <= value <= largest:
+        raise ValueError(f"{name}: expected a number in [0, {largest}], got {value}")
+    dtype = torch.int64 if name == "top_k" else torch.float32
+    # Traced, a product serves every number, while `torch.full` would be specialised to this one.
+    return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
+
+
+NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
+FLAGS = ("filter_draft",)
+# The types expected of arguments that may also be numbers.
+KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
+
+
+def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
+    """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
+    refuse the rest without naming the argument, or take a bool for a number."""
+    for name, value in zip(given._fields, given, strict=True):
+        if name in NUMBERS:
+            check_number(name, value)
+        elif name in FLAGS:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected a bool, got {type(value)}")
+        elif value is not None:
+            check_tensor(name, value, plain, KINDS.get(name, "a tensor"))

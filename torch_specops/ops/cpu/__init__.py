@@ -1,0 +1,18 @@
+"""The ops on a CPU. Each file has one op in two forms.
+
+The eager form reads the data: rows after the first rejection are not read, and a residual is computed only for
+sequences that need one. The dense form is plain torch without loops over data or data-dependent shapes; Inductor traces
+and fuses it, and large batches of short rows take it too. The accept rule of both is `walk.accepts`.
+
+Symbols as in docs/math.md: p is the target's distribution, q the draft's, x the draft tokens, z logits divided by the
+temperature. Logits are scaled and exponentiated in float32; sums, distribution functions and the few probabilities that
+decide an acceptance are float64. The distribution is that of `reference.py`.
+"""
+
+from .block import verify_block
+from .exact import verify_exact
+from .filters import filter_logits
+from .sample import sample
+from .sigmoid import verify_sigmoid
+
+__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]

@@ -1,0 +1,153 @@
+"""`specops::verify_block` on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..arguments import VerifyArguments
+from .eager_rows import Rows, inverse_of, read_rows, takes_dense_form
+from .eager_walk import Drafts, Outcome, next_tokens, output_of, parts, prefix_length, verify_greedy
+from .filters import row_bounds, scale_kept, scale_kept_tokens
+from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .walk import (
+    LEAST_RESIDUAL,
+    apply_greedy,
+    draft_indices,
+    logits_of,
+    output_rows,
+    prefix_lengths,
+    probability,
+    residual,
+    residual_or_target,
+    stats_from_lse,
+)
+
+
+def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
+    if takes_dense_form(given.target_logits, given.temperature):
+        return dense(given)
+    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
+    return output_of(given.draft_tokens, outcomes)
+
+
+def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
+    batch, num_drafts = given.draft_tokens.shape
+    inverse = inverse_of(given.temperature)
+    drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
+    p = read_rows(given.target_logits, inverse, given.filters)
+    p_x, q_x = p.probabilities(drafts.x), drafts.read(0, num_drafts)
+
+    n: list[int] = []
+    residuals: dict[int, Tensor] = {}
+    for b in range(batch):
+        # The block ends at padding, or at a target row without a finite logit.
+        end = prefix_length(drafts.in_vocab[b][i] and p.total[b][i] > 0 for i in range(num_drafts))
+        reach = [1.0]
+        for i in range(end):
+            p_i, q_i = p_x(b, i), q_x(b, i)
+            reach.append(min(reach[i] * p_i / q_i, 1.0) if q_i > 0 else 0.0)
+        accepted, residual = _longest(u[b], reach, p, drafts, b)
+        n.append(accepted)
+        if residual is not None:
+            residuals[b] = residual
+    rest = torch.cat(list(residuals.values())) if residuals else None
+    tokens = next_tokens(p, list(enumerate(n)), list(residuals), rest, given.sample_uniforms.tolist())
+    return list(zip(n, tokens, strict=True))
+
+
+def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int) -> tuple[int, Tensor | None]:
+    """How many drafts of sequence b are accepted, from the probabilities P_0 .. P_e to reach each; and the residual
+    [1, V] after them, or None at the end of the block."""
+    end = len(reach) - 1
+    if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
+        return end, None
+    for i in range(end - 1, 0, -1):
+        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
+        # even if the residual is empty.
+        if reach[i] > 0 and u[i - 1] < reach[i]:
+            residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
+            mass = float(residual.sum(dtype=torch.float64))
+            mass = mass if mass > LEAST_RESIDUAL else 0.0
+            if reach[i] == 1 or u[i - 1] * (mass + 1 - reach[i]) < mass:
+                return i, residual
+    return 0, drafts.residual(p.pick([(b, 0)]), [(b, 0)])
+
+
+def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature, filters = given.temperature, given.filters
+    num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
+    inverse_t = inverse_temperature(temperature)  # [B]
+    x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
+
+    # p(x) and q(x), [B, K], from the maximum and the sum of each row.
+    bounds = row_bounds(target_logits, filters)
+    z_p = scale_kept(target_logits, inverse_t, bounds)  # [B, K+1, V]
+    p_max, p_sum = softmax_stats(z_p)  # [B, K+1]
+    bounds = None if bounds is None else bounds.at(slice(None), slice(num_drafts))
+    z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
+    p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
+    if draft_logits is None:
+        q, q_x = None, torch.ones_like(p_x)
+    else:
+        bounds = row_bounds(draft_logits, given.draft_filters)
+        z_q = scale_kept(draft_logits, inverse_t, bounds)  # [B, K, V]
+        q_max, q_sum = softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse)
+        q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)
+        q = z_q, q_max, q_sum
+
+    # The block ends at padding, or at a target row without a finite logit.
+    end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
+    n = end
+    if num_drafts > 0:
+        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
+        # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+        equal = None
+        if q is not None:
+            equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)  # [B, K]
+
+        def residual_at(p: Tensor, z: Tensor, *index: Tensor | slice) -> Tensor:
+            """[..., V] max(P p - q, 0), given the row p of the target and its scaled logits."""
+            weights = p * reach[index].float().unsqueeze(-1)
+            if q is None or equal is None:
+                return residual(weights, z, x[index], None)
+            of_draft = q[0][index], q[1][index], q[2][index]
+            return residual(weights, z, x[index], of_draft, p * equal[index].float().unsqueeze(-1))
+
+        inner = slice(None), slice(1, num_drafts)
+        weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
+        mass = weights.sum(-1, dtype=torch.float64)
+        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, 0 around it
+        u = pad(given.accept_uniforms.double(), (1, 0))
+        position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
+        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even
+        # if the residual is empty.
+        accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
+        accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
+        n = torch.where(accepted, position, 0).amax(1)
+    greedy_tokens = None if temperature is None else lowest_argmax(z_p, p_max)
+    if temperature is not None:
+        # Greedy rows are verified token by token.
+        by_token = prefix_lengths(apply_greedy(torch.zeros_like(in_vocab), greedy_tokens, draft_tokens, temperature))
+        n = torch.where(temperature > 0, n, by_token)
+
+    # The next token, from the residual max(P_n p - q, 0) of row n, or from p.
+    rows = torch.arange(n.shape[0], device=n.device)
+    p = softmax_row(z_p[rows, n], p_max[rows, n], p_sum[rows, n])  # [B, V]
+    if num_drafts > 0:
+        rejected = n.clamp(max=num_drafts - 1)
+        weights = residual_at(p, z_p[rows, n], rows, rejected)
+        p = residual_or_target(weights, p, n < end, LEAST_RESIDUAL)
+    drawn = draw(p, given.sample_uniforms)
+    return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
+
+
+def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """[B, K] P_1 .. P_K, P_i = min(P_{i-1} p / q, 1): the least of 1 and of the products of ratios that end at i."""
+    ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
+    index = torch.arange(ratio.shape[1], device=ratio.device)
+    products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
+    # NaN is an overflow times a ratio of zero.
+    return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)

@@ -1,0 +1,199 @@
+"""Rows of logits as weights, the draw from them, and the argmax."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Filters
+from ..tracing import is_eager_cpu
+from .filters import is_kept, row_bounds, scale_kept
+from .softmax import FLOAT32_MAX, FLOAT32_TINY, argmax
+
+# A batch with more than MANY sampled sequences, and rows shorter than SHORT, uses the dense form, which does not handle
+# sequences one by one.
+MANY, SHORT = 16, 1024
+# The number of logits that a thread handles at a time, few enough to stay in its cache.
+READ = 2**16
+# Weights below this lose digits.
+SMALL = 2.0**-100
+# Vocabulary entries per tile of the two-level search in `draw_tokens`.
+TILE = 1024
+# Vocabulary entries per tile of `argmax_by_tiles`, and the most logits that are searched without tiles.
+ARGMAX_TILE, FEW = 128, 2**15
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    return max(1, READ * torch.get_num_threads() // vocab_size)
+
+
+def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
+    """True for a traced call, and where computing all that might be needed costs less than finding out what is."""
+    if not is_eager_cpu(logits):
+        return True
+    if logits.shape[-1] >= SHORT or len(logits) <= MANY:
+        return False
+    return temperature is None or int((temperature > 0).sum()) > MANY
+
+
+def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
+    """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): of sampled ones as
+    many as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
+    temperatures = [1.0] * len(logits) if temperature is None else temperature.tolist()
+    size = max(1, rows_at_a_time(logits.shape[-1]) // logits.shape[1:-1].numel())
+    start = 0
+    for is_sampled, run in groupby(temperatures, lambda t: t > 0):
+        stop = start + len(list(run))
+        step = size if is_sampled else stop - start
+        for first in range(start, stop, step):
+            yield is_sampled, slice(first, min(first + step, stop))
+        start = stop
+
+
+def inverse_of(temperature: Tensor | None) -> Tensor | None:
+    """1 / T of sampled sequences, as `inverse_temperature` has it; None if every T is 1."""
+    if temperature is None or all(t == 1 for t in temperature.tolist()):
+        return None
+    # Python's float64 takes a fifth of the time for one number, and rounds to the same float32.
+    inverse = [min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature.tolist()]
+    return torch.tensor(inverse, dtype=torch.float32, device=temperature.device)
+
+
+class Rows(NamedTuple):
+    """C rows of logits of each of B sequences as weights, with p = weights / total."""
+
+    z: Tensor  # [B, C, V] scaled logits, -inf where masked or removed by a filter
+    weights: Tensor  # [B, C, V] float32
+    maximum: list[list[float]]  # [B][C] of z
+    total: list[list[float]]  # [B][C] 0 for a row with no finite entry
+
+    def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
+        """[B, <= C] -> a function of b and i: the probability of the token of row (b, i), in float64."""
+        weights = self.weights.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+        index = tokens.tolist()
+
+        def probability(b: int, i: int) -> float:
+            weight, total = weights[b][i], self.total[b][i]
+            if weight <= SMALL and total > 0:
+                below = float(self.z[b, i, index[b][i]]) - self.maximum[b][i]
+                weight = math.exp(below) * float(self.weights[b, i].amax())
+            return float(weight / total) if total > 0 else 0.0
+
+        return probability
+
+    def pick(self, where: Sequence[tuple[int, int]]) -> Rows:
+        """N rows (b, i), as one row of each of N sequences."""
+        z, weights = pick_rows(self.z, where), pick_rows(self.weights, where)
+        return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
+
+    def factors(self, factor: float = 1.0) -> Tensor:
+        """[B, C, 1] the multipliers that turn the weights into factor * p."""
+        factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
+        return torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
+
+
+def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
+    """[B, C, V], and 1 / T and filters [B] -> the rows, of sequences whose temperature is above 0."""
+    z, maximum = scaled_rows(logits, inverse, filters)
+    # Softmax sums a row entry by entry. Dividing by the total, which torch sums pairwise, removes that error.
+    weights = torch.softmax(z, -1)
+    if any(-math.inf in row for row in maximum):
+        weights.nan_to_num_(0.0)
+    return Rows(z, weights, maximum, weights.sum(-1).tolist())
+
+
+def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tuple[Tensor, list[list[float]]]:
+    """The scaled logits [B, C, V], -inf where masked or removed, and their maxima [B][C]."""
+    bounds = row_bounds(logits, filters)
+    z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
+    if bounds is not None:
+        if bounds.first is not None and not bounds.first.any():
+            # If no tie is cut, one comparison decides.
+            bounds = bounds._replace(first=None)
+        z = torch.where(is_kept(logits, bounds), z, -math.inf)
+    maximum = z.amax(-1).tolist()
+    # NaN, infinite and overflown logits make the maximum NaN or infinite. Logits that overflow to -inf weigh nothing
+    # beside a larger maximum.
+    if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
+        z = scale_kept(logits, inverse, bounds)
+        maximum = z.amax(-1).tolist()
+    return z, maximum
+
+
+def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, C, V] -> [N, 1, V] the rows (b, i)."""
+    if len(where) == 1:
+        ((b, i),) = where
+        return x[b : b + 1, i : i + 1]
+    sequences, positions = zip(*where, strict=True)
+    return x[list(sequences), list(positions)].unsqueeze(1)
+
+
+def draw_tokens(weights: Tensor, uniforms: Sequence[float], least: float = 0.0) -> list[int]:
+    """[N, V], [N] -> [N] by inverse CDF; -1 for a row whose sum is not above `least`.
+
+    A uniform number outside [0, 1) draws the first or the last token that has a weight.
+    """
+    num_rows, vocab_size = weights.shape
+    if num_rows == 1 or vocab_size > TILE:
+        return [_draw_from(weights[row], u, least) for row, u in enumerate(uniforms)]
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    totals = cdf[:, -1].tolist()
+    threshold = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).clamp(min=0) * cdf[:, -1]
+    tokens = torch.searchsorted(cdf, threshold.unsqueeze(1), right=True).flatten().tolist()
+    for row, total in enumerate(totals):
+        if total <= least:
+            tokens[row] = -1
+        elif tokens[row] == vocab_size:
+            tokens[row] = int(weights[row].nonzero()[-1])
+    return tokens
+
+
+def _draw_from(weights: Tensor, u: float, least: float) -> int:
+    """[V] -> the token. In a long row, the tile that holds it is found first."""
+    u = max(u, 0.0)
+    if len(weights) <= TILE:
+        cdf = weights.cumsum(0, dtype=torch.float64)
+        total = float(cdf[-1])
+        return _first_above(cdf, u * total, weights) if total > least else -1
+    whole = len(weights) // TILE * TILE
+    mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
+    sums = list(accumulate(mass, initial=0.0))
+    if sums[-1] <= least:
+        return -1
+    # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
+    tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
+    inside = weights[tile * TILE : (tile + 1) * TILE]
+    return tile * TILE + _first_above(inside.cumsum(0, dtype=torch.float64), u * sums[-1] - sums[tile], inside)
+
+
+def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
+    """The first token whose sum exceeds the threshold; the last with a weight if rounding leaves none."""
+    token = int(torch.searchsorted(cdf, threshold, right=True))
+    return token if token < len(weights) else int(weights.nonzero()[-1])
+
+
+def argmax_by_tiles(logits: Tensor) -> Tensor:
+    """`argmax`, of many logits in a third of the time: torch vectorises the maximum but not its index, which is
+    therefore looked for in one tile per row."""
+    vocab_size = logits.shape[-1]
+    if logits.numel() <= FEW:
+        row_max, best = logits.max(-1)
+    else:
+        size = min(ARGMAX_TILE, vocab_size)
+        whole = vocab_size // size * size
+        tile_max = logits[..., :whole].unflatten(-1, (-1, size)).amax(-1)
+        if whole < vocab_size:
+            tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
+        row_max, tile = tile_max.max(-1, keepdim=True)
+        # Indices beyond the vocabulary read the last entry again, which then is never the lowest index of a maximum.
+        index = tile * size + torch.arange(size, device=logits.device)
+        best = tile[..., 0] * size + logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
+    # NaN and infinite logits are left to the plain form, which replaces them, and may make ties.
+    return best if all(-math.inf < each < FLOAT32_MAX for each in row_max.flatten().tolist()) else argmax(logits)

@@ -1,0 +1,153 @@
+"""What the eager forms of the verify ops share: the sequences in parts, the drafts, greedy rows, the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, takewhile
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..arguments import SigmoidArguments, VerifyArguments
+from .eager_rows import Rows, argmax_by_tiles, draw_tokens, pick_rows, read_rows, runs, scaled_rows
+from .filters import row_bounds, scale_kept_tokens
+from .softmax import scale
+from .walk import LARGEST_EXPONENT, LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of, stats_from_lse
+
+Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
+# For one sequence: how many drafts are accepted, and the next token.
+Outcome = tuple[int, int]
+
+
+def parts(given: Given) -> Iterator[tuple[bool, Given]]:
+    """The sequences in the runs that `runs` gives, as (True if they are sampled, their arguments)."""
+    logits = given.target_logits
+    for is_sampled, where in runs(logits, given.temperature):
+        if where == slice(0, len(logits)):
+            yield is_sampled, given
+        else:
+            part: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
+            yield is_sampled, given._replace(**part)
+
+
+def output_of(draft_tokens: Tensor, outcomes: Iterable[list[Outcome]]) -> tuple[Tensor, Tensor]:
+    """output_tokens [B, K+1] and num_accepted [B], from the outcomes of each part."""
+    batch, num_drafts = draft_tokens.shape
+    output: list[int] = []
+    num_accepted: list[int] = []
+    for drafts, (n, token) in zip(draft_tokens.tolist(), chain.from_iterable(outcomes), strict=True):
+        output += drafts[:n] + [token] + [-1] * (num_drafts - n)
+        num_accepted.append(n)
+    integers = partial(torch.tensor, dtype=torch.int64, device=draft_tokens.device)
+    return integers(output).view(batch, num_drafts + 1), integers(num_accepted)
+
+
+def verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
+    """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
+    `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
+    assert given.temperature is not None
+    target_logits, draft_tokens = given.target_logits, given.draft_tokens
+    best = argmax_by_tiles(target_logits)
+    greedy_tokens = best.tolist()
+    if isinstance(given, VerifyArguments) and given.argmax_lenience < 1:
+        x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
+        z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0)))
+        matches = (in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)).tolist()
+    else:
+        rows = zip(draft_tokens.tolist(), greedy_tokens, strict=True)
+        matches = [[x == y >= 0 for x, y in zip(drafts, tokens, strict=False)] for drafts, tokens in rows]
+    outcomes = []
+    for t, tokens, accepted in zip(given.temperature.tolist(), greedy_tokens, matches, strict=True):
+        n = prefix_length(accepted)
+        outcomes.append((n, tokens[n]) if t == 0 else (0, -1))
+    return outcomes
+
+
+def prefix_length(accepted: Iterable[bool]) -> int:
+    """How many are accepted before the first that is not."""
+    return sum(1 for _ in takewhile(bool, accepted))
+
+
+def next_tokens(
+    p: Rows,
+    ends: Sequence[tuple[int, int]],  # the row (b, i) of p after the accepted drafts of each sequence
+    rejected: Sequence[int],  # the sequences with a residual
+    residual: Tensor | None,  # [len(rejected), V]
+    uniforms: Sequence[float],
+) -> list[int]:
+    """A token for each sequence: from its residual, or from p if it has none or an empty one."""
+    tokens = dict.fromkeys(range(len(ends)), -1)
+    if residual is not None:
+        tokens.update(
+            zip(rejected, draw_tokens(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL), strict=True)
+        )
+    others = [b for b, token in tokens.items() if token == -1]
+    if others:
+        weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)
+        tokens.update(zip(others, draw_tokens(weights, [uniforms[b] for b in others]), strict=True))
+    return list(tokens.values())
+
+
+class Drafts:
+    """The draft tokens, their probabilities q(x), and the residuals. `inverse` is 1 / T [B]."""
+
+    def __init__(self, given: VerifyArguments, inverse: Tensor | None) -> None:
+        vocab_size = given.target_logits.shape[2]
+        self.given, self.inverse = given, inverse
+        self.tokens = given.draft_tokens.tolist()
+        self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
+        # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
+        self.x = given.draft_tokens.clamp(0, vocab_size - 1).long()
+        self.lse: list[list[float]] = [] if given.draft_lse is None else given.draft_lse.tolist()
+        self.rows: Rows | None = None
+        self.first = 0
+
+    def read(self, first: int, stop: int) -> Callable[[int, int], float]:
+        """Read the positions first .. stop - 1. Returns the function (b, i) -> q(x) of sequence b at first + i."""
+        x, given = self.x[:, first:stop], self.given
+        if given.draft_logits is None:
+            return lambda b, i: 1.0
+        logits = given.draft_logits[:, first:stop]
+        if given.draft_lse is None:
+            self.rows, self.first = read_rows(logits, self.inverse, given.draft_filters), first
+            return self.rows.probabilities(x)
+        z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, given.draft_filters)).tolist()
+
+        def probability(b: int, i: int) -> float:
+            lse = self.lse[b][first + i]
+            return math.exp(min(z[b][i] - lse, LARGEST_EXPONENT)) if math.isfinite(lse) else 0.0
+
+        return probability
+
+    def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
+        """[N, V] max(reach p - q, 0) for N rows of the target and their drafts (b, i), which have been read."""
+        if self.given.draft_logits is None:
+            weights = p.weights * p.factors(reach)
+            for row, (b, i) in zip(weights[:, 0], where, strict=True):
+                row[self.tokens[b][i]] = 0.0
+            return weights.squeeze(1)
+        q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
+        # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
+        minus_q, p_factors = q.weights.mul_(-q.factors()), p.factors()
+        # Equal logits mean q = c p, which rounding would hide, and a residual of (reach - c) p. Rows without a finite
+        # entry have a c of NaN.
+        rests = {
+            row: max(0.0, reach + float(minus_q[row].amin() / (p.weights[row].amax() * p_factors[row])))
+            for row in range(len(where))
+            if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row])
+        }
+        weights = minus_q.addcmul_(p.weights, p.factors(reach)).clamp_(min=0)
+        for row, rest in rests.items():
+            weights[row] = p.weights[row] * p_factors[row] * rest
+        return weights.squeeze(1)
+
+    def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
+        logits, lse, sequences = self.given.draft_logits, self.given.draft_lse, [b for b, _ in where]
+        assert logits is not None and lse is not None
+        inverse = None if self.inverse is None else self.inverse[sequences]
+        z, maximum = scaled_rows(pick_rows(logits, where), inverse, self.given.draft_filters.at(sequences))
+        shift, _ = stats_from_lse(pick_rows(lse.unsqueeze(-1), where))
+        return Rows(z, (z - shift).exp_(), maximum, [[1.0]] * len(where))

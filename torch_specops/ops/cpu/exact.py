@@ -1,0 +1,114 @@
+"""`specops::verify_exact` on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arguments import VerifyArguments
+from .eager_rows import inverse_of, read_rows, rows_at_a_time, takes_dense_form
+from .eager_walk import Drafts, Outcome, next_tokens, output_of, parts, prefix_length, verify_greedy
+from .filters import row_bounds, scale_kept, scale_kept_tokens
+from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
+from .walk import (
+    LEAST_RESIDUAL,
+    accepts,
+    apply_greedy,
+    draft_indices,
+    is_near_argmax,
+    logits_of,
+    output_rows,
+    prefix_lengths,
+    probability,
+    residual,
+    residual_or_target,
+    stats_from_lse,
+)
+
+
+def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
+    if takes_dense_form(given.target_logits, given.temperature):
+        return dense(given)
+    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
+    return output_of(given.draft_tokens, outcomes)
+
+
+def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
+    batch, num_drafts = given.draft_tokens.shape
+    inverse = inverse_of(given.temperature)
+    drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
+
+    # The walk. Several sequences are read at once, with all their rows; one sequence, as many rows at a time as stay in
+    # the cache.
+    step = num_drafts + 1 if batch > 1 else rows_at_a_time(given.target_logits.shape[2])
+    for first in range(0, num_drafts + 1, step):
+        stop = min(first + step, num_drafts)
+        p = read_rows(given.target_logits[:, first : first + step], inverse, given.filters)
+        p_x, q_x = p.probabilities(drafts.x[:, first:stop]), drafts.read(first, stop)
+        n = [
+            first
+            + prefix_length(
+                accepts(u[b][first + i] * given.lenience, p_x(b, i), q_x(b, i), drafts.in_vocab[b][first + i])
+                for i in range(stop - first)
+            )
+            for b in range(batch)
+        ]
+        if n[0] < stop:
+            break
+
+    # The next token, from the residual max(p - q, 0) of row n, or from p.
+    rejected = [b for b in range(batch) if n[b] < num_drafts and drafts.in_vocab[b][n[b]]]
+    ends = [(b, n[b] - first) for b in range(batch)]
+    residual = drafts.residual(p.pick([ends[b] for b in rejected]), [(b, n[b]) for b in rejected]) if rejected else None
+    return list(zip(n, next_tokens(p, ends, rejected, residual, given.sample_uniforms.tolist()), strict=True))
+
+
+def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
+    temperature, filters = given.temperature, given.filters
+    num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
+    inverse_t = inverse_temperature(temperature)  # [B]
+    x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
+
+    # p(x) and q(x), [B, K], from the maximum and the sum of each row.
+    p_bounds = row_bounds(target_logits, filters)
+    z_target = scale_kept(target_logits, inverse_t, p_bounds)  # [B, K+1, V]
+    p_max, p_sum = softmax_stats(z_target)  # [B, K+1]
+    bounds = None if p_bounds is None else p_bounds.at(slice(None), slice(num_drafts))
+    z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
+    p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
+    q_bounds = None
+    if draft_logits is None:
+        q_max = q_sum = None
+        q_x = torch.ones_like(p_x)
+    else:
+        q_bounds = row_bounds(draft_logits, given.draft_filters)
+        if given.draft_lse is None:
+            q_max, q_sum = softmax_stats(scale_kept(draft_logits, inverse_t, q_bounds))
+        else:
+            q_max, q_sum = stats_from_lse(given.draft_lse)
+        q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, q_bounds), q_max, q_sum)
+
+    # The walk: n drafts are accepted.
+    accepted = accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    greedy_tokens = None if temperature is None else lowest_argmax(z_target, p_max)
+    near_argmax = None
+    if given.argmax_lenience != 1:
+        near_argmax = in_vocab & is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    n = prefix_lengths(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
+
+    # The next token, from the residual max(p - q, 0) of row n, or from p.
+    rows = torch.arange(n.shape[0], device=n.device)
+    z_p = z_target[rows, n]  # [B, V]
+    p = softmax_row(z_p, p_max[rows, n], p_sum[rows, n])
+    if num_drafts > 0:
+        rejected = n.clamp(max=num_drafts - 1)  # [B]
+        q = None
+        if q_max is not None and q_sum is not None and draft_logits is not None:
+            bounds = None if q_bounds is None else q_bounds.at(rows, rejected)
+            z_q = scale_kept(draft_logits[rows, rejected], inverse_t, bounds)  # [B, V]
+            q = z_q, q_max[rows, rejected], q_sum[rows, rejected]
+        weights = residual(p, z_p, x[rows, rejected], q)
+        p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected], LEAST_RESIDUAL)
+    drawn = draw(p, given.sample_uniforms)
+    return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n

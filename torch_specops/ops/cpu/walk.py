@@ -1,0 +1,119 @@
+"""The common part of the verify ops: the accept rule, the walk over the drafts, greedy rows, the output row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .softmax import FLOAT32_MAX, softmax_row
+
+# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+LARGEST_EXPONENT = 700.0
+# A residual of no more mass than this counts as empty: float32 cannot tell whether it is.
+LEAST_RESIDUAL = 2.0**-100
+
+
+def accepts(u: Any, p_x: Any, q_x: Any, in_vocab: Any) -> Any:
+    """The accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
+
+    For tensors [B, K] or single numbers. u is the uniform number in float64, times the lenience of appendix A.5.
+    Padding and drafts of p(x) = 0 or q(x) = 0 fail, whatever u is.
+    """
+    return in_vocab & (p_x > 0) & (q_x > 0) & (u * q_x < p_x)
+
+
+def prefix_lengths(accepted: Tensor) -> Tensor:
+    """[B, K] -> [B] how many are accepted before the first that is not."""
+    return accepted.long().cumprod(1).sum(1)
+
+
+def draft_indices(draft_tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """[B, K] the tokens as indices, 0 for padding, and whether they are in the vocabulary."""
+    in_vocab = (draft_tokens >= 0) & (draft_tokens < vocab_size)
+    return torch.where(in_vocab, draft_tokens, 0).long(), in_vocab
+
+
+def logits_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K, V], [B, K] -> [B, K] the logit of one token of each row."""
+    return logits.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def probability(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
+    """[B, K] exp(z - max) / sum in float64, for single logits; 0 where the row has no finite entry."""
+    shift = z_max.clamp(min=-FLOAT32_MAX).double()
+    return torch.where(z_sum > 0, torch.exp((z.double() - shift).clamp(max=LARGEST_EXPONENT)) / z_sum, 0.0)
+
+
+def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, K] the maximum and sum with which `probability` is exp(z - lse), or 0 where lse is not finite."""
+    finite = lse.isfinite()
+    # exp(z - inf) is 0, as a sum of 0 demands. With another maximum it could overflow, and its product with 0 be NaN.
+    return torch.where(finite, lse, math.inf), finite.double()
+
+
+def apply_greedy(
+    accepted: Tensor,  # [B, K]
+    greedy_tokens: Tensor | None,  # [B, K+1]
+    draft_tokens: Tensor,  # [B, K]
+    temperature: Tensor | None,  # [B]
+    near_argmax: Tensor | None = None,  # [B, K]
+) -> Tensor:
+    """[B, K] what is accepted: in greedy rows the argmax, or `near_argmax` if it is given; nothing in rows of a
+    negative or NaN temperature."""
+    if temperature is None or greedy_tokens is None:
+        return accepted
+    if near_argmax is None:
+        near_argmax = (draft_tokens == greedy_tokens[:, :-1]) & (draft_tokens >= 0)
+    t = temperature.unsqueeze(-1)
+    return torch.where(t == 0, near_argmax, accepted & (t > 0))
+
+
+def is_near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
+    """[B, K] whether exp(z - max) >= l: the accept rule of greedy rows with lenience (Leviathan et al. A.5)."""
+    return (z > -math.inf) & (z.double() - z_max.double() >= math.log(argmax_lenience))
+
+
+def residual(
+    weights: Tensor,  # [..., V] p, for `verify_block` P p
+    z_p: Tensor,  # [..., V]
+    x: Tensor,  # [...] the draft token
+    q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
+    equal: Tensor | float = 0.0,  # [..., V] what it is for rows of equal logits
+) -> Tensor:
+    """[..., V] max(weights - q, 0)."""
+    if q is None:
+        is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
+        return torch.where(is_draft, 0.0, weights)
+    # Equal logits mean that q is a multiple of p, which rounding would hide.
+    differs = (z_p != q[0]).any(-1, keepdim=True)
+    return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
+
+
+def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor, least: float = 0.0) -> Tensor:
+    """[B, V], [B, V], [B] -> [B, V] the weights of the next token: the residual after a rejection; p after K
+    acceptances, after padding, and if the residual has no more mass than `least`."""
+    use_residual = use_residual & (residual.sum(-1) > least)
+    return torch.where(use_residual.unsqueeze(-1), residual, p)
+
+
+def output_rows(
+    draft_tokens: Tensor,  # [B, K]
+    n: Tensor,  # [B] drafts accepted
+    drawn: Tensor,  # [B] next token of sampled rows
+    greedy_tokens: Tensor | None,  # [B, K+1]
+    temperature: Tensor | None,  # [B]
+) -> Tensor:
+    """[B, K+1] the accepted drafts, the next token, then -1."""
+    next_token = drawn
+    if temperature is not None and greedy_tokens is not None:
+        rows = torch.arange(n.shape[0], device=n.device)
+        next_token = torch.where(temperature == 0, greedy_tokens[rows, n], drawn)
+        next_token = torch.where(temperature >= 0, next_token, -1)
+    position = torch.arange(draft_tokens.shape[1] + 1, device=n.device)
+    drafts = pad(draft_tokens.long(), (0, 1), value=-1)
+    kept = torch.where(position < n.unsqueeze(-1), drafts, -1)
+    return torch.where(position == n.unsqueeze(-1), next_token.unsqueeze(-1), kept)

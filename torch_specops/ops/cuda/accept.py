@@ -1,0 +1,205 @@
+"""The accept rules of the verify ops, what their walks over the drafts share, and what their launches share.
+
+    accept_sampled    u l q(x) < p(x)                  `verify_exact`
+    accept_greedy     x is the argmax, or nearly       a greedy sequence of `verify_exact`
+    accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
+
+A walk takes WALK drafts at a time, side by side: `accept_drafts` in `verify_exact`. The rule of `verify_block`, which
+sees a block as a whole, is in `block.py`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..arguments import SigmoidArguments, VerifyArguments
+from . import launch
+from .residual import LARGEST_EXPONENT, draft_stats
+from .tiles import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
+
+# Drafts tested side by side, and the partials held for them. A longer chain takes several turns, so that registers stay
+# bounded for any K and V.
+MAX_WALK = 8
+MAX_PARTIALS = 1024
+
+
+def walk_width(block_t: int) -> int:
+    """Drafts per turn of a walk that holds `block_t` partials for each; a power of two, whatever K is."""
+    return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
+
+
+def shared_values(
+    given: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
+) -> dict[str, Any]:
+    """The values that the kernels of the verify ops share, by the names of their parameters: inputs, outputs, sizes and
+    partials of so many rows."""
+    target, draft = given.target_logits, given.draft_logits
+    batch, num_rows, vocab_size = target.shape
+    block_t, device = launch.lanes(num_tiles), target.device
+    return {
+        "target_ptr": target,
+        "draft_ptr": draft,
+        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
+        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
+        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
+        "temperature_ptr": launch.contiguous(given.temperature),
+        "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
+        "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),
+        "output_tokens_ptr": torch.empty(batch, num_rows, dtype=torch.int64, device=device),
+        **launch.logits_strides(("stride_target_b", "stride_target_k", "stride_target_v"), target),
+        **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft),
+        "num_drafts": num_rows - 1,
+        "vocab_size": vocab_size,
+        "num_tiles": num_tiles,
+        "rows_per_sequence": rows_per_sequence,
+        "TILE": tile,
+        "BLOCK_K": launch.lanes(num_rows),
+        "BLOCK_T": block_t,
+        "WALK": walk_width(block_t),
+    }
+
+
+@triton.jit
+def accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum):
+    """u * l * q < p for p = p_x / p_sum and q = q_x / q_sum, and whatever u is, p > 0 and q > 0. Both sides are
+    multiplied by the two sums, because float64 division would cost a call."""
+    threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
+    return (p_x > 0) & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
+
+
+@triton.jit
+def accept_greedy(x, z_x, tile_max, tile_token, argmax_gap):
+    """True if x is the argmax of its row; with a gap, log of the lenience, if z(x) is that near to the maximum."""
+    if argmax_gap is None:
+        accepted = combine_argmax(tile_max, tile_token).to(tl.int64) == x
+    else:
+        accepted = (z_x > float("-inf")) & (z_x - tl.max(tile_max, 1) >= argmax_gap)
+    return accepted
+
+
+@triton.jit
+def accept_scored(u, z_p, z_q, alpha, inverse_range):
+    """u * q^ < p^ for scores sigmoid((z - alpha) * inverse_range). Both sides are multiplied by the two denominators,
+    because float64 division would cost a call."""
+    p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
+    q_denominator = 1.0 + tl.exp((alpha - z_q.to(tl.float64)) * inverse_range)
+    scored = (z_p > float("-inf")) & (z_q > float("-inf"))
+    return scored & (u.to(tl.float64) * p_denominator < q_denominator)
+
+
+@triton.jit
+def leading(accepted):
+    """How many of [WALK] are accepted before the first that is not."""
+    WALK: tl.constexpr = accepted.shape[0]
+    return tl.min(tl.where(accepted, WALK, tl.arange(0, WALK)), 0)
+
+
+@triton.jit
+def count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
+    """Drafts before the first padding token; nothing behind it can matter."""
+    # The minimum over a whole warp is one instruction, over part of it one exchange after another: BLOCK_K is >= 32.
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(tokens_ptr + k, mask=k < num_drafts, other=-1)
+    return tl.min(tl.where((x >= 0) & (x < vocab_size), BLOCK_K, k), 0)
+
+
+@triton.jit
+def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, bounds_ptr, bounds_row):
+    """Scaled logits of tokens x, one in each of rows i of a sequence; -inf where not live or outside the row's
+    bounds."""
+    offset = x if stride_v is None else x * stride_v
+    z = tl.load(sequence_ptr + i * stride_k + offset, mask=live, other=float("-inf"))
+    if bounds_ptr is not None:
+        cut = tl.load(bounds_ptr + bounds_row * 2, mask=live, other=float("inf"))
+        first_at_cut = tl.load(bounds_ptr + bounds_row * 2 + 1, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        z = keep(z, x, cut, first_at_cut)
+    return scale(z, inverse_t)
+
+
+@triton.jit
+def token_weights(z, z_max, z_sum):
+    """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 for a row without one."""
+    exponent = z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64)
+    weight = tl.exp(tl.minimum(exponent, LARGEST_EXPONENT))
+    return tl.where(z_sum > 0, weight, 0.0)
+
+
+@triton.jit
+def accept_drafts(
+    i,
+    live,
+    b,
+    tokens_ptr,
+    target,
+    draft,
+    accept_uniforms_ptr,
+    draft_lse_ptr,
+    partial_ptr,
+    sizes,
+    temperature,
+    inverse_t,
+    lenience,
+    argmax_gap,
+    BLOCK_T: tl.constexpr,
+):
+    """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
+    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    num_drafts, _, num_tiles, rows_per_sequence, num_bounds = sizes
+    x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
+    target_row = b * rows_per_sequence + i
+    bounds_row = b * num_bounds + i
+    target_ptr += b * stride_target_b
+    tile_max, sum_or_token = load_partials(partial_ptr, target_row, num_tiles, live, BLOCK_T)
+    if temperature == 0:
+        z_x = load_token_logits(target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, None, 0)
+        accepted = live & accept_greedy(x, z_x, tile_max, sum_or_token, argmax_gap)
+    else:
+        p_max, p_sum = combine_stats(tile_max, sum_or_token)
+        z_p = load_token_logits(
+            target_ptr, stride_target_k, stride_target_v, i, x, live, inverse_t, bounds_ptr, bounds_row
+        )
+        p_x = token_weights(z_p, p_max, p_sum)
+        if draft_ptr is None:
+            q_x = tl.full(i.shape, 1.0, tl.float64)
+            q_sum = tl.full(i.shape, 1.0, tl.float32)
+        else:
+            draft_row = target_row + num_drafts + 1
+            q_max, q_sum = draft_stats(
+                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
+            )
+            z_q = load_token_logits(
+                draft_ptr + b * stride_draft_b,
+                stride_draft_k,
+                stride_draft_v,
+                i,
+                x,
+                live,
+                inverse_t,
+                draft_bounds_ptr,
+                bounds_row + num_drafts + 1,
+            )
+            q_x = token_weights(z_q, q_max, q_sum)
+        u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
+        accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
+    return accepted
+
+
+@triton.jit
+def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K: tl.constexpr):
+    """[K+1] of sequence b: the n accepted drafts, and -1 behind the next token, which `store_next` stores."""
+    k = tl.arange(0, BLOCK_K)
+    # The addresses that `count_valid` has would keep two registers from there to here. These are the same below n.
+    place = b * num_drafts + tl.minimum(k, n)
+    kept = tl.load(draft_tokens_ptr + place, mask=k < n, other=-1).to(tl.int64)
+    tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), kept, mask=(k <= num_drafts) & (k != n))
+
+
+@triton.jit
+def store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
+    """Token n of sequence b. Torch takes for written what the address of a store is made from, and n comes from the
+    inputs, so the lanes are its address and n their mask."""
+    k = tl.arange(0, BLOCK_K)
+    tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), tl.cast(next_token, tl.int64), mask=k == n)

@@ -1,0 +1,322 @@
+"""`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
+
+Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_drafts` in `accept.py`). At the first failure n the
+next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two
+numbers of a row, not the softmax of it.
+
+Bytes per sequence, with s_p and s_q bytes a logit:
+    without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
+    with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
+    one-hot drafts      V * (K + 1) * s_p
+and the row pair of the rejection once more (in L2). In a large batch (`rest_rows`) a sequence that rejects one of its
+first two drafts has two rows of each side read, as if K + 1 and K were 2. Rows behind a padded draft, draft rows of
+greedy sequences and sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the
+scratch is 8 bytes per (row, tile) and per (sequence, tile), and 20 per sequence.
+
+With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
+bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
+draft's rows have none, and the search does not read them.
+
+Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
+results repeat bit for bit, and are the same whichever launch has summed a row.
+1. `stats_kernel` in `stats.py`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the
+   argmax). In a large batch it takes the first two rows of each side.
+2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
+   accepted.
+3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
+   a sequence computes the same n in the same order), and sums its tiles' residual weights. The last program of a
+   sequence picks the tile that s falls into, rescans it, and writes the output row.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..arguments import VerifyArguments
+from . import launch
+from .accept import accept_drafts, count_valid, leading, store_accepted, store_next
+from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .stats import exact_values, run_stats, sum_tile
+from .tiles import (
+    arrives_last,
+    exponential,
+    inverse_temperature,
+    load_kept,
+    load_temperature,
+    reciprocal,
+    row_argmax,
+    row_lead,
+    row_stats,
+    store_pair,
+)
+
+# Rows of each side that are summed first where batches are large.
+FIRST_ROWS = tl.constexpr(2)
+# Tiles of the other rows from which a launch more is worth what it may save: 16 us of reading on an H200, in 16 bits.
+EARLY_EXIT_TILES = 8192
+
+
+@launch.jit
+def rest_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]; None: drafts are one-hot
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    temperature_ptr,  # [B] or None
+    draft_lse_ptr,  # [B, K] or None
+    bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    tiles_per_program,
+    rows_per_sequence,
+    num_bounds,
+    lenience,
+    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
+    r = tl.program_id(2) + FIRST_ROWS
+    lenience = tl.cast(lenience, tl.float32)
+    if argmax_gap is not None:
+        argmax_gap = tl.cast(argmax_gap, tl.float32)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+    i = tl.arange(0, FIRST_ROWS).to(tl.int64)
+    accepted = accept_drafts(
+        i,
+        i < tl.where(temperature >= 0, num_valid, 0),
+        b,
+        tokens_ptr,
+        target,
+        draft,
+        accept_uniforms_ptr,
+        draft_lse_ptr,
+        partial_ptr,
+        sizes,
+        temperature,
+        inverse_t,
+        lenience,
+        argmax_gap,
+        BLOCK_T,
+    )
+    if draft_lse_ptr is not None:
+        # Its rows need no sums.
+        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    if leading(accepted) == FIRST_ROWS:
+        for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
+            row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
+            sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
+
+
+@launch.jit
+def draw_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]; None: drafts are one-hot
+    draft_tokens_ptr,  # [B, K]
+    accept_uniforms_ptr,  # [B, K]
+    sample_uniforms_ptr,  # [B]
+    temperature_ptr,  # [B] or None
+    draft_lse_ptr,  # [B, K] or None
+    bounds_ptr,  # [B, num_bounds, 2] or None
+    draft_bounds_ptr,  # the same or None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
+    state_ptr,  # [B, 4] of the rows drawn from
+    count_ptr,  # [B] programs that have summed their part of the residual
+    num_accepted_ptr,  # [B]
+    output_tokens_ptr,  # [B, K+1]
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    tiles_per_program,
+    rows_per_sequence,
+    num_bounds,
+    lenience,
+    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    first_tile = tl.program_id(1) * tiles_per_program
+    # Inductor passes a Python float as float64, a launch as float32.
+    lenience = tl.cast(lenience, tl.float32)
+    if argmax_gap is not None:
+        argmax_gap = tl.cast(argmax_gap, tl.float32)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+
+    # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
+    # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
+    # out of it made `ptxas` spill.
+    n = tl.zeros((), tl.int64)
+    reachable = tl.where(temperature >= 0, num_valid, 0)
+    for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
+        i = (start + tl.arange(0, WALK)).to(tl.int64)
+        accepted = accept_drafts(
+            i,
+            i < reachable,
+            b,
+            tokens_ptr,
+            target,
+            draft,
+            accept_uniforms_ptr,
+            draft_lse_ptr,
+            partial_ptr,
+            sizes,
+            temperature,
+            inverse_t,
+            lenience,
+            argmax_gap,
+            BLOCK_T,
+        )
+        run = leading(accepted)
+        n += run
+        reachable = tl.where(run == WALK, reachable, 0)
+
+    if first_tile == 0:
+        tl.store(num_accepted_ptr + b, n)
+        store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
+
+    # The residual, after a rejection.
+    mass_ptr += b * num_tiles * 2
+    state_ptr += b * 4
+    if temperature > 0:
+        target_row = b * rows_per_sequence + n
+        p_shift, p_sum = row_stats(partial_ptr, target_row, num_tiles, BLOCK_T)
+        p_weight = reciprocal(p_sum)
+        if first_tile == 0:
+            store_pair(state_ptr, p_shift, p_weight)
+            store_pair(state_ptr + 2, 0.0, 0.0)
+        if n < num_valid:
+            bounds_row = b * num_bounds + n
+            draft_row = num_drafts + 1
+            q_shift, q_weight = 0.0, 0.0
+            if draft_ptr is not None:
+                q_shift, q_sum = draft_row_stats(
+                    partial_ptr, target_row + draft_row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T
+                )
+                q_weight = reciprocal(q_sum)
+            if first_tile == 0:
+                store_pair(state_ptr + 2, q_shift, q_weight)
+            row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
+            lead = row_lead(row_ptr, stride_target_v)
+            # Hoisted addresses would spill here too.
+            end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
+            for tile in tl.range(first_tile, end, disable_licm=True):
+                x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+                z_p = scale_in_row(x_p, inverse_t, p_shift)
+                weight, differs = subtract_draft(
+                    exponential(z_p - p_shift) * p_weight,
+                    z_p,
+                    lead,
+                    tile,
+                    tokens_ptr + n,
+                    draft_ptr,
+                    b * stride_draft_b + n * stride_draft_k,
+                    stride_draft_v,
+                    vocab_size,
+                    inverse_t,
+                    draft_bounds_ptr,
+                    bounds_row + draft_row,
+                    q_shift,
+                    q_weight,
+                    TILE,
+                )
+                store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
+
+    if arrives_last(count_ptr + b, tl.num_programs(1)):
+        # Reload these to save registers: values loaded before the branch would occupy them until here.
+        n = tl.load(num_accepted_ptr + b)
+        temperature = load_temperature(temperature_ptr, b)
+        inverse_t = inverse_temperature(temperature_ptr, temperature)
+        next_token = -1
+        if temperature == 0:
+            next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+        if temperature > 0:
+            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr)
+            next_token = draw_token(
+                tl.load(sample_uniforms_ptr + b),
+                b,
+                n,
+                mass_ptr,
+                n < num_valid,
+                partial_ptr,
+                target,
+                tokens_ptr,
+                draft,
+                sizes,
+                inverse_t,
+                p_shift,
+                p_weight,
+                q_shift,
+                q_weight,
+                TILE,
+                BLOCK_T,
+            )
+        store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
+
+
+def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
+    """The number of rows of a sequence that `rest_kernel` sums, of `rows`, num_rows the target's; 0 = no launch.
+    `tiles` are those of one row of all sequences."""
+    rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
+    return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0
+
+
+def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    values = exact_values(given, tile)
+    batch, num_rows, _ = given.target_logits.shape
+    tile, num_tiles, rows = values["TILE"], values["num_tiles"], values["rows_per_sequence"]
+    tiles_per_program = launch.tiles_per_program(batch * num_tiles)
+    values |= {
+        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=given.target_logits.device),
+        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=given.target_logits.device),
+        "tiles_per_program": tiles_per_program,
+        "lenience": given.lenience,
+        "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
+    }
+    rest = rest_rows(batch * num_tiles, num_rows, rows)
+    if rest > 0:
+        run_stats(given, values, FIRST_ROWS.value)
+        per_program = launch.tiles_per_program(batch * num_tiles * rest)
+        grid = (batch, triton.cdiv(num_tiles, per_program), rest)
+        launch.run(rest_kernel, grid, values | {"tiles_per_program": per_program}, launch.stats_warps(tile))
+    else:
+        run_stats(given, values)
+    programs = triton.cdiv(num_tiles, tiles_per_program)
+    launch.run(draw_kernel, (batch, programs), values, launch.num_warps(tile))
+    return values["output_tokens_ptr"], values["num_accepted_ptr"]

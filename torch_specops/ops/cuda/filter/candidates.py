@@ -1,0 +1,134 @@
+"""The list of a row's candidates, entries that may lie at the cut or above it: how it is made and searched."""
+
+import triton
+import triton.language as tl
+
+from ..tiles import INT32_MAX, widen
+from .groups import total, weigh
+from .keys import average, key_value
+
+# Entries that a program looks at at once, and those of its list.
+CHUNK = tl.constexpr(1024)
+SEARCHED = tl.constexpr(512)
+
+
+@triton.jit
+def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
+    """Append those of the numbers first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
+    there is room; what would come before its beginning is left out too. Returns the new count."""
+    chosen = chosen.to(tl.int32)
+    own = tl.sum(chosen, 1)
+    slot = count + tl.cumsum(own, 0) - own
+    # The scan over N is what costs, and over columns there is none.
+    bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
+    for column in range(WIDTH):
+        bit = (bits >> column) & 1
+        tl.store(list_ptr + slot, first + column, mask=(bit > 0) & (slot >= 0) & (slot < room))
+        slot += bit
+    return count + tl.sum(own, 0)
+
+
+@triton.jit
+def amounts(x, is_mass, scaling):
+    """The amounts of entries: their weights for top-p, else 1."""
+    amount = tl.full(x.shape, 1.0, tl.float32)
+    if is_mass:
+        amount = weigh(x, scaling)
+    return amount
+
+
+@triton.jit
+def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
+    """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
+    there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
+    them. Only one in `every` pieces is looked at."""
+    part_ptr, shift, num_pieces = parts
+    row_ptr, stride_v, lead, vocab_size = row
+    token_ptr, value_ptr, room = held
+    end_of_row = lead + vocab_size
+    lowest = key_value(low, row_ptr.dtype.element_ty)
+    end = key_value(high - 1, row_ptr.dtype.element_ty)
+    count = -skipped
+    inside = tl.full((), 0.0, tl.float64)
+    above = tl.full((), 0.0, tl.float64)
+    # 16 bytes.
+    PIECE: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
+    PIECES: tl.constexpr = CHUNK // PIECE
+    for start in range(0, tl.cdiv(num_pieces, every), PIECES):
+        i = (start + tl.arange(0, PIECES)) * every
+        listed = i < num_pieces
+        part = tl.load(part_ptr + (i >> shift), mask=listed, other=0)
+        # Counted from the row's boundary.
+        place = ((part << shift) + (i & ((1 << shift) - 1))) * PIECE
+        position = place[:, None] + tl.arange(0, PIECE)[None, :]
+        if stride_v is None:
+            base = tl.multiple_of(row_ptr - lead, 16)
+            whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
+            raw = tl.load(base + position, mask=whole, other=float("-inf"))
+            # Parts are in the order of tokens.
+            last = tl.load(part_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
+            if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
+                split = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
+                raw = tl.load(base + position, mask=split, other=raw)
+        else:
+            inside_row = listed[:, None] & (position < vocab_size)
+            raw = tl.load(row_ptr + position.to(tl.int64) * stride_v, mask=inside_row, other=float("-inf"))
+        x = widen(raw)
+        is_above = x > end
+        is_inside = (x >= lowest) & (x <= end)
+        count = write_down(token_ptr, place - lead, is_inside, count, room, PIECE)
+        if summed:
+            amount = amounts(x, is_mass, scaling)
+            inside += total(tl.where(is_inside, amount, 0.0)).to(tl.float64)
+            above += total(tl.where(is_above, amount, 0.0)).to(tl.float64)
+    count += skipped
+    tl.debug_barrier()
+    num_held = tl.minimum(count - skipped, room)
+    for start in range(0, num_held, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        v = tl.load(token_ptr + i, mask=i < num_held, other=0)
+        offset = v if stride_v is None else v.to(tl.int64) * stride_v
+        tl.store(value_ptr + i, tl.load(row_ptr + offset, mask=i < num_held, other=0.0), mask=i < num_held)
+    tl.debug_barrier()
+    return count, inside, above
+
+
+@triton.jit
+def amount_from(key, held, count, is_mass, scaling):
+    """How much of a list of `count` entries, or of those that it has room for, lies at a key and above it."""
+    value_ptr = held[1]
+    lowest = key_value(key, value_ptr.dtype.element_ty)
+    amount = tl.zeros((SEARCHED,), tl.float32)
+    count = tl.minimum(count, held[2])
+    for start in range(0, count, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        x = widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf")))
+        amount += tl.where(x >= lowest, amounts(x, is_mass, scaling), 0.0)
+    return tl.sum(amount, 0)
+
+
+@triton.jit
+def reach(low, high, wanted, held, count, is_mass, scaling):
+    """The highest key of low .. high - 1 such that what is wanted lies at it and above it; low if there is none."""
+    middle = average(low, high)
+    while middle > low:
+        reached = amount_from(middle, held, count, is_mass, scaling) >= wanted
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+        middle = average(low, high)
+    return low
+
+
+@triton.jit
+def first_kept_tie(cut, skipped, held, count):
+    """The token of the first entry of key `cut` behind `skipped` others."""
+    token_ptr, value_ptr, _ = held
+    value = key_value(cut, value_ptr.dtype.element_ty)
+    first = INT32_MAX
+    for start in range(0, count, SEARCHED):
+        i = start + tl.arange(0, SEARCHED)
+        tie = (widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf"))) == value).to(tl.int32)
+        kept = (tie > 0) & (tl.cumsum(tie, 0) > skipped)
+        first = tl.minimum(first, tl.min(tl.load(token_ptr + i, mask=kept, other=INT32_MAX), 0))
+        skipped -= tl.sum(tie, 0)
+    return first

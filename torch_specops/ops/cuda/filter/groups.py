@@ -1,0 +1,154 @@
+"""The first kernel of the search, which sums up groups of entries, and what the second finds from these sums."""
+
+import triton
+import triton.language as tl
+
+from .. import launch
+from ..tiles import (
+    FLOAT32_MAX,
+    LOG2_E,
+    exponential,
+    inverse_temperature,
+    load_logits,
+    load_temperature,
+    row_lead,
+    scale,
+)
+from .keys import average, key_value, lowest_key
+
+# Beyond this a scaled logit may have been clamped.
+LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
+
+
+@triton.jit
+def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
+    """top_k (0 = off), top_p (1 = off) and min_p (0 = off) of a sequence."""
+    top_k = 0
+    if top_k_ptr is not None:
+        k = tl.load(top_k_ptr + b)
+        top_k = tl.where((k > 0) & (k < vocab_size), k, 0).to(tl.int32)
+    top_p = 1.0
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b)
+    min_p = 0.0
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b)
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def is_lawful(temperature, top_p, min_p):
+    """True if the row has a distribution, so that something is kept. A greedy row does not look at top_p and min_p."""
+    return (temperature == 0) | ((temperature > 0) & (top_p == top_p) & (min_p == min_p))
+
+
+@triton.jit
+def is_filtered(temperature, top_k, top_p, min_p):
+    """True if the row must be read."""
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    return is_lawful(temperature, top_p, min_p) & (temperature > 0) & filtered
+
+
+@triton.jit
+def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k):
+    """Row r of a sequence. The draft's rows come after the others."""
+    row_ptr = logits_ptr + b * stride_b + r * stride_r
+    if draft_ptr is not None:
+        if r >= num_rows:
+            row_ptr = draft_ptr + b * stride_draft_b + (r - num_rows) * stride_draft_k
+    return row_ptr
+
+
+@triton.jit
+def group_sums(x, inverse_t):
+    """Raw logits [G, GROUP] -> the sums of exponentials relative to the own maximum. The weight of the maximum is
+    exactly 1, so that equal logits have equal sums."""
+    top = tl.max(x, 1)
+    shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
+    total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
+    # Only a tile with NaN or values near the ends of float32 is scaled entry by entry.
+    highest = tl.max(tl.abs(tl.where(top > float("-inf"), top, 0.0)), 0) * inverse_t
+    if ((highest <= LARGEST_UNCLAMPED) & (tl.min((total >= 0).to(tl.int32), 0) > 0)) == 0:
+        z = scale(x, inverse_t)
+        total = tl.sum(exponential(z - tl.maximum(scale(top, inverse_t), -FLOAT32_MAX)[:, None]), 1)
+    return total
+
+
+@launch.jit
+def group_kernel(
+    logits_ptr,  # [B, R, V]
+    draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
+    temperature_ptr,  # [B] or None
+    top_k_ptr,  # [B] or None
+    top_p_ptr,  # [B] or None
+    min_p_ptr,  # [B] or None
+    top_ptr,  # [B, R + K, num_tiles * TILE / PART] the maximum of each part of a group
+    sum_ptr,  # [B, R + K, num_tiles * TILE / GROUP] the sums of exponentials of groups; None without top_p
+    stride_b,
+    stride_r,
+    stride_v,
+    stride_draft_b,
+    stride_draft_k,
+    num_rows,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    r = tl.program_id(2).to(tl.int64)
+    temperature = load_temperature(temperature_ptr, b)
+    top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    if is_filtered(temperature, top_k, top_p, min_p):
+        row_ptr = find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k)
+        x = load_logits(row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size, tile, TILE, True)
+        GROUPS: tl.constexpr = TILE // GROUP
+        PARTS: tl.constexpr = TILE // PART
+        place = (b * (num_rows + num_drafts) + r) * num_tiles + tile
+        top = tl.max(tl.reshape(x, (PARTS, PART)), 1)
+        tl.store(top_ptr + place * PARTS + tl.arange(0, PARTS), top.to(logits_ptr.dtype.element_ty))
+        if sum_ptr is not None:
+            if (top_p < 1) & (top_k == 0):
+                sums = group_sums(tl.reshape(x, (GROUPS, GROUP)), inverse_temperature(temperature_ptr, temperature))
+                tl.store(sum_ptr + place * GROUPS + tl.arange(0, GROUPS), sums)
+
+
+@triton.jit
+def weigh(x, scaling):
+    """The weights of raw logits."""
+    z_max, inverse_t = scaling
+    return exponential(scale(x, inverse_t) - z_max)
+
+
+@triton.jit
+def total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """At most how much lies below the key `bound`: all of a group whose maximum does, and of any other the rest, but no
+    more than GROUP - 1 entries of that key."""
+    top, amount, rest = groups
+    x = key_value(bound, DTYPE)
+    return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
+
+
+@triton.jit
+def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
+    """A key at or below the cut. Between the least maximum of a group and the highest, the last key that leaves out no
+    more than is allowed, to the 8 bits that bfloat16 has; the lowest key of all if that leaves out too much."""
+    STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
+    low = lowest_key(DTYPE)
+    if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:
+        low, high = least, highest + 1
+        middle = average(low, high)
+        while middle - low >= STEP:
+            fits = leaves_out(middle, groups, scaling, DTYPE, GROUP) <= allowed
+            low = tl.where(fits, middle, low)
+            high = tl.where(fits, high, middle)
+            middle = average(low, high)
+    return low

@@ -1,0 +1,255 @@
+"""The search for a row's bounds (`bounds.py`), in keys (`keys.py`).
+
+`group_kernel` sums up groups of entries (`groups.py`). From these sums `cut_kernel` finds the cut:
+1. `lowest_candidate` bisects keys by the groups' maxima, for top-p by their sums too. The cut lies at the key that it
+   finds or above, and parts of groups whose maximum is below are not looked at again.
+2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
+   `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
+3. `reach` bisects the keys that are left by the entries of the list: for top-k, then for top-p among what top-k kept.
+4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
+5. `lowest_likely` is the cut of min-p. The higher cut holds.
+"""
+
+import triton
+import triton.language as tl
+
+from .. import launch
+from ..tiles import FLOAT32_TINY, INT32_MAX, inverse_temperature, row_lead, scale, store_pair, widen
+from .candidates import amount_from, collect, first_kept_tie, reach, write_down
+from .groups import find_row, is_filtered, is_lawful, lowest_candidate, total, weigh
+from .keys import average, key_value, lowest_key, order_key
+
+# The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
+TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
+# The most that the rounding of sums may add to the mass that groups leave out.
+SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
+# Entries from which a program guesses where the cut is.
+SAMPLE = tl.constexpr(4096)
+
+
+@triton.jit
+def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
+    """The part of keys low .. high - 1 around the key where a sample of one in `every` entries reaches the expected
+    amount: as many keys as should leave a quarter of the room."""
+    margin = held[2] * 3 // 8 // every
+    if amount_from(low, held, count, False, scaling) > 2 * margin:
+        cut = reach(low, high, expected, held, count, is_mass, scaling)
+        rank = amount_from(cut, held, count, False, scaling)
+        high = reach(cut, high, rank - margin, held, count, False, scaling) + 1
+        low = reach(low, cut + 1, rank + margin, held, count, False, scaling)
+        # Very many may be equal.
+        num_between = amount_from(low, held, count, False, scaling) - amount_from(high, held, count, False, scaling)
+        too_many = num_between > held[2] // every
+        low = tl.where(too_many, cut, low)
+        high = tl.where(too_many, cut + 1, high)
+    return low, high
+
+
+@triton.jit
+def mass_wanted(top_p, mass):
+    """The part of a mass that top_p keeps."""
+    return tl.maximum(tl.cast(top_p, tl.float64) * TOP_P_REACHED * mass, FLOAT32_TINY)
+
+
+@triton.jit
+def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling):
+    """Narrow keys lo .. hi - 1 down to those whose entries there is room to write down, or to one key, which may have
+    more. The cut stays among them: the highest key such that what is wanted lies at it and above it, k entries or a
+    part of `mass`, all that the parts have. If it is negative, top_p of what these keys have is wanted.
+
+    Returns the keys, what lies above them, how many entries they have, and what was wanted."""
+    room = held[2]
+    above = 0.0
+    low, high, every, count = lo, hi, 1, 0
+    num_entries = parts[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
+    # Only entries >= lo matter; if they are a minority of the row, the list likely has room.
+    if (num_entries > 8 * room) & (wanted >= 0):
+        every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
+        low = tl.where(is_mass, lowest_key(row[0].dtype.element_ty), lo)
+    top = hi
+    searching = 1
+    while searching > 0:
+        summed = (every > 1) | (low > lo) | (high < top) | (wanted < 0)
+        count, inside, higher = collect(low, high, every, 0, summed, parts, row, held, is_mass, scaling)
+        if every > 1:
+            expected = wanted / every
+            if is_mass:
+                # Sample the mass below the cut: it is spread over many entries, so that its estimate is better.
+                expected = inside - (mass - wanted) / every
+            low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
+            every = 1
+        else:
+            wanted = tl.where(wanted < 0, mass_wanted(top_p, inside), wanted)
+            if (higher >= wanted) & (high < hi):
+                lo = high
+            elif (higher + inside < wanted) & (low > lo):
+                hi, above = low, (higher + inside).to(tl.float32)
+            else:
+                lo, hi, above = low, high, higher.to(tl.float32)
+                searching = ((count > room) & (average(lo, hi) > lo)).to(tl.int32)
+            # A guess that was wrong is not repeated.
+            low, high = average(lo, hi), hi
+    return lo, hi, above, count, wanted
+
+
+@triton.jit
+def lowest_likely(low, high, min_p, scaling, DTYPE: tl.constexpr):
+    """The first key of low .. high whose scaled logit is at least z_max + log(min_p): scaling keeps the order."""
+    z_max, inverse_t = scaling
+    gap = tl.log(tl.minimum(min_p, 1.0))
+    while low < high:
+        middle = average(low, high)
+        likely = scale(key_value(middle, DTYPE), inverse_t) - z_max >= gap
+        low = tl.where(likely, low, middle + 1)
+        high = tl.where(likely, middle, high)
+    return high
+
+
+@launch.jit
+def cut_kernel(
+    logits_ptr,  # [B, R, V]
+    draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
+    temperature_ptr,  # [B] or None
+    top_k_ptr,  # [B] or None
+    top_p_ptr,  # [B] or None
+    min_p_ptr,  # [B] or None
+    top_ptr,  # [B, R + K, num_groups * GROUP / PART]
+    sum_ptr,  # [B, R + K, num_groups] or None
+    part_ptr,  # [B, R + K, num_groups * GROUP / PART] numbers of the parts that matter
+    token_ptr,  # [B, R + K, room] tokens of the entries that may be the cut
+    value_ptr,  # [B, R + K, room] and their logits
+    bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
+    stride_b,
+    stride_r,
+    stride_v,
+    stride_draft_b,
+    stride_draft_k,
+    num_rows,
+    num_drafts,
+    first_row,
+    num_bounds,
+    vocab_size,
+    num_groups,
+    room,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    PART_SHIFT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1).to(tl.int64)
+    program = b * (num_rows + num_drafts) + r
+    # Torch looks for what a kernel writes, and does not look into functions: what comes from one that was given a
+    # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
+    temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + b)
+    if top_k_ptr is not None:
+        k = tl.load(top_k_ptr + b)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + b)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b)
+    top_k = tl.where((k > 0) & (k < vocab_size), k, 0).to(tl.int32)
+    lawful = is_lawful(temperature, top_p, min_p)
+    cut = tl.where(lawful, float("-inf"), float("inf"))
+    first_at_cut = tl.where(lawful, 0, INT32_MAX)
+    if is_filtered(temperature, top_k, top_p, min_p):
+        DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+        # Groups are a multiple of four, so that four are loaded at once.
+        first_group = tl.arange(0, BLOCK_G // 4) * 4
+        group = first_group[:, None] + tl.arange(0, 4)[None, :]
+        given = (first_group < num_groups)[:, None]
+        PARTS: tl.constexpr = GROUP // PART
+        top_ptr = tl.multiple_of(top_ptr + program * num_groups * PARTS, 4 * PARTS * DTYPE.primitive_bitwidth // 8)
+        part = first_group[:, None] * PARTS + tl.arange(0, 4 * PARTS)[None, :]
+        part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+        top = tl.max(tl.reshape(part_top, (BLOCK_G // 4, 4, PARTS)), 2)
+        finite = top > float("-inf")
+        x_max = tl.max(tl.max(tl.where(finite, top, float("-inf")), 1), 0)
+        inverse_t = inverse_temperature(True, temperature)
+        scaling = (scale(x_max, inverse_t), inverse_t)
+        highest = order_key(x_max.to(DTYPE))
+        lo = lowest_key(DTYPE)
+        if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
+            # Top-k may leave out all groups but k, top-p the mass that it removes.
+            amount = tl.where(finite, 1.0, 0.0)
+            rest = tl.zeros(top.shape, tl.float32)
+            allowed = total(amount) - top_k
+            wanted_mass = tl.full((), 0.0, tl.float64)
+            if sum_ptr is not None:
+                if top_k == 0:
+                    weight = weigh(top, scaling)
+                    sum_ptr = tl.multiple_of(sum_ptr + program * num_groups, 16)
+                    sums = tl.load(sum_ptr + group, mask=given, other=0.0)
+                    amount = tl.where(finite, sums * weight, 0.0)
+                    rest = tl.maximum(amount - weight, 0.0)
+                    mass = total(amount.to(tl.float64))
+                    wanted_mass = mass_wanted(top_p, mass)
+                    allowed = ((mass - wanted_mass) * SAFE_SHARE).to(tl.float32)
+            least = order_key(tl.min(tl.min(tl.where(finite, top, float("inf")), 1), 0).to(DTYPE))
+            lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
+            listed = finite & (top >= key_value(lo, DTYPE))
+            mass = total(tl.where(listed, amount, 0.0))
+            # Loaded again, so that they take no registers during the search.
+            part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+            matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
+            part_ptr += program * num_groups * PARTS
+            num_parts = write_down(part_ptr, first_group * PARTS, matters, 0, num_groups * PARTS, 4 * PARTS)
+            parts = (part_ptr, PART_SHIFT, num_parts << PART_SHIFT)
+            tl.debug_barrier()
+
+            row_ptr = find_row(
+                logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
+            )
+            row = (row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size)
+            # Symbolic sizes have 64 bits.
+            places = tl.cast(room, tl.int32)
+            held = (token_ptr + program * room, value_ptr + program * room, places)
+            hi = highest + 1
+            count = places + 1
+            skipped = 0
+            # Top-k, top-p, and of the tokens at the cut the first that top-p keeps. Torch does not follow what comes
+            # from the round before (see above), but what comes from a function that was given the row.
+            for search in range(3):
+                is_mass = search == 1
+                if search == 2:
+                    if skipped > 0:
+                        if count > places:
+                            collect(lo, lo + 1, 1, skipped, False, parts, row, held, True, scaling)
+                            skipped, count = 0, 1
+                        first_at_cut = first_kept_tie(lo, skipped, held, count)
+                elif tl.where(is_mass, top_p < 1, top_k > 0):
+                    wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
+                    above = 0.0
+                    if hi <= highest:
+                        hi = highest + 1
+                        count = places + 1
+                    if is_mass & (top_k > 0):
+                        # Take top-p among the tokens that top-k kept.
+                        wanted = tl.full((), -1.0, tl.float64)
+                        if count <= places:
+                            kept = amount_from(lo, held, count, True, scaling)
+                            wanted = mass_wanted(top_p, kept)
+                    if count > places:
+                        lo, hi, above, count, wanted = find_window(
+                            lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling
+                        )
+                    lo = reach(lo, hi, wanted - above, held, count, is_mass, scaling)
+                    if is_mass:
+                        # Keep the ties of highest id, as many as begin below the mass that is wanted.
+                        above += amount_from(lo + 1, held, count, True, scaling)
+                        num_ties = amount_from(lo, held, count, False, scaling)
+                        num_ties -= amount_from(lo + 1, held, count, False, scaling)
+                        if count > places:
+                            num_ties = count.to(tl.float32)
+                        tie_weight = weigh(key_value(lo, DTYPE), scaling).to(tl.float64)
+                        num_kept = tl.maximum(tl.ceil(((wanted - above) / tie_weight).to(tl.float32)), 1.0)
+                        skipped = tl.maximum(num_ties - num_kept, 0.0).to(tl.int32)
+        if min_p_ptr is not None:
+            if min_p > 0:
+                likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
+                first_at_cut = tl.where(likely > lo, 0, first_at_cut)
+                lo = likely
+        cut = tl.where(x_max > float("-inf"), key_value(lo, DTYPE), cut)
+    store_pair(bounds_ptr + (b * num_bounds + first_row + r) * 2, cut, first_at_cut.to(tl.float32, bitcast=True))

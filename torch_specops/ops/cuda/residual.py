@@ -1,0 +1,174 @@
+"""The draft's rows in `verify_exact` and `verify_block`: their statistics, the residual max(p - q, 0), and the draw.
+
+Four numbers describe a pair of rows: p(v) = exp(z_p(v) - p_shift) * p_weight, and q likewise.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    FLOAT32_MAX,
+    combine_stats,
+    exponential,
+    load_kept,
+    load_kept_beside,
+    load_partials,
+    load_row_partials,
+    pick_tile,
+    pick_token,
+    row_lead,
+    row_stats,
+    scale,
+    tile_tokens,
+)
+
+LARGEST_PLAIN_SHIFT = tl.constexpr(2.0**100)
+# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+LARGEST_EXPONENT = tl.constexpr(700.0)
+# A residual of no more mass than this counts as empty.
+LEAST_RESIDUAL = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def stats_from_lse(lse):
+    """The (max, sum) that give exp(z - lse); no probability at all where lse is not finite."""
+    finite = tl.abs(lse) <= FLOAT32_MAX
+    # With another maximum exp(z - max) could overflow, and its product with 0 be NaN.
+    return tl.where(finite, lse, float("inf")), tl.where(finite, 1.0, 0.0)
+
+
+@triton.jit
+def draft_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tiles, live, BLOCK_T: tl.constexpr):
+    """[R] maximum and sum of exponentials of draft rows: by draft_lse if it is given, else from their partials."""
+    if draft_lse_ptr is None:
+        tile_max, tile_sum = load_partials(partial_ptr, partial_row, num_tiles, live, BLOCK_T)
+        z_max, z_sum = combine_stats(tile_max, tile_sum)
+    else:
+        z_max, z_sum = stats_from_lse(tl.load(draft_lse_ptr + lse_index, mask=live, other=0.0))
+    return z_max, z_sum
+
+
+@triton.jit
+def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tiles, BLOCK_T: tl.constexpr):
+    """`draft_stats` of one row, with a finite maximum."""
+    if draft_lse_ptr is None:
+        z_max, z_sum = row_stats(partial_ptr, partial_row, num_tiles, BLOCK_T)
+    else:
+        z_max, z_sum = stats_from_lse(tl.load(draft_lse_ptr + lse_index))
+    return z_max, z_sum
+
+
+@triton.jit
+def load_state(state_ptr):
+    """p_shift, p_weight, q_shift, q_weight of a pair of rows."""
+    return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+
+
+@triton.jit
+def scale_in_row(x, inverse_t, shift):
+    """`scale` in a row whose largest scaled logit is `shift`. Unless that is an extreme, what overflows has no weight
+    in any case, and a maximum makes NaN -inf."""
+    plain = tl.abs(shift) <= LARGEST_PLAIN_SHIFT
+    return tl.maximum(x * inverse_t, float("-inf")) if plain else scale(x, inverse_t)
+
+
+@triton.jit
+def subtract_draft(
+    p,
+    z_p,
+    lead,
+    tile,
+    token_ptr,
+    draft_ptr,
+    draft_offset,
+    stride_draft_v,
+    vocab_size,
+    inverse_t,
+    draft_bounds_ptr,
+    draft_bounds_row,
+    q_shift,
+    q_weight,
+    TILE: tl.constexpr,
+):
+    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean that q is a multiple
+    of p, which the difference of two rounded distributions need not show: their sums may have been taken in another
+    order, or come with `draft_lse`."""
+    if draft_ptr is None:
+        token = tl.load(token_ptr).to(tl.int32)
+        weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
+    else:
+        x_q = load_kept_beside(
+            draft_ptr + draft_offset,
+            stride_draft_v,
+            lead,
+            vocab_size,
+            tile,
+            draft_bounds_ptr,
+            draft_bounds_row,
+            TILE,
+        )
+        z_q = scale_in_row(x_q, inverse_t, q_shift)
+        weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
+        differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
+    return weight, differs
+
+
+@triton.jit
+def draw_token(
+    uniform,
+    b,
+    n,
+    mass_ptr,
+    weighed,
+    partial_ptr,
+    target,
+    tokens_ptr,
+    draft,
+    sizes,
+    inverse_t,
+    p_shift,
+    p_weight,
+    q_shift,
+    q_weight,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The next token, by rows n of sequence b: the tile that the uniform falls into, then the token in it. It is drawn
+    from the residual if its masses were summed (`weighed`) and there are any, else from p."""
+    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
+    index = tl.arange(0, BLOCK_T)
+    summed = index < tl.where(weighed, num_tiles, 0)
+    residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
+    differs = tl.load(mass_ptr + index * 2 + 1, mask=summed, other=0.0)
+    has_residual = (tl.sum(residual, 0) > LEAST_RESIDUAL) & (tl.max(differs, 0) > 0)
+    tile_max, tile_sum = load_row_partials(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
+    p_mass = tl.max(tile_sum * exponential(tile_max - p_shift) * p_weight, 0)
+    tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), uniform)
+
+    row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
+    lead = row_lead(row_ptr, stride_target_v)
+    bounds_row = b * num_bounds + n
+    x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+    z_p = scale_in_row(x_p, inverse_t, p_shift)
+    weight = exponential(z_p - p_shift) * p_weight
+    if has_residual:
+        weight, _ = subtract_draft(
+            weight,
+            z_p,
+            lead,
+            tile,
+            tokens_ptr + n,
+            draft_ptr,
+            b * stride_draft_b + n * stride_draft_k,
+            stride_draft_v,
+            vocab_size,
+            inverse_t,
+            draft_bounds_ptr,
+            bounds_row + num_drafts + 1,
+            q_shift,
+            q_weight,
+            TILE,
+        )
+    return pick_token(weight, tile_tokens(lead, tile, TILE), threshold)

@@ -1,0 +1,124 @@
+"""The beginning of `verify_exact` and `verify_block`: the values their kernels share, and the first kernel, which takes
+the maximum and the sum of exponentials of each tile of a row (of a greedy sequence the argmax)."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..arguments import VerifyArguments
+from . import launch
+from .accept import count_valid, shared_values
+from .filter import filter_bounds
+from .tiles import (
+    inverse_temperature,
+    load_kept,
+    load_temperature,
+    row_lead,
+    scale,
+    store_pair,
+    tile_argmax,
+    tile_stats,
+    tile_tokens,
+)
+
+
+@triton.jit
+def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE: tl.constexpr):
+    """Store the partials of a tile of sequence b: of the K + 1 target rows and then K draft rows, the row-th."""
+    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
+    partial_ptr += ((b * rows_per_sequence + row) * num_tiles + tile) * 2
+    bounds_row = b * num_bounds + row
+    if row <= num_drafts:
+        if (row <= num_valid) & (temperature >= 0):
+            row_ptr = target_ptr + b * stride_target_b + row.to(tl.int64) * stride_target_k
+            lead = row_lead(row_ptr, stride_target_v)
+            x = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+            if temperature == 0:
+                tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
+            else:
+                tile_max, sum_or_token = tile_stats(x, inverse_t)
+            store_pair(partial_ptr, tile_max, sum_or_token)
+    if draft_ptr is not None:
+        i = row - num_drafts - 1
+        if (i >= 0) & (i < num_valid) & (temperature > 0):
+            row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
+            lead = row_lead(row_ptr, stride_draft_v)
+            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
+            tile_max, tile_sum = tile_stats(x, inverse_t)
+            store_pair(partial_ptr, tile_max, tile_sum)
+
+
+@launch.jit
+def stats_kernel(
+    target_ptr,  # [B, K+1, V]
+    draft_ptr,  # [B, K, V]; None: its rows are not read
+    draft_tokens_ptr,  # [B, K]
+    temperature_ptr,  # [B] or None
+    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
+    draft_bounds_ptr,  # the same if the draft rows are filtered, else None
+    partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
+    count_ptr,  # [B] zeroed
+    stride_target_b,
+    stride_target_k,
+    stride_target_v,
+    stride_draft_b,
+    stride_draft_k,
+    stride_draft_v,
+    num_drafts,
+    vocab_size,
+    num_tiles,
+    target_rows,  # of the target, the first so many rows; then the first of the draft
+    rows_per_sequence,
+    num_bounds,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    r = tl.program_id(2)
+    tl.store(count_ptr + b, 0, mask=(tile == 0) & (r == 0))
+    temperature = load_temperature(temperature_ptr, b)
+    inverse_t = inverse_temperature(temperature_ptr, temperature)
+    num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
+    row = tl.where(r < target_rows, r, r + (num_drafts + 1 - target_rows))
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+    sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
+
+
+def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
+    """The values that the kernels of `verify_exact` and `verify_block` share, by the names of their parameters."""
+    target, draft = given.target_logits, given.draft_logits
+    batch, num_rows, vocab_size = target.shape
+    num_drafts = num_rows - 1
+    rows = num_rows + num_drafts if draft is not None and given.draft_lse is None else num_rows
+    tile = tile or launch.tile_size(vocab_size, batch * rows)
+    num_tiles = launch.num_tiles(target, tile, draft)
+    launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
+    filtered_draft = draft if given.filter_draft else None
+    bounds = filter_bounds(target, given.filters, filtered_draft, tile=tile) if given.filters.removes_tokens else None
+    return shared_values(given, tile, num_tiles, rows) | {
+        "draft_lse_ptr": launch.contiguous(given.draft_lse),
+        "bounds_ptr": bounds,
+        "draft_bounds_ptr": None if filtered_draft is None else bounds,
+        "num_bounds": 0 if bounds is None else bounds.shape[1],
+        "count_ptr": torch.empty(batch, dtype=torch.int32, device=target.device),
+    }
+
+
+def run_stats(given: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
+    """Launch the kernel that both ops begin with, on all rows or on the first so many of each side."""
+    batch, num_rows, _ = given.target_logits.shape
+    rows = values["rows_per_sequence"]
+    sides = 1 if rows == num_rows else 2
+    values = values | {
+        "draft_ptr": None if sides == 1 else given.draft_logits,
+        "target_rows": first_rows or num_rows,
+    }
+    grid = (batch, values["num_tiles"], sides * first_rows if first_rows else rows)
+    launch.run(stats_kernel, grid, values, launch.stats_warps(values["TILE"]))

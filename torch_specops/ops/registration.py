@@ -1,0 +1,119 @@
+"""Registers the ops with torch: schema, fake kernel, decomposition, vmap, and no gradient."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import private
+
+__all__ = ["compiled_sources", "digest", "register_op"]
+
+
+def register_op(public: Callable[..., Any], opaque_from: float = math.inf) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
+
+    This is `torch.library.triton_op` without its search of the body's source for kernels, which imports Triton and
+    Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
+
+    Args:
+        opaque_from: on a CPU, compiled code calls the op for rows of at least this length, as an eager caller does:
+            reading only the rows that are needed saves more than fusing the body with its neighbours. With filters,
+            whose cost is the same in both forms, the body is always inlined.
+    """
+
+    parameters = inspect.signature(public).parameters
+
+    def register(body: Callable[..., Any]) -> Any:
+        def run(*args: Any) -> Any:
+            # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
+            with private.set_wrap_triton_enabled(False):
+                return body(*args)
+
+        def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            if not private.inlines_ops() or _is_called_whole(given, opaque_from):
+                return mode.__torch_dispatch__(op, types, args, kwargs)
+            if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
+                return NotImplemented
+            with mode:
+                return body(*args, **kwargs)
+
+        name = f"specops::{public.__name__}"
+        schema = torch.library.infer_schema(public, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", private.leave_uncompiled(run))
+        torch.library.register_fake(name, body)
+        if private.TRACED:
+            torch.library.register_torch_dispatch(name, private.FunctionalTensorMode, decompose)
+        op = getattr(torch.ops.specops, public.__name__).default
+        torch.library.register_vmap(name, _map_over_rows(op))
+        # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
+        torch.library.register_autograd(name, _no_gradient, setup_context=_mark_non_differentiable)
+        return run
+
+    return register
+
+
+def _is_called_whole(given: Mapping[str, Any], opaque_from: float) -> bool:
+    logits = next(iter(given.values()))
+    vocab_size = logits.shape[-1]
+    is_long = isinstance(vocab_size, int) and vocab_size >= opaque_from
+    has_filters = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
+    if logits.device.type != "cpu" or not is_long or has_filters:
+        return False
+    # Code of AOTInductor runs without Python.
+    return private.makes_python()
+
+
+def _map_over_rows(op: Any) -> Callable[..., Any]:
+    """The rule for torch.func.vmap: the mapped axis is merged with the rows, which are independent of each other."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def joined(value: Any, dim: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            mapped = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            return mapped.flatten(0, 1)
+
+        def parted(result: Tensor) -> Tensor:
+            # Without rows a size of -1 would be ambiguous.
+            return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
+
+        result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))
+        if isinstance(result, Tensor):
+            return parted(result), 0
+        return tuple(parted(each) for each in result), (0,) * len(result)
+
+    return rule
+
+
+def _mark_non_differentiable(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*((output,) if isinstance(output, Tensor) else output))
+
+
+def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError("the specops ops have no gradient")
+
+
+def compiled_sources() -> list[Path]:
+    """The files whose code ends up in compiled graphs or their guards."""
+    folder = Path(__file__).parent
+    return [folder.parent / "checks.py", *sorted(folder.rglob("*.py"))]
+
+
+def digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+# torch's caches on disk identify a graph by the names of its ops, not by their bodies: without this tag, a new version
+# of the package would run graphs that were compiled from the old one.
+torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"

@@ -1,0 +1,209 @@
+"""Counter-based uniform numbers: a pure function of (seed, position, stream, index). A sequence's numbers do not depend
+on its place in the batch, on the device, or on the state of a generator, which a CUDA graph would freeze.
+
+Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the 64 bits of the seed,
+counter = (index // 4, stream, position low, position high), word index % 4 of the block. A word w gives the float
+(w >> 8) * 2**-24, exact in float32 and below 1.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tracing import is_eager_cpu
+
+__all__ = ["STREAMS", "uniforms"]
+
+STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3}
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+MASK = 0xFFFFFFFF
+# SplitMix64: the odd step of its counter, and the factors of its mixing function.
+GOLDEN, MIX_0, MIX_1 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MASK_64 = 0xFFFFFFFFFFFFFFFF
+
+# By a word: the high and the low word of each product.
+Multiply = Callable[[Any, int], tuple[Any, Any]]
+
+
+def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
+    """Uniform random numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
+
+    Args:
+        seeds: [B] int64, one per request; all 64 bits count.
+        positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
+            repeats its numbers.
+        n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
+        stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token) or "inner" (seeds
+            for the draft of a draft). Two streams never share a number; using one for two purposes loses exactness.
+
+    Returns:
+        [B, n] float32 multiples of 2**-24 in [0, 1).
+
+    Raises:
+        TypeError: a tensor of another dtype, or an `n` that is not an int.
+        ValueError: a wrong shape or device, a negative `n`, or an unknown stream.
+
+    Example:
+        >>> import torch, torch_specops
+        >>> seeds, positions = torch.tensor([7, 8]), torch.tensor([0, 0])
+        >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
+        torch.Size([2, 2])
+    """
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+            raise TypeError(f"{name}: expected an int64 tensor [B], got {getattr(tensor, 'dtype', type(tensor))}")
+    if seeds.dim() != 1 or positions.shape != seeds.shape:
+        raise ValueError(
+            f"positions: expected [B] like seeds, got {list(positions.shape)} for seeds of shape {list(seeds.shape)}"
+        )
+    if positions.device != seeds.device:
+        raise ValueError(f"positions: expected a tensor on {seeds.device}, as seeds are, got one on {positions.device}")
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"n: expected an int, got {type(n)}")
+    if n < 0:
+        raise ValueError(f"n: expected a number >= 0, got {n}")
+    if stream not in STREAMS:
+        raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
+
+    if is_eager_cpu(seeds, positions):
+        return _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])[:, :n]
+    index = torch.arange(n, device=seeds.device)
+    return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
+
+
+def row_seeds(seed: int, batch: int) -> Tensor:
+    """A seed for each row of a batch, by a 64-bit hash: with seed + row, row 1 of seed 0 would be row 0 of seed 1.
+
+    The hash is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), with arithmetic
+    modulo 2**64: row b gets mix(mix(seed) + (b + 1) * 0x9E3779B97F4A7C15). Rows of one seed never share a row seed.
+    Rows of two seeds may, as two random numbers of 64 bits may.
+
+    Args:
+        seed: in [-2**63, 2**63).
+        batch: B.
+
+    Returns:
+        [B] int64.
+    """
+    first = _mixed(seed & MASK_64)
+    mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
+    # The same 64 bits as a signed number.
+    return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64)
+
+
+def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
+    """Seeds for a source that drafts for a draft: n for each sequence and position, of 63 random bits each.
+
+    With the sequence's own seed, the inner source would use numbers that the outer one uses, in this step or later.
+
+    Args:
+        seeds, positions: as in `uniforms`.
+        n: how often the inner source is asked in a step.
+
+    Returns:
+        [B, n] int64.
+    """
+    bits = (uniforms(seeds, positions, 3 * n, "inner") * 2**21).long().view(-1, n, 3)
+    return bits[..., 0] << 42 | bits[..., 1] << 21 | bits[..., 2]
+
+
+def _mixed(word: int) -> int:
+    word = ((word ^ word >> 30) * MIX_0) & MASK_64
+    word = ((word ^ word >> 27) * MIX_1) & MASK_64
+    return word ^ word >> 31
+
+
+def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
+    of the stream "sample" [B]. Both are views of one tensor and share no entry."""
+    if is_eager_cpu(seeds, positions):
+        accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
+        numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])
+        return numbers[:, :num_draft_tokens], numbers[:, -4]
+    index = torch.arange(num_draft_tokens + 1, device=seeds.device)
+    is_sample = index == num_draft_tokens
+    streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])
+    numbers = _numbers(seeds, positions, torch.where(is_sample, 0, index), streams)
+    return numbers[:, :-1], numbers[:, -1]
+
+
+def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
+    """[B, n] the numbers of given index [n] in given streams [n].
+
+    Every number computes its whole block and keeps one of its four words: a compiler then sees one chain of rounds, and
+    not four, as it would if the words were put side by side.
+    """
+    seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
+    counter = (index // 4, streams, position & MASK, (position >> 32) & MASK)
+    words = _philox(counter, (seed & MASK, (seed >> 32) & MASK))
+    lane = index % 4
+    word = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
+    return (word >> 8).float() * 2.0**-24
+
+
+def _philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return _rounds(torch.broadcast_tensors(*counter), key, (WEYL_0, WEYL_1), MASK, _multiply)
+
+
+def _rounds(counter: Sequence[Any], key: Sequence[Any], weyl: tuple[int, int], mask: int, multiply: Multiply) -> Any:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high_0, low_0 = multiply(c0, MULTIPLIER_0)
+        high_1, low_1 = multiply(c2, MULTIPLIER_1)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + weyl[0]) & mask, (k1 + weyl[1]) & mask
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, by halves so that no int64 product overflows."""
+    low = a * (multiplier & 0xFFFF)
+    high = a * (multiplier >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls.
+
+    Each word of a block has 64 bits of one large Python integer, enough for the product of two words, so that one
+    operation serves all blocks. On tensors this small, the same work would take a hundred calls of torch.
+    """
+    batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
+    if size == 0:
+        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32)
+
+    def packed(values: Sequence[int]) -> int:
+        return int.from_bytes(array("q", values).tobytes(), "little")
+
+    ones = packed([1] * size)
+    mask = ones * MASK
+    seed, position = (packed([value for value in x.tolist() for _ in blocks]) for x in (seeds, positions))
+    index, stream = (packed(values * batch) for values in map(list, zip(*blocks, strict=True)))
+
+    def multiply(a: int, multiplier: int) -> tuple[int, int]:
+        product = a * multiplier
+        return (product >> 32) & mask, product & mask
+
+    words = _rounds(
+        (index, stream, position & mask, (position >> 32) & mask),
+        (seed & mask, (seed >> 32) & mask),
+        (ones * WEYL_0, ones * WEYL_1),
+        mask,
+        multiply,
+    )
+    top = ones * (MASK >> 8)
+    w0, w1, w2, w3 = ((word >> 8) & top for word in words)
+    pairs = [
+        torch.frombuffer(bytearray(pair.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)
+        for pair in (w0 | w1 << 32, w2 | w3 << 32)
+    ]
+    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
