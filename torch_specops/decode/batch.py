@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -22,6 +21,10 @@ from .runner import StepRunner
 from .step import unpack_record
 
 __all__ = ["Batch", "KeptLogits"]
+
+
+# Of each row: the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
+RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 
 
 class KeptLogits(Protocol):
@@ -64,7 +67,7 @@ class Batch:
         self._logits = logits
         self._is_refilled = False
         # A step that was read before its time, because the masks of the next one depend on its tokens.
-        self._read_early: Step | None = None
+        self._read_early: RowResults | None = None
         self._pad_token_id = prompts.pad_token_id
         state = runner.start(prompts.state, capacity, inputs)
         runner.keep_logits = None if logits is None else logits.push
@@ -134,21 +137,21 @@ class Batch:
             going = [row for row in self.rows if not row.ended]
             masks = self._masks if any(row.grammar is not None for row in going) else None
             # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
-            room = max((row.limit - row.length for row in going), default=0)
+            room = max([row.limit - row.length for row in going], default=0)
             num_draft_tokens = runner.smallest_sufficient(self._wanted, max(room - 1, 0), masks is not None)
             self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
             trim = runner.schedule.trim_refilled if self._is_refilled else runner.schedule.trim
             self._reader.push(runner.run(num_draft_tokens, trim, masks), list(self.rows))
-            step, self._read_early = self._read_early, None
-            if step is None:
+            results, self._read_early = self._read_early, None
+            if results is None:
                 read = self._reader.pop()
-                step = None if read is None else self._read(*read)
-            if step is not None:
+                results = None if read is None else self._read(*read)
+            if results is not None:
                 seconds = time.perf_counter() - before
                 self.stats.seconds += seconds
-                return replace(step, seconds=seconds)
+                return Step(*results, seconds)
 
     def _masks(self, proposal: Draft, is_fixed: bool) -> tuple[Draft, Tensor]:
         """The drafts to verify and their bitmask, for `StepRunner.run`."""
@@ -172,22 +175,22 @@ class Batch:
         logits, lse = (None if each is None else each[:, : tokens.shape[1]] for each in probabilities)
         return Draft(tokens, logits, lse), bitmask
 
-    def _read(self, record: Tensor, rows: list[Row]) -> Step:
+    def _read(self, record: Tensor, rows: list[Row]) -> RowResults:
         """Count a step, and end the rows that it ended. `rows` are those that the batch had when the step began."""
-        step, runner = Step(*unpack_record(record), 0.0), self._runner
-        active, num_before = [], []
+        tokens, num_accepted, num_proposed, finished = results = unpack_record(record)
+        runner, active = self._runner, []
+        num_before = [len(row.tokens) for row in self.rows]
         for index, (then, row) in enumerate(zip(rows, self.rows, strict=True)):
-            num_before.append(len(row.tokens))
             if not row.ended:
                 active.append(index)
             if then is not row or row.ended:
                 # The host has ended the text, which the device had not seen.
-                step.tokens[index], step.num_accepted[index], step.num_proposed[index] = [], 0, 0
+                tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
             else:
-                row.tokens += step.tokens[index]
-                row.ended = step.finished[index]
-        self.stats.add(step)
-        num_new = list(map(len, step.tokens))
+                row.tokens += tokens[index]
+                row.ended = finished[index]
+        self.stats.add(tokens, num_accepted, num_proposed)
+        num_new = list(map(len, tokens))
         if self._logits is not None:
             self._logits.keep(num_new)
         cuts = ask_row_rules(self.rows, num_new)
@@ -197,21 +200,24 @@ class Batch:
         for index, row in enumerate(self.rows):
             if row.grammar is not None and not accept_tokens(row, row.grammar, num_before[index]):
                 cuts.add(index)
-            if index in cuts:
-                runner.end_row(index, len(row.prompt) + len(row.tokens))
             first, row.num_shown = row.num_shown, len(row.tokens)
+            if index in cuts:
+                runner.end_row(index, row.length)
             if self._batch_rules is not None:
                 row.num_shown = min(row.num_shown, self._batch_rules.num_asked)
-            step.tokens[index], step.finished[index] = row.tokens[first : row.num_shown], row.finished
-            self.stats.num_tokens += row.num_shown - first - num_new[index]
-            if step.finished[index] and row.reason is None:
+            if self._batch_rules is not None or row.num_shown - first != num_new[index]:
+                # A rule has cut tokens, or has held them back until now.
+                self.stats.num_tokens += row.num_shown - first - num_new[index]
+                tokens[index] = row.tokens[first : row.num_shown]
+            finished[index] = row.finished
+            if finished[index] and row.reason is None:
                 row.settle()
                 ended.append(index)
         if ended and runner.draft is not None:
             runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
-        counts = ([each[index] for index in active] for each in (step.num_proposed, step.num_accepted))
+        counts = ([each[index] for index in active] for each in (num_proposed, num_accepted))
         self._wanted = runner.schedule.next(*counts)
-        return step
+        return results
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)

@@ -355,25 +355,28 @@ class SpeculativeDecoder:
         self, input_ids: Tensor, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, int]:
         """Check a call, and read its prompts; returns the batch and the number of the stream."""
-        with self._guard.computing():
+        with self._guard.working():
             stream = self._guard.begin_stream()
-            prompts = read_prompts(
-                self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
-            )
-            self._runner.check_grammars(prompts.grammars)
-            state = prompts.state
-            self._runner.choose_compile(int((state.limits - state.lengths).max()))
-            longest = int(state.limits.max())
-            check_room(self.target, self.draft, longest, self.max_length)
-            capacity = self._runner.capacity(self.max_length or longest)
-            self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
+            with self._guard.computing():
+                prompts = read_prompts(
+                    self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
+                )
+                self._runner.check_grammars(prompts.grammars)
+                state = prompts.state
+                self._runner.choose_compile(int((state.limits - state.lengths).max()))
+                longest = int(state.limits.max())
+                check_room(self.target, self.draft, longest, self.max_length)
+                capacity = self._runner.capacity(self.max_length or longest)
+                self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
         return batch, stream
 
     def _steps(self, batch: Batch, stream: int) -> Iterator[Step]:
-        while not all(batch.finished):
+        is_done = all(batch.finished)
+        while not is_done:
             with self._guard.computing():
                 self._guard.check_is_newest(stream)
                 step = batch.step()
+            is_done = all(step.finished)
             yield step
 
 

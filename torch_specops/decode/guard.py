@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ class Guard:
 
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
+        self._device = target.device
         self._use: dict[str, int] = {"streams": 0}
         # A target that cannot be hashed (a dataclass that compares by value) is guarded within this decoder only.
         with _uses_lock, suppress(TypeError):
@@ -35,8 +36,11 @@ class Guard:
         return Guard, self._parts
 
     def begin_stream(self) -> int:
-        """Begin a stream or a session, which ends all others; returns its number."""
+        """Begin a stream or a session, which ends all others; returns its number. Called while this thread is at
+        work."""
         self._use["streams"] += 1
+        # Ask once for all steps: a model looks for its first parameter.
+        self._device = self._parts[0].device
         return self._use["streams"]
 
     def is_newest(self, stream: int) -> bool:
@@ -50,22 +54,21 @@ class Guard:
     def computing(self) -> Iterator[None]:
         """`working`, in inference mode and on the target's device: Triton launches on the current one, and streams
         belong to it."""
-        device = self._parts[0].device
-        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), torch.inference_mode(), on_device:
             yield
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> AbstractContextManager[None]:
         """May be nested in one thread.
 
         Raises:
-            RuntimeError: another thread is at work.
+            RuntimeError: when it is entered, if another thread is at work.
         """
+        return nullcontext() if self._use.get("thread") == threading.get_ident() else self._working()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
         use, thread = self._use, threading.get_ident()
-        if use.get("thread") == thread:
-            yield
-            return
         try:
             try:
                 # Atomic: of several threads one is stored.

@@ -102,26 +102,23 @@ class GenerationStats:
         """Emitted tokens of all rows per second of stepping."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
-    def add(self, step: Step) -> None:
+    def add(self, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]) -> None:
+        """Count the rows of a step. A row without a token had already ended, or the target failed."""
         self.num_steps += 1
-        self.seconds += step.seconds
-        for tokens, num_accepted, num_proposed in zip(step.tokens, step.num_accepted, step.num_proposed, strict=True):
-            self.add_row(len(tokens), num_accepted, num_proposed)
-
-    def add_row(self, num_tokens: int, num_accepted: int, num_proposed: int) -> None:
-        """Count one row of a step. A row without a token had already ended, or the target failed."""
-        if num_tokens == 0:
-            return
-        self.num_row_steps += 1
-        self.num_tokens += num_tokens
-        self.num_accepted += num_accepted
-        self.num_proposed += num_proposed
-        new_positions = [0] * (num_proposed - len(self.proposed_at))
-        self.proposed_at += new_positions
-        self.accepted_at += new_positions
-        for position in range(num_proposed):
-            self.proposed_at[position] += 1
-            self.accepted_at[position] += position < num_accepted
+        for new, accepted, proposed in zip(tokens, num_accepted, num_proposed, strict=True):
+            if not new:
+                continue
+            self.num_row_steps += 1
+            self.num_tokens += len(new)
+            self.num_accepted += accepted
+            self.num_proposed += proposed
+            if proposed > len(self.proposed_at):
+                new_positions = [0] * (proposed - len(self.proposed_at))
+                self.proposed_at += new_positions
+                self.accepted_at += new_positions
+            for position in range(proposed):
+                self.proposed_at[position] += 1
+                self.accepted_at[position] += position < accepted
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,11 @@ class Session:
         self._num_submitted = 0
         self._is_closed = False
         self._batch: Batch | None = None
-        with guard.computing():
+        with guard.working():
             self._stream = guard.begin_stream()
             if not getattr(runner.target, "reads_inputs", False):
-                self._batch = self._free_rows(None)
+                with guard.computing():
+                    self._batch = self._free_rows(None)
 
     @property
     def stats(self) -> GenerationStats:
