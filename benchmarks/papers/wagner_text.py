@@ -34,12 +34,9 @@ from wagner_methods import (
     METHODS,
     METHODS_FOR_TEXT,
     calls,
-    drafting,
-    draw_steps,
     measure,
     scales,
     without_compile,
-    without_outputs,
 )
 
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
@@ -128,7 +125,8 @@ def decoded(
 ) -> dict[str, dict[str, Any]]:
     """The results of `measure` for every method, with ROUGE-1."""
     target, draft, tokenizer = pair(subject, device)
-    draft.generation_config.update(**drafting(num_draft_tokens, schedule))
+    numbers = {"num_assistant_tokens": num_draft_tokens, "num_assistant_tokens_schedule": schedule}
+    draft.generation_config.update(**numbers, assistant_confidence_threshold=0.0)
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
 
@@ -137,8 +135,10 @@ def decoded(
 
     found = measure(methods, decode, num_texts, range(num_seeds), target.config.vocab_size, device)
     for own in found.values():
-        own |= rouge(tokenizer, own["outputs"], references) | {"nats": nats(target, ids, own["outputs"])}
-    return without_outputs(found)
+        outputs = own.pop("outputs")
+        own |= rouge(tokenizer, outputs, references) | {"nats": nats(target, ids, outputs)}
+        own |= {key: round(value, 6) for key, value in own.items() if isinstance(value, float)}
+    return found
 
 
 def sampled(model: PreTrainedModel, ids: Tensor, seed: int, max_new_tokens: int, **named: Any) -> list[int]:
@@ -215,7 +215,15 @@ def cells_of(chosen: Any) -> list[Cell]:
 
 
 def draw(found: Mapping[str, Any]) -> None:
-    draw_steps("wagner_step_time", SUBJECTS, found)
+    # Figure 3: the median step of each method by the number of drafts.
+    with figure("wagner_step_time", len(SUBJECTS), (9, 3.4)) as axes:
+        for subject, axis in zip(SUBJECTS, axes, strict=True):
+            for method in METHODS:
+                times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
+                axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
+            axis.set(xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS, title=subject)
+        axes[0].set_ylabel("ms in the sampling function, median step")
+        axes[-1].legend(frameon=False, fontsize=8)
     # How far the law is from the target's at each scale.
     sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
     with figure("wagner_sigmoid_law") as axis:
