@@ -16,8 +16,8 @@ from pathlib import Path
 
 COMMON = ("rich", "matplotlib", "transformers")
 # What a script imports beside torch and these. A cell that needs more says so itself.
-NEEDS = {"leviathan_theory": [], "leviathan_measured": [], "leviathan_oracle": [], "wagner_text": ["rouge_score"]}
-NEEDS |= {"wagner_asr": ["jiwer"], "wagner_memory": [], "chen": ["rouge_score"], "tables": []}
+NEEDS = {"leviathan_theory": [], "leviathan_measured": [], "wagner_text": ["rouge_score"], "chen": ["rouge_score"]}
+NEEDS |= {"tables": []}
 
 
 def missing(script: str) -> list[str]:
