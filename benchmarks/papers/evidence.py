@@ -1,4 +1,4 @@
-"""What the scripts in this directory share: measurements that are made once, the file they are kept in, and figures.
+"""What the scripts in this directory share: measurements that are made once, and the file they are kept in.
 
 A cell is one number, row or curve of a paper's table: a key, a function, and the settings it is called with. `Cells`
 measures the cells that are not in the JSON file yet and writes the file after each one, so that a stopped run continues
@@ -13,7 +13,7 @@ where it was. A cell is in the file if its key is there with the same settings. 
     main = partial(reproduce, "leviathan_measured", __doc__, cells_of)
 
 Put a model that several cells use behind `functools.cache`, so that it is loaded only if a cell is measured.
-`tables.py` writes the tables.
+`run.py` writes the tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -140,13 +139,11 @@ def reproduce(
     cells_of: Callable[[argparse.Namespace], list[Cell]],
     arguments: Sequence[str] | None = None,
     *,
-    draw: Callable[[dict[str, Any]], None] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The `main` of a script: read the options, measure what is missing, and draw the figures of docs/figures.
+    """The `main` of a script: read the options, and measure what is missing.
 
-    Cells are kept in `--out`, or in a file named after the script and the kind of device. Figures are drawn from the
-    committed file alone, once it has every cell.
+    Cells are kept in `--out`, or in a file named after the script and the kind of device.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -155,30 +152,12 @@ def reproduce(
     parser.add_argument("--only", default="", metavar="PREFIX", help="run the cells whose key begins with this")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    committed, kind = RESULTS / f"{name}.json", torch.device(chosen.device).type
-    path = chosen.out or (committed if kind == "cpu" else RESULTS / f"{name}-{kind}.json")
+    kind = torch.device(chosen.device).type
+    path = chosen.out or RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
     cells = cells_of(chosen)
     found = Cells(path, cells, chosen.device, packages).run(chosen.only)
-    if draw is not None and path == committed and all(cell.key in found for cell in cells):
-        draw(found)
     print(f"{path}: {len(found)} of {len(cells)} cells")
     return found
-
-
-@contextmanager
-def figure(name: str, columns: int = 1, size: tuple[float, float] = (5, 3.4), **shared: Any) -> Iterator[Any]:
-    """One axis, or an array of them, to draw on. Saved as docs/figures/NAME.svg; equal numbers give equal bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", **shared)
-    yield axes
-    with matplotlib.rc_context({"svg.hashsalt": "evidence", "svg.fonttype": "none"}):
-        path = ROOT / "docs" / "figures" / f"{name}.svg"
-        drawn.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    pyplot.close(drawn)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from evidence import Cell, figure, reproduce
+from evidence import Cell, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import HELDOUT, PAIR, missing
 from torch import Tensor
@@ -214,33 +214,10 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def draw(found: Mapping[str, Any]) -> None:
-    # Figure 3: the median step of each method by the number of drafts.
-    with figure("wagner_step_time", len(SUBJECTS), (9, 3.4)) as axes:
-        for subject, axis in zip(SUBJECTS, axes, strict=True):
-            for method in METHODS:
-                times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-                axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-            axis.set(xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS, title=subject)
-        axes[0].set_ylabel("ms in the sampling function, median step")
-        axes[-1].legend(frameon=False, fontsize=8)
-    # How far the law is from the target's at each scale.
-    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-    with figure("wagner_sigmoid_law") as axis:
-        for subject in SUBJECTS:
-            own = found[f"laws/{subject}/top_k=0"]
-            distances = [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes]
-            (line,) = axis.plot(sizes, distances, marker="o", markersize=3, label=subject)
-            axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
-        axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
-        axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
-        axis.legend(frameon=False, fontsize=8)
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return reproduce("wagner_text", __doc__, cells_of, arguments, draw=draw, packages=["rouge-score"])
+    return reproduce("wagner_text", __doc__, cells_of, arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":
