@@ -67,7 +67,7 @@ class Cells:
 
     The file has "environments", a list of device, threads, versions and commit, and "cells", which maps each key to
     "settings", "result", "seconds", "date" and "environment", an index into that list. Cells that the script no longer
-    has are dropped.
+    has stay in the file.
 
     Args:
         path: the JSON file; its directory is made.
@@ -89,11 +89,13 @@ class Cells:
         }
         written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
         # By key: a cell of the file, with its environment in place of the index.
-        self._records: dict[str, dict[str, Any]] = {}
+        self._records: dict[str, dict[str, Any]] = {
+            key: record | {"environment": written["environments"][record["environment"]]}
+            for key, record in written["cells"].items()
+        }
         for cell in cells:
-            record = written["cells"].get(cell.key)
-            if record is not None and record["settings"] == _plain(cell.settings):
-                self._records[cell.key] = record | {"environment": written["environments"][record["environment"]]}
+            if cell.key in self._records and self._records[cell.key]["settings"] != _plain(cell.settings):
+                del self._records[cell.key]
 
     def run(self, only: str = "", console: Console | None = None) -> dict[str, Any]:
         """Measure the unfinished cells whose key begins with `only`; return the results of all finished ones by key."""
@@ -120,13 +122,15 @@ class Cells:
                 }
                 self._write()
                 progress.advance(task)
-        return {key: record["result"] for key, record in self._records.items()}
+        own = (cell.key for cell in self._cells if cell.key in self._records)
+        return {key: self._records[key]["result"] for key in own}
 
     def _write(self) -> None:
         environments: list[dict[str, Any]] = []
         records = {}
-        for key in (cell.key for cell in self._cells if cell.key in self._records):
-            record = self._records[key]
+        # In the order of the script, in which the tables have them.
+        order = dict.fromkeys([*(cell.key for cell in self._cells), *self._records])
+        for key, record in ((key, self._records[key]) for key in order if key in self._records):
             if record["environment"] not in environments:
                 environments.append(record["environment"])
             records[key] = record | {"environment": environments.index(record["environment"])}

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from evidence import Cell, reproduce
-from subjects import continuations, draft_law, draft_source, missing, prompts, sizes, target, target_logits
+from subjects import continuations, draft_law, draft_source, missing, prompts, read, sizes, target
 from timing import synchronize
 from torch import Tensor
 from wagner_laws import lenient_law, total_variation
@@ -137,7 +137,8 @@ latest: dict[tuple[str, float], Tensor] = {}
 def logits_of_the_target(subject: str, temperature: float, prompt_length: int, written: Tensor) -> Tensor:
     if (subject, temperature) not in latest:
         latest.clear()
-        latest[subject, temperature] = target_logits(subject, written, prompt_length)
+        model = target(subject, str(written.device)).model
+        latest[subject, temperature] = read(model, written, prompt_length)
     return latest[subject, temperature]
 
 

@@ -1,7 +1,7 @@
 """Measures what is missing of the papers' tables, then writes the tables and numbers of docs/evidence*.md.
 
     python benchmarks/papers/run.py [--only NAME...]
-    python benchmarks/papers/run.py --check     # only says whether the pages are what the JSON says; exit status 1 if not
+    python benchmarks/papers/run.py --check     # writes nothing; exit status 1 if a page is not what the JSON says
 
 Each script is a process of its own and measures only the cells that its JSON file does not have. To measure everything,
 delete the JSON files of these scripts in benchmarks/results/evidence. The pages are written even if a script fails.

@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     SIGMOID: sigmoid(1e3),
 }
 METHODS_FOR_TEXT = METHODS | {SIGMOID: sigmoid(1e4)}
+SCALES = {BASELINE: METHODS[BASELINE]} | {f"sigmoid {scale:g}": sigmoid(scale) for scale in (1e1, 1e3, 1e4, 1e5)}
 GAMMAS = (1, 3, 5, 10, 15, 20)
 
 Decode = Callable[[int, int], list[int]]
@@ -39,11 +40,6 @@ Decode = Callable[[int, int], list[int]]
 
 def without_compile(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: {key: options[key] for key in options if key != "compile"} for name, options in methods.items()}
-
-
-def scales(exponents: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """The baseline, and "sigmoid" at each scale."""
-    return {BASELINE: METHODS[BASELINE]} | {f"sigmoid {scale:g}": sigmoid(scale) for scale in exponents}
 
 
 def measure(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,24 +28,14 @@ from subjects import HELDOUT, PAIR, missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from wagner_laws import best_constants, distances, filtered
-from wagner_methods import (
-    GAMMAS,
-    METHODS,
-    METHODS_FOR_TEXT,
-    calls,
-    measure,
-    scales,
-    without_compile,
-)
+from wagner_laws import distances, filtered
+from wagner_methods import GAMMAS, METHODS, METHODS_FOR_TEXT, SCALES, calls, measure, without_compile
 
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
-SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
-SCALES = (1e1, 1e3, 1e4, 1e5)
 TOP_K = 50
 
 
@@ -174,8 +164,8 @@ def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor
     return p, q
 
 
-def laws(subject: str, device: str, windows: int, window: int, top_k: int, of: Any = distances) -> dict[str, Any]:
-    return of(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
+def laws(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, Any]:
+    return distances(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
 
 
 def cells_of(chosen: Any) -> list[Cell]:
@@ -201,12 +191,10 @@ def cells_of(chosen: Any) -> list[Cell]:
         law |= dict(zip(("windows", "window"), law_sizes[subject], strict=True))
         for top_k in (0, TOP_K):
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
-        if subject == "austen":
-            add(f"constants/{subject}", partial(laws, of=best_constants), law | {"top_k": 0})
         add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS_FOR_TEXT))
         if subject == "austen":
             add(f"eager/{subject}", decoded, settings(subject, size, methods=without_compile(METHODS_FOR_TEXT)))
-        add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
+        add(f"scales/{subject}", decoded, settings(subject, size, methods=SCALES))
         add(f"draft alone/{subject}", draft_alone, settings(subject, size))
         for gamma in GAMMAS:
             constant = {"methods": METHODS_FOR_TEXT, "num_draft_tokens": gamma, "schedule": "constant"}

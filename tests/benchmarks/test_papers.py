@@ -3,6 +3,7 @@ the laws of the ops, and the pages have the JSON's numbers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def test_a_finished_cell_is_not_measured_again(tmp_path: Path, capsys: pytest.Ca
     assert measured == [1, 2.5, 7, 3] and set(found) == {"row/1", "row/2.5", "reads"}
     assert found["reads"]["pair"] == [3, {"twice": 14, "pair": [7, None]}]
     assert "not run, no model: absent" in capsys.readouterr().err
+    # A cell that the script no longer has stays in the file.
+    evidence.Cells(path, [evidence.Cell("row/9", measure, {"x": 9})]).run()
+    assert list(json.loads(path.read_text())["cells"]) == ["row/9", "row/1", "row/2.5", "reads"]
 
 
 def test_the_formulas_give_the_printed_numbers(tmp_path: Path) -> None:
