@@ -1,7 +1,7 @@
 """Measures what is missing of the papers' tables, then writes the tables and numbers of docs/evidence*.md.
 
-    python benchmarks/papers/run.py [--only NAME...]
-    python benchmarks/papers/run.py --check     # writes nothing; exit status 1 if a page is not what the JSON says
+    python benchmarks/papers/run.py
+    python benchmarks/papers/run.py --only [NAME...]     # some of the scripts, or none; then the pages
 
 Each script is a process of its own and measures only the cells that its JSON file does not have. To measure everything,
 delete the JSON files of these scripts in benchmarks/results/evidence. The pages are written even if a script fails.
@@ -52,13 +52,11 @@ def rewritten(page: str, tables: Mapping[str, Callable[[Found], str]], found: Fo
 
 
 def main(arguments: list[str] | None = None) -> list[str]:
-    """The scripts that failed; with --check the pages that are not what the results say."""
+    """The scripts that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
-    parser.add_argument("--check", action="store_true", help="measure and write nothing")
-    options = parser.parse_args(arguments)
     failed = []
-    for script in [] if options.check else options.only:
+    for script in parser.parse_args(arguments).only:
         if subprocess.run([sys.executable, str(Path(__file__).with_name(f"{script}.py"))]).returncode != 0:
             failed.append(script)
     found = load()
@@ -66,13 +64,10 @@ def main(arguments: list[str] | None = None) -> list[str]:
         path = ROOT / "docs" / name
         page = path.read_text(encoding="utf-8")
         new = rewritten(page, tables, found)
-        if options.check and new != page:
-            failed.append(name)
-        elif new != page:
-            path.write_text(new, encoding="utf-8")
+        path.write_text(new, encoding="utf-8")
         print(f"docs/{name}: {len(tables)} tables and numbers, {'changed' if new != page else 'as they were'}")
     if failed:
-        print(f"{'not what the JSON says' if options.check else 'failed'}: {', '.join(failed)}", file=sys.stderr)
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return failed
 
 
