@@ -123,7 +123,7 @@ def test_the_pages_have_the_numbers_of_the_json() -> None:
         changed = run.rewritten(page, run.PAGES[name], found)
         assert changed != page, name
         assert name != "evidence_leviathan.md" or "| austen | bigram | not run | not run |" in changed
-        with pytest.raises(ValueError, match="expected each of .* once"):
+        with pytest.raises(ValueError, match=r"expected each of .* once"):
             run.rewritten(page.replace("<!-- table: ", "", 1), run.PAGES[name], found)
 
 
