@@ -62,7 +62,7 @@ bench: $(DEV) ## time the ops against eager and compiled PyTorch
 bench-gpu: $(DEV) ## test and measure on a GPU, in calls of nine minutes: CALL=1, 2, 3
 	@$(RUN) benchmarks/bench_gpu.py $(CALL:%=--call %) $(ARGS)
 
-evidence: $(EVIDENCE) ## reproduce the papers' tables and figures (CPU; goes on where it was stopped)
+evidence: $(EVIDENCE) ## reproduce the papers' tables (CPU; goes on where it was stopped)
 	@$(RUN) benchmarks/papers/run.py $(ARGS)
 
 $(VENV)/bin/python:

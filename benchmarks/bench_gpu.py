@@ -123,16 +123,8 @@ class Runner:
             return [sys.executable, *stand_in, str(HERE / script), *arguments, *out]
         tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(ROOT / "tests")]
         # The allocator's cache is off, so that a read behind a tensor's end is a read outside of its memory.
-        tool = [
-            "env",
-            "PYTORCH_NO_CUDA_MEMORY_CACHING=1",
-            "compute-sanitizer",
-            "--tool",
-            script,
-            "--error-exitcode",
-            "1",
-        ]
-        return tests if script == "pytest" else [*tool, "--target-processes", "all", *tests]
+        tool = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool {script} --error-exitcode 1"
+        return tests if script == "pytest" else [*tool.split(), "--target-processes", "all", *tests]
 
     def run(self, step: Step) -> dict[str, Any]:
         command, limit = self.command(step), REHEARSED_SECONDS if self.rehearsed else step.seconds

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ import torch
 import xgrammar
 from markdown_table import table
 from rich.console import Console
-from timing import Report, environment, options_of, version_of
+from timing import Report, environment, options_of
 from torch import Tensor
 from xgrammar.contrib.hf import LogitsProcessor
 
@@ -174,7 +175,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             if index < 0:
                 # The first round warms up.
                 way.rounds.clear()
-    versions = {name: version_of(name) for name in ("xgrammar", "llguidance")}
+    versions = {name: metadata.version(name) for name in ("xgrammar", "llguidance")}
     report = Report(chosen.out, environment(torch.device("cpu"), **versions), vocab_size=vocab_size)
     report.add(record_of(key, way, ways, tokenizer) for key, way in ways.items())
     line = "{draft} | {grammar} | {tokens_per_second:.1f} | {tokens_per_step:.2f} | {step_ms:.2f} | {mask_us:.0f} | "

@@ -115,7 +115,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--longest", type=int, default=192, help="the largest limit")
-    parser.add_argument("--only", nargs="+", help="some of the ways to decode")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     models, tokenizer = load_models(Console(stderr=True), options.target, options.draft, torch.device("cpu"))
@@ -143,7 +142,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         "generate_batch": partial(continuous, batched, requests, options.rows),
         "assisted": partial(assisted, model, helper, requests),
     }
-    ways = {name: way for name, way in ways.items() if options.only is None or name in options.only}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, Texts] = {}
     with Progress(transient=True) as progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -14,23 +14,19 @@ def cell(form: str, record: Mapping[str, Any], missing: str = "") -> str:
         return missing
 
 
-def grid(header: Sequence[str], rows: Iterable[Sequence[str]], padded: bool = False) -> str:
-    """A Markdown table. `padded` aligns the columns, for a terminal."""
-    lines = [header, *rows]
-    if padded:
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines = [[entry.ljust(width) for entry, width in zip(line, widths, strict=True)] for line in lines]
-    first, *others = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([first, "|" + "---|" * len(header), *others])
-
-
 def table(header: str, line: str, records: Iterable[Mapping[str, Any]], missing: str = "", padded: bool = False) -> str:
-    """A line for each record.
+    """A Markdown table with a line for each record.
 
     Args:
         header: names of the columns, with " | " between them.
         line: a format string for each column, with " | " between them: "{name} | {seconds:.2f}".
         missing: what a cell shows if a field of it is not in the record or is None.
+        padded: align the columns, for a terminal.
     """
     forms = line.split(" | ")
-    return grid(header.split(" | "), ([cell(form, record, missing) for form in forms] for record in records), padded)
+    lines = [header.split(" | "), *([cell(form, record, missing) for form in forms] for record in records)]
+    if padded:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines = [[entry.ljust(width) for entry, width in zip(entries, widths, strict=True)] for entries in lines]
+    first, *others = (f"| {' | '.join(entries)} |" for entries in lines)
+    return "\n".join([first, "|" + "---|" * len(forms), *others])

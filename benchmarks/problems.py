@@ -148,9 +148,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         # Which is an argument, as in the decoding loop: the kernels have another build without one.
         "temperature": torch.full((batch,), 0.0 if problem.kind == "greedy" else 1.0, device=device),
         "draft_lse": draft_logits.float().logsumexp(-1),
-        "top_k": torch.full((batch,), FILTERS["top-k"][1], device=device),
-        "top_p": torch.full((batch,), FILTERS["top-p"][1], device=device),
-        "min_p": torch.full((batch,), FILTERS["min-p"][1], device=device),
+        **{name: torch.full((batch,), value, device=device) for name, value in FILTERS.values()},
         "num_accepted": num_accepted,
     }
 

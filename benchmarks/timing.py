@@ -6,14 +6,12 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import torch_specops
-from torch_specops.cli.env import device_name
+from torch_specops.cli.env import device_name, versions
 
 # Without it, torch's profiler prints a line whenever it starts or stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -253,22 +250,11 @@ def environment(device: torch.device, **more: Any) -> dict[str, Any]:
         "device": device_name(device),
         "driver": first_word_of(driver) if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "transformers": version_of("transformers"),
         "cuda": torch.version.cuda,
-        "torch_specops": torch_specops.__version__,
+        **versions(),
         "commit": commit(),
         **more,
     }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def first_word_of(command: list[str]) -> str | None:

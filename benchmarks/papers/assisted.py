@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.generation import utils as generation
 
@@ -24,8 +24,9 @@ from torch_specops import verify_exact, verify_sigmoid
 from torch_specops.compilation import compile_piece
 from torch_specops.hf.handover import check_ensemble_weight
 
-NAME = "_speculative_sampling"
 Sampler = Callable[..., tuple[Tensor, Tensor]]
+# transformers 5.17 tells its function that the drafts end the text; later releases cut the text afterwards.
+IS_TOLD = "is_done_candidate" in inspect.signature(generation._speculative_sampling).parameters
 
 
 @dataclass
@@ -59,60 +60,26 @@ def assisted_generation(
         compile: run the op under torch.compile.
 
     Raises:
-        RuntimeError: transformers samples in another way than "exact" (`transformers_function`).
         NotImplementedError: while generating, if `assistant_ensemble_weight` is below 1: that is another distribution.
     """
-    sampler = transformers_function()
-    if method == "sigmoid":
+    stats = AssistedStats()
+    if method == "transformers":
+        sampler = generation._speculative_sampling
+    elif method == "sigmoid":
         sampler = partial(_sample, _verifier(verify_sigmoid, (alpha, beta), compile), False)
     elif method == "exact" and next_token == "uniform":
         sampler = partial(_sample, _verifier(verify_exact, (), compile), False)
     elif method == "exact":
         sampler = partial(_sample, _verifier(_count, (), compile), True)
-    elif method != "transformers":
+    else:
         raise ValueError(f"method: expected 'exact', 'sigmoid' or 'transformers', got {method!r}")
-    stats, before = AssistedStats(), getattr(generation, NAME)
-    setattr(generation, NAME, partial(_timed, stats, sampler))
-    try:
+    with mock.patch.object(generation, "_speculative_sampling", partial(_timed, stats, sampler)):
         yield stats
-    finally:
-        setattr(generation, NAME, before)
 
 
-def transformers_function() -> Sampler:
-    """Transformers' sampling function, with the arguments of `_sample` in every release.
-
-    Raises:
-        RuntimeError: its assisted generation calls no function of that name, or one that returns other tokens than
-            `_sample` on small cases.
-    """
-    function = getattr(generation, NAME, None)
-    if function is None or NAME not in inspect.unwrap(generation.GenerationMixin._assisted_decoding).__code__.co_names:
-        raise RuntimeError(f"transformers {transformers.__version__} does not sample in {generation.__name__}.{NAME}")
-    # transformers 5.17 tells it that the drafts end the text; later releases cut the text afterwards.
-    is_told = "is_done_candidate" in inspect.signature(function).parameters
-
-    def call(ids: Tensor, draft: Tensor, num_drafts: int, target: Tensor, is_done: Any = False, **named: Any) -> Any:
-        return function(ids, draft, num_drafts, target, *([is_done] if is_told else []), **named)
-
-    own = partial(_sample, _count, True)
-    with torch.random.fork_rng([]):
-        for seed in range(24):
-            # Not `torch.manual_seed`, which would change the generators of GPUs too.
-            torch.default_generator.manual_seed(seed)
-            target, noise = torch.randn(2, 1, 4, 5)
-            # In a third of the cases p = q, so that all drafts are accepted.
-            draft = (target + (seed % 3) * noise)[:, :3]
-            ids = torch.cat([torch.zeros(1, 2, dtype=torch.int64), torch.multinomial(draft[0].softmax(-1), 1).T], 1)
-            found = []
-            for each in (own, call):
-                torch.default_generator.manual_seed(seed)
-                tokens, num_matches = each(ids, draft, 3, target, is_told and seed % 2 == 0)
-                found.append((tokens.tolist(), int(num_matches)))
-            if found[0] != found[1]:
-                name = f"transformers {transformers.__version__}: {generation.__name__}.{NAME}"
-                raise RuntimeError(f"{name} returns {found[1]}, expected {found[0]}")
-    return call
+def call_sampler(ids: Tensor, draft: Tensor, num_drafts: int, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Call the function that transformers samples with, as its loop does where the drafts do not end the text."""
+    return generation._speculative_sampling(ids, draft, num_drafts, target, *[False] * IS_TOLD)
 
 
 def _timed(

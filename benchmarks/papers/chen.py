@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from chen_code import PROBLEMS, Problem, parses, passes, prompt
-from evidence import Cell, figure, reproduce
+from evidence import Cell, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import HELDOUT, PAIR, draft_source, missing, target
 from torch import Tensor
@@ -236,28 +236,7 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def draw(found: Mapping[str, Any]) -> None:
-    with figure("chen_figure_1", 3, (10, 3.2)) as axes:
-        for subject, law in CURVES:
-            own = found[f"figure 1/{subject}/{law}"]
-            numbers = [int(number) for number in own]
-            # Models of different sizes in one plot: in times of plain decoding.
-            plain = own["0"]["seconds_of_128"]
-            middle, spread = (
-                [each[name] / plain for each in own.values()] for name in ("seconds_of_128", "seconds_of_128_deviation")
-            )
-            style = {"marker": "o", "markersize": 3, "capsize": 2, "label": f"{subject}, {law}"}
-            axes[0].errorbar(numbers, middle, spread, **style)
-            axes[1].plot(numbers, [each["efficiency"] for each in own.values()], "o-", markersize=3)
-            loop = [each["loop_ms"] / own["0"]["loop_ms"] for each in own.values()]
-            axes[2].plot(numbers, loop, "o-", markersize=3)
-        for axis, label in zip(axes, ("time for 128 tokens", "(accepted + 1) / (K + 1)", "time per loop"), strict=True):
-            axis.set(xlabel="K", title=label, ylim=(0, None))
-        axes[0].set_ylabel("in times of K = 0")
-        axes[0].legend(frameon=False, fontsize="small")
-
-
-main = partial(reproduce, "chen", __doc__, cells_of, draw=draw, packages=["rouge-score"])
+main = partial(reproduce, "chen", __doc__, cells_of, packages=["rouge-score"])
 
 if __name__ == "__main__":
     main()

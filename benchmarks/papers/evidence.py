@@ -1,4 +1,4 @@
-"""What the scripts in this directory share: measurements that are made once, the file they are kept in, and figures.
+"""What the scripts in this directory share: measurements that are made once, and the file they are kept in.
 
 A cell is one number, row or curve of a paper's table: a key, a function, and the settings it is called with. `Cells`
 measures the cells that are not in the JSON file yet and writes the file after each one, so that a stopped run continues
@@ -13,7 +13,7 @@ where it was. A cell is in the file if its key is there with the same settings. 
     main = partial(reproduce, "leviathan_measured", __doc__, cells_of)
 
 Put a model that several cells use behind `functools.cache`, so that it is loaded only if a cell is measured.
-`tables.py` writes the tables.
+`run.py` writes the tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -68,7 +67,7 @@ class Cells:
 
     The file has "environments", a list of device, threads, versions and commit, and "cells", which maps each key to
     "settings", "result", "seconds", "date" and "environment", an index into that list. Cells that the script no longer
-    has are dropped.
+    has stay in the file.
 
     Args:
         path: the JSON file; its directory is made.
@@ -90,11 +89,13 @@ class Cells:
         }
         written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
         # By key: a cell of the file, with its environment in place of the index.
-        self._records: dict[str, dict[str, Any]] = {}
+        self._records: dict[str, dict[str, Any]] = {
+            key: record | {"environment": written["environments"][record["environment"]]}
+            for key, record in written["cells"].items()
+        }
         for cell in cells:
-            record = written["cells"].get(cell.key)
-            if record is not None and record["settings"] == _plain(cell.settings):
-                self._records[cell.key] = record | {"environment": written["environments"][record["environment"]]}
+            if cell.key in self._records and self._records[cell.key]["settings"] != _plain(cell.settings):
+                del self._records[cell.key]
 
     def run(self, only: str = "", console: Console | None = None) -> dict[str, Any]:
         """Measure the unfinished cells whose key begins with `only`; return the results of all finished ones by key."""
@@ -121,13 +122,15 @@ class Cells:
                 }
                 self._write()
                 progress.advance(task)
-        return {key: record["result"] for key, record in self._records.items()}
+        own = (cell.key for cell in self._cells if cell.key in self._records)
+        return {key: self._records[key]["result"] for key in own}
 
     def _write(self) -> None:
         environments: list[dict[str, Any]] = []
         records = {}
-        for key in (cell.key for cell in self._cells if cell.key in self._records):
-            record = self._records[key]
+        # In the order of the script, in which the tables have them.
+        order = dict.fromkeys([*(cell.key for cell in self._cells), *self._records])
+        for key, record in ((key, self._records[key]) for key in order if key in self._records):
             if record["environment"] not in environments:
                 environments.append(record["environment"])
             records[key] = record | {"environment": environments.index(record["environment"])}
@@ -140,13 +143,11 @@ def reproduce(
     cells_of: Callable[[argparse.Namespace], list[Cell]],
     arguments: Sequence[str] | None = None,
     *,
-    draw: Callable[[dict[str, Any]], None] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The `main` of a script: read the options, measure what is missing, and draw the figures of docs/figures.
+    """The `main` of a script: read the options, and measure what is missing.
 
-    Cells are kept in `--out`, or in a file named after the script and the kind of device. Figures are drawn from the
-    committed file alone, once it has every cell.
+    Cells are kept in `--out`, or in a file named after the script and the kind of device.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -155,30 +156,12 @@ def reproduce(
     parser.add_argument("--only", default="", metavar="PREFIX", help="run the cells whose key begins with this")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    committed, kind = RESULTS / f"{name}.json", torch.device(chosen.device).type
-    path = chosen.out or (committed if kind == "cpu" else RESULTS / f"{name}-{kind}.json")
+    kind = torch.device(chosen.device).type
+    path = chosen.out or RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
     cells = cells_of(chosen)
     found = Cells(path, cells, chosen.device, packages).run(chosen.only)
-    if draw is not None and path == committed and all(cell.key in found for cell in cells):
-        draw(found)
     print(f"{path}: {len(found)} of {len(cells)} cells")
     return found
-
-
-@contextmanager
-def figure(name: str, columns: int = 1, size: tuple[float, float] = (5, 3.4), **shared: Any) -> Iterator[Any]:
-    """One axis, or an array of them, to draw on. Saved as docs/figures/NAME.svg; equal numbers give equal bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", **shared)
-    yield axes
-    with matplotlib.rc_context({"svg.hashsalt": "evidence", "svg.fonttype": "none"}):
-        path = ROOT / "docs" / "figures" / f"{name}.svg"
-        drawn.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    pyplot.close(drawn)
 
 
 def _plain(value: Any) -> Any:

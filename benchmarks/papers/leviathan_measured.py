@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from evidence import Cell, figure, reproduce
-from subjects import continuations, draft_law, draft_source, missing, prompts, sizes, target, target_logits
+from evidence import Cell, reproduce
+from subjects import continuations, draft_law, draft_source, missing, prompts, read, sizes, target
 from timing import synchronize
 from torch import Tensor
 from wagner_laws import lenient_law, total_variation
@@ -137,7 +137,8 @@ latest: dict[tuple[str, float], Tensor] = {}
 def logits_of_the_target(subject: str, temperature: float, prompt_length: int, written: Tensor) -> Tensor:
     if (subject, temperature) not in latest:
         latest.clear()
-        latest[subject, temperature] = target_logits(subject, written, prompt_length)
+        model = target(subject, str(written.device)).model
+        latest[subject, temperature] = read(model, written, prompt_length)
     return latest[subject, temperature]
 
 
@@ -299,46 +300,7 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def draw(found: dict[str, Any]) -> None:
-    with figure("leviathan_table_3", len(DRAFTS), (9, 3.2), sharex=True) as axes:
-        for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
-            for shift, temperature in ((-0.2, 0.0), (0.2, 1.0)):
-                cells = [found[f"alpha/{subject}/{draft}/T={temperature}"]["1.0"] for draft in drafts]
-                rates, errors = ([cell[name] for cell in cells] for name in ("alpha", "standard_error"))
-                places = [index + shift for index in range(len(drafts))]
-                axis.barh(places, rates, 0.38, xerr=errors, label=f"T = {temperature:.0f}")
-            axis.set_yticks(range(len(drafts)), drafts)
-            axis.invert_yaxis()
-            axis.set_title(subject, fontsize="medium")
-            axis.set_xlabel("alpha")
-        axes[0].legend()
-
-    with figure("leviathan_table_4", size=(5, 3.6)) as axis:
-        for index, subject in enumerate(PROVIDERS):
-            for temperature, marker in ((0.0, "o"), (1.0, "s")):
-                providers = found[f"speed/{subject}/T={temperature}"]["providers"]
-                expected = [predictions(found, subject, temperature, provider) for provider in providers]
-                measured = [provider["speed"] for provider in providers]
-                label = f"{subject}, T = {temperature:.0f}"
-                axis.plot([each["machine"] for each in expected], measured, marker, color=f"C{index}", label=label)
-                axis.plot([each["theorem"] for each in expected], measured, marker, color=f"C{index}", fillstyle="none")
-        axis.axline((1, 1), slope=1, color="grey", linewidth=1)
-        axis.set(xlabel="predicted: theorem 3.8 (hollow), with this machine's widths (full)", ylabel="measured")
-        axis.set_title("Speed over the loop without drafts (tables 2 and 4)", fontsize="medium")
-        axis.legend()
-
-    with figure("leviathan_table_5", len(DRAFTS), (9, 3.2), sharey=True) as axes:
-        for axis, (subject, drafts) in zip(axes, DRAFTS.items(), strict=True):
-            for draft in drafts:
-                cell = found[f"alpha/{subject}/{draft}/T=1.0"]
-                axis.plot(LENIENCES, [cell[str(each)]["alpha"] for each in LENIENCES], "o-", markersize=3, label=draft)
-            axis.set_xlabel("lenience l")
-            axis.set_title(subject, fontsize="medium")
-            axis.legend(fontsize="x-small")
-        axes[0].set_ylabel("alpha at T = 1")
-
-
-main = partial(reproduce, "leviathan_measured", __doc__, cells_of, draw=draw)
+main = partial(reproduce, "leviathan_measured", __doc__, cells_of)
 
 if __name__ == "__main__":
     main()

@@ -9,13 +9,12 @@ gamma and c in the figures is ours. Everything else is compared with the number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from evidence import Cell, figure, reproduce
+from evidence import Cell, reproduce
 from torch import Tensor
 
 from torch_specops import analysis
@@ -132,35 +131,6 @@ def oracle(costs: Sequence[float], num_points: int) -> list[dict[str, float]]:
     return rows
 
 
-def draw(found: dict[str, Any]) -> None:
-    @contextmanager
-    def labelled(name: str, title: str, ylabel: str) -> Iterator[Any]:
-        with figure(name, size=(5, 3.2)) as axis:
-            axis.set_title(title, fontsize="medium")
-            axis.set(xlabel="alpha", ylabel=ylabel)
-            axis.grid(alpha=0.3)
-            yield axis
-            axis.legend()
-
-    curves = found["figure 2"]
-    with labelled("leviathan_figure_2", "Equation 1 (figure 2)", "expected tokens per step") as axis:
-        for gamma, values in zip(curves["gammas"], curves["expected_tokens_per_step"], strict=True):
-            axis.plot(curves["alpha"], values, label=f"K = {gamma}")
-
-    curves = found["figure 3"]
-    with labelled("leviathan_figure_3", "Optimal number of drafts (figure 3)", "optimal K") as axis:
-        for cost, values in zip(curves["costs"], curves["optimal_num_draft_tokens"], strict=True):
-            axis.step(curves["alpha"], values, where="mid", label=f"c = {cost}")
-
-    curves = found["figure 4"]
-    title = "Speed (lines) and operations (dashed) at c = 0 (figure 4)"
-    with labelled("leviathan_figure_4", title, "factor") as axis:
-        both = zip(curves["gammas"], curves["walltime_factor"], curves["operations_factor"], strict=True)
-        for index, (gamma, speed, operations) in enumerate(both):
-            axis.plot(curves["alpha"], speed, color=f"C{index}", label=f"K = {gamma}")
-            axis.plot(curves["alpha"], operations, color=f"C{index}", linestyle="--")
-
-
 def cells_of(_: Any) -> list[Cell]:
     return [
         Cell("table 1", table_1),
@@ -175,7 +145,7 @@ def cells_of(_: Any) -> list[Cell]:
     ]
 
 
-main = partial(reproduce, "leviathan_theory", __doc__, cells_of, draw=draw)
+main = partial(reproduce, "leviathan_theory", __doc__, cells_of)
 
 if __name__ == "__main__":
     main()

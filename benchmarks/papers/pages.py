@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from evidence import RESULTS
 from leviathan_measured import DRAFTS, TEMPERATURES, predictions
-from leviathan_oracle import TRACES, percentiles
 from markdown_table import table
 from wagner_methods import BASELINE, GAMMAS, METHODS
 
-LEVIATHAN = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
-SCRIPTS = (*LEVIATHAN, "wagner_text", "wagner_asr", "wagner_memory", "chen")
+# benchmarks/README.md says which of them are at an earlier commit.
+SCRIPTS = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
+SCRIPTS += ("wagner_text", "wagner_asr", "wagner_memory", "chen")
+# Drafts whose acceptances leviathan_oracle traced, by target.
+TRACES = {"austen": ("bigram", "small model", "early exit 6"), "code": ("prompt lookup", "early exit 25")}
 NOT_RUN = "not run"
 # By script, then by key: what a cell returned. "seconds" has, by script, what each of its cells took.
 Found: TypeAlias = "dict[str, dict[str, Any]]"
@@ -73,6 +76,29 @@ def chen_speed(found: Found) -> Rows:
         yield from (one | {"subject": subject, "law": law, "K": number} for number, one in own.items())
 
 
+def forwards(accepted: str, num_drafts: int, cost_ratio: float) -> float:
+    """The time of a text in forwards of the target. `accepted` has "1" for every position whose draft is accepted. The
+    last position is not drafted: it is the next token of the last step."""
+    position, spent = 0, 0.0
+    while position < len(accepted):
+        proposed = accepted[position : min(position + num_drafts, len(accepted) - 1)]
+        spent += 1 + cost_ratio * len(proposed)
+        position += len(proposed.partition("0")[0]) + 1
+    return spent
+
+
+def chen_percentiles(found: Found) -> Rows:
+    """By temperature and K, the time of 128 tokens over that without drafts: its mean, deviation, P90 and P99 over the
+    texts that the small model's traces are cut into, at the cost ratio 1/8 of Chen et al. 2023."""
+    for (temperature,), rows in starting(found, "leviathan_oracle", "trace/austen/small model/T="):
+        texts = [row[start : start + 128] for row in rows for start in range(0, len(row) - 127, 128)]
+        for count in range(8):
+            times = torch.tensor([forwards(text, count, 1 / 8) / 128 for text in texts], dtype=torch.float64)
+            p90, p99 = times.quantile(torch.tensor([0.9, 0.99], dtype=torch.float64)).tolist()
+            values = {"mean": times.mean().item(), "deviation": times.std().item(), "p90": p90, "p99": p99}
+            yield {"T": temperature[0], "K": count, "texts": len(texts)} | values
+
+
 CHEN = {
     "table 1": Table(
         "task | law | measure | plain | speculative | difference (95 %) | equal texts | ms per token"
@@ -92,7 +118,7 @@ CHEN = {
     "percentiles": Table(
         "T | K | mean | deviation | P90 | P99 | texts",
         "{T} | {K} | {mean:.3f} | {deviation:.3f} | {p90:.3f} | {p99:.3f} | {texts}",
-        lambda found: percentiles(found["leviathan_oracle"]),
+        chen_percentiles,
     ),
 }
 
@@ -125,19 +151,17 @@ def speeds(found: Found) -> Rows:
 def policies(found: Found) -> Rows:
     names = ((subject, draft, t) for subject, drafts in TRACES.items() for draft in drafts for t in TEMPERATURES)
     for subject, draft, temperature in names:
-        own = found["leviathan_oracle"].get(f"policies/{subject}/{draft}/T={temperature}", {"costs": [{}]})
-        named = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
+        own = found["leviathan_oracle"][f"policies/{subject}/{draft}/T={temperature}"]
+        common = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
+        common |= {"alpha": own["alpha"], "follows": own["follows"]}
         for cost in own["costs"]:
-            if not cost:
-                yield named
-            elif cost["cost_ratio"] in (0.01, 0.05, 0.2):
-                gain = 100 * (cost["oracle"] / cost["constant"] - 1)
-                yield cost | named | {"alpha": own["alpha"], "follows": own["follows"], "gain": gain}
+            if cost["cost_ratio"] in (0.01, 0.05, 0.2):
+                yield cost | common | {"gain": 100 * (cost["oracle"] / cost["constant"] - 1)}
 
 
 def checks(found: Found) -> Rows:
-    for temperature in TEMPERATURES:
-        yield {"T": f"{temperature:.0f}"} | found["leviathan_oracle"].get(f"check/T={temperature}", {})
+    for (temperature,), own in starting(found, "leviathan_oracle", "check/T="):
+        yield own | {"T": temperature[0]}
 
 
 def hierarchical(found: Found) -> Rows:

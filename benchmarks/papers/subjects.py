@@ -110,10 +110,6 @@ def read(model: nn.Module, sequences: Tensor, prompt_length: int) -> Tensor:
     return torch.cat(rows).float()
 
 
-def target_logits(subject: str, sequences: Tensor, prompt_length: int) -> Tensor:
-    return read(target(subject, str(sequences.device)).model, sequences, prompt_length)
-
-
 @torch.inference_mode()
 def draft_law(
     subject: str, draft: str, sequences: Tensor, prompt_length: int, temperature: float

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from leviathan_oracle import percentiles
 from pages import CHEN, LEVIATHAN_TABLES, NOT_RUN, SPEECH, SUBJECTS, WAGNER, Found, Table, each, of, starting
 from wagner_methods import BASELINE, EXACT, GAMMAS, METHODS, SIGMOID, UNIFORM
 
@@ -175,7 +174,7 @@ def chen_figure_1(found: Found) -> str:
 def chen_percentiles(found: Found) -> str:
     parts = []
     for temperature in ("0", "1"):
-        own = [row for row in percentiles(found["leviathan_oracle"]) if row["T"] == temperature]
+        own = [row for row in CHEN["percentiles"].rows(found) if row["T"] == temperature]
         best = {name: min(own, key=lambda row: row[name]) for name in ("mean", "p90", "p99")}
         named = ", ".join(f"{name.replace('p', 'P')} {at[name]:.2f} at K = {at['K']}" for name, at in best.items())
         parts.append(f"T = {temperature}: {named}; deviation {own[1]['deviation']:.3f} to {own[-1]['deviation']:.3f}")

@@ -15,9 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-OFFSETS = (-20.0, -10.0, -5.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 10.0)
-WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 20.0)
-
 
 def emitted_law(q: Tensor, target_scores: Tensor, draft_scores: Tensor) -> tuple[Tensor, Tensor]:
     """[N, V] the law of the emitted token, and [N] the probability that a draft is accepted."""
@@ -74,25 +71,6 @@ def score_pairs(z_p: Tensor, z_q: Tensor) -> Iterator[tuple[str, Tensor, Tensor]
     for name, (of_p, of_q) in offsets.items():
         for more in (0, 10):
             yield f"sigmoid, offset {name} + {more}", score(z_p, of_p + more), score(z_q, of_q + more)
-
-
-def best_constants(z_p: Tensor, z_q: Tensor) -> dict[str, float]:
-    """The offset and width of sigmoid((z - offset) / width) that lose least on every other row, and what they lose on
-    the rows between. The offset is counted from the mean lse of each model."""
-    own_p, own_q = z_p.logsumexp(-1).mean(), z_q.logsumexp(-1).mean()
-    p, q = z_p.softmax(-1), z_q.softmax(-1)
-
-    def loss(offset: float, width: float, rows: slice) -> float:
-        scores = score(z_p[rows], own_p + offset, width), score(z_q[rows], own_q + offset, width)
-        return float(total_variation(emitted_law(q[rows], *scores)[0], p[rows]).mean())
-
-    grid = [(offset, width) for offset in OFFSETS for width in WIDTHS]
-    losses = [loss(*constants, slice(0, None, 2)) for constants in grid]
-    offset, width = grid[losses.index(min(losses))]
-    between = slice(1, None, 2)
-    of_draft = round(float(total_variation(q[between], p[between]).mean()), 6)
-    own = {"distance": round(loss(offset, width, between), 6), "distance_of_draft": of_draft}
-    return {"offset": offset, "width": width, **own}
 
 
 def distances(z_p: Tensor, z_q: Tensor) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What both Wagner scripts share: the methods, and the same texts decoded by each in turn.
+"""The methods of `wagner_text.py`, and the same texts decoded by each in turn.
 
 All of them run transformers' own assisted generation; `assisted.py` replaces its sampling function and measures the
 time inside it, the metric of Wagner et al. 2024, section 4.1. "transformers" is its own function, measured in the same
@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from assisted import AssistedStats, assisted_generation
-from evidence import figure
+from assisted import AssistedStats, assisted_generation, call_sampler
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers.generation import utils as generation
 
 BASELINE, EXACT, UNIFORM, SIGMOID = "transformers", "exact", "exact, one uniform number", "sigmoid"
 
@@ -34,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     SIGMOID: sigmoid(1e3),
 }
 METHODS_FOR_TEXT = METHODS | {SIGMOID: sigmoid(1e4)}
+SCALES = {BASELINE: METHODS[BASELINE]} | {f"sigmoid {scale:g}": sigmoid(scale) for scale in (1e1, 1e3, 1e4, 1e5)}
 GAMMAS = (1, 3, 5, 10, 15, 20)
 
 Decode = Callable[[int, int], list[int]]
@@ -41,11 +40,6 @@ Decode = Callable[[int, int], list[int]]
 
 def without_compile(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: {key: options[key] for key in options if key != "compile"} for name, options in methods.items()}
-
-
-def scales(exponents: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """The baseline, and "sigmoid" at each scale."""
-    return {BASELINE: METHODS[BASELINE]} | {f"sigmoid {scale:g}": sigmoid(scale) for scale in exponents}
 
 
 def measure(
@@ -119,15 +113,7 @@ def warm_up(options: Mapping[str, Any], vocab_size: int, device: str) -> None:
         for number in (5, 1, 2):
             target, draft = (torch.randn(1, rows, vocab_size, device=device) for rows in (number + 1, number))
             ids = torch.zeros(1, number + 4, dtype=torch.long, device=device)
-            generation._speculative_sampling(ids, draft, number, target, False)
-
-
-def random_call(number: int, vocab_size: int, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids with `number` drafts at their end, and random logits of draft and target."""
-    target = torch.randn(1, number + 1, vocab_size, generator=generator) * 3
-    draft = target[:, :number] + torch.randn(1, number, vocab_size, generator=generator)
-    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), draft.argmax(-1)], 1)
-    return ids.to(device), draft.to(device), target.to(device)
+            call_sampler(ids, draft, number, target)
 
 
 @torch.no_grad()
@@ -137,7 +123,13 @@ def calls(
     """Median ms of one call on random logits, by method and number of drafts, in turns and without a model; and of
     `torch.multinomial` alone, which the first two methods call."""
     generator = torch.Generator().manual_seed(0)
-    inputs = {number: random_call(number, vocab_size, generator, device) for number in numbers}
+    # Token ids with the drafts at their end, and the logits of draft and target.
+    inputs: dict[int, list[Tensor]] = {}
+    for number in numbers:
+        target = torch.randn(1, number + 1, vocab_size, generator=generator) * 3
+        draft = target[:, :number] + torch.randn(1, number, vocab_size, generator=generator)
+        ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), draft.argmax(-1)], 1)
+        inputs[number] = [each.to(device) for each in (ids, draft, target)]
     law = inputs[numbers[0]][2][:, 0].softmax(-1)
     times: dict[str, dict[str, list[float]]] = {name: {str(number): [] for number in numbers} for name in methods}
     alone = []
@@ -150,39 +142,10 @@ def calls(
         for number, (ids, draft, target) in inputs.items():
             for name, options in methods.items():
                 with assisted_generation(**options) as stats:
-                    generation._speculative_sampling(ids, draft, number, target, False)
+                    call_sampler(ids, draft, number, target)
                 times[name][str(number)] += stats.step_seconds
     found = {
         name: {number: round(statistics.median(own) * 1e3, 4) for number, own in by_number.items()}
         for name, by_number in times.items()
     }
     return found | {"torch.multinomial": {"1": round(statistics.median(alone) * 1e3, 4)}}
-
-
-def without_outputs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The results for the file, which keeps numbers and not texts."""
-    return {
-        name: {key: round(x, 6) if isinstance(x, float) else x for key, x in own.items() if key != "outputs"}
-        for name, own in found.items()
-    }
-
-
-def drafting(num_draft_tokens: int, schedule: str) -> dict[str, Any]:
-    """What a draft's generation config says of the number of drafts."""
-    numbers = {"num_assistant_tokens": num_draft_tokens, "num_assistant_tokens_schedule": schedule}
-    return numbers | {"assistant_confidence_threshold": 0.0}
-
-
-def draw_steps(name: str, subjects: Sequence[str], found: Mapping[str, Any]) -> None:
-    """Figure 3: the median step of each method by the number of drafts."""
-    size = (9, 3.4) if len(subjects) > 1 else (5, 3.4)
-    with figure(name, len(subjects), size, squeeze=False) as ((*axes,),):
-        for subject, axis in zip(subjects, axes, strict=True):
-            for method in METHODS:
-                times = [found[f"gamma/{subject}/{gamma}"][method]["step_ms_median"] for gamma in GAMMAS]
-                axis.plot(GAMMAS, times, marker="o", markersize=3, label=method)
-            axis.set(xlabel="drafts per step", ylim=(0, None), xticks=GAMMAS)
-            if len(subjects) > 1:
-                axis.set_title(subject)
-        axes[0].set_ylabel("ms in the sampling function, median step")
-        axes[-1].legend(frameon=False, fontsize=8)

@@ -16,39 +16,26 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from evidence import Cell, figure, reproduce
+from evidence import Cell, reproduce
 from rouge_score.rouge_scorer import RougeScorer
 from subjects import HELDOUT, PAIR, missing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from wagner_laws import best_constants, distances, filtered
-from wagner_methods import (
-    GAMMAS,
-    METHODS,
-    METHODS_FOR_TEXT,
-    calls,
-    drafting,
-    draw_steps,
-    measure,
-    scales,
-    without_compile,
-    without_outputs,
-)
+from wagner_laws import distances, filtered
+from wagner_methods import GAMMAS, METHODS, METHODS_FOR_TEXT, SCALES, calls, measure, without_compile
 
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_model, load_tokenizer
 
-SUBJECTS = ("austen", "topics")
 EXIT_LAYER = 28
 PROMPT_BYTES = 256
 ARTICLE_CHARACTERS = 600
-SCALES = (1e1, 1e3, 1e4, 1e5)
 TOP_K = 50
 
 
@@ -128,7 +115,8 @@ def decoded(
 ) -> dict[str, dict[str, Any]]:
     """The results of `measure` for every method, with ROUGE-1."""
     target, draft, tokenizer = pair(subject, device)
-    draft.generation_config.update(**drafting(num_draft_tokens, schedule))
+    numbers = {"num_assistant_tokens": num_draft_tokens, "num_assistant_tokens_schedule": schedule}
+    draft.generation_config.update(**numbers, assistant_confidence_threshold=0.0)
     prompts, references = zip(*texts(subject, num_texts), strict=True)
     ids = [encode(tokenizer, prompt, device) for prompt in prompts]
 
@@ -137,8 +125,10 @@ def decoded(
 
     found = measure(methods, decode, num_texts, range(num_seeds), target.config.vocab_size, device)
     for own in found.values():
-        own |= rouge(tokenizer, own["outputs"], references) | {"nats": nats(target, ids, own["outputs"])}
-    return without_outputs(found)
+        outputs = own.pop("outputs")
+        own |= rouge(tokenizer, outputs, references) | {"nats": nats(target, ids, outputs)}
+        own |= {key: round(value, 6) for key, value in own.items() if isinstance(value, float)}
+    return found
 
 
 def sampled(model: PreTrainedModel, ids: Tensor, seed: int, max_new_tokens: int, **named: Any) -> list[int]:
@@ -174,8 +164,8 @@ def logits(subject: str, device: str, windows: int, window: int) -> tuple[Tensor
     return p, q
 
 
-def laws(subject: str, device: str, windows: int, window: int, top_k: int, of: Any = distances) -> dict[str, Any]:
-    return of(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
+def laws(subject: str, device: str, windows: int, window: int, top_k: int) -> dict[str, Any]:
+    return distances(*(filtered(rows, top_k) for rows in logits(subject, device, windows, window)))
 
 
 def cells_of(chosen: Any) -> list[Cell]:
@@ -201,12 +191,10 @@ def cells_of(chosen: Any) -> list[Cell]:
         law |= dict(zip(("windows", "window"), law_sizes[subject], strict=True))
         for top_k in (0, TOP_K):
             add(f"laws/{subject}/top_k={top_k}", laws, law | {"top_k": top_k})
-        if subject == "austen":
-            add(f"constants/{subject}", partial(laws, of=best_constants), law | {"top_k": 0})
         add(f"main/{subject}", decoded, settings(subject, size, methods=METHODS_FOR_TEXT))
         if subject == "austen":
             add(f"eager/{subject}", decoded, settings(subject, size, methods=without_compile(METHODS_FOR_TEXT)))
-        add(f"scales/{subject}", decoded, settings(subject, size, methods=scales(SCALES)))
+        add(f"scales/{subject}", decoded, settings(subject, size, methods=SCALES))
         add(f"draft alone/{subject}", draft_alone, settings(subject, size))
         for gamma in GAMMAS:
             constant = {"methods": METHODS_FOR_TEXT, "num_draft_tokens": gamma, "schedule": "constant"}
@@ -214,25 +202,10 @@ def cells_of(chosen: Any) -> list[Cell]:
     return cells
 
 
-def draw(found: Mapping[str, Any]) -> None:
-    draw_steps("wagner_step_time", SUBJECTS, found)
-    # How far the law is from the target's at each scale.
-    sizes = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-    with figure("wagner_sigmoid_law") as axis:
-        for subject in SUBJECTS:
-            own = found[f"laws/{subject}/top_k=0"]
-            distances = [own[f"sigmoid, +-{size:g}"]["distance"] for size in sizes]
-            (line,) = axis.plot(sizes, distances, marker="o", markersize=3, label=subject)
-            axis.axhline(own["the draft alone"]["distance"], color=line.get_color(), linestyle=":", linewidth=1)
-        axis.set(xscale="log", xlabel="beta = -alpha", ylabel="total variation from the target's law", ylim=(0, None))
-        axis.plot([], [], color="grey", linestyle=":", linewidth=1, label="the draft alone")
-        axis.legend(frameon=False, fontsize=8)
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return reproduce("wagner_text", __doc__, cells_of, arguments, draw=draw, packages=["rouge-score"])
+    return reproduce("wagner_text", __doc__, cells_of, arguments, packages=["rouge-score"])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@ target's law, and nothing left behind in transformers."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 from tiny_models import encoder_inputs, perturbed, tiny
-from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation
 
@@ -155,59 +153,6 @@ def test_a_residual_of_zero_gives_a_token_of_the_target() -> None:
     none_accepted = lambda *_: torch.zeros(1, dtype=torch.int64)  # noqa: E731
     tokens, _ = assisted._sample(none_accepted, True, torch.tensor([[1, 3]]), logits[:, :1], 1, logits)
     assert tokens.tolist() == [[3]]
-
-
-def test_the_function_comes_back_after_an_exception() -> None:
-    with pytest.raises(KeyError), assisted.assisted_generation():
-        raise KeyError
-    assert generation._speculative_sampling is ORIGINAL
-
-
-def another(change: str) -> Callable[..., Any]:
-    """Transformers' function with one thing otherwise."""
-
-    @functools.wraps(ORIGINAL)
-    def function(ids: Tensor, draft: Tensor, num_drafts: int, target: Tensor, *rest: Any, **named: Any) -> Any:
-        if change == "numbers in another order":
-            torch.rand(1)
-        if change == "p and q swapped":
-            draft, target = target[:, :-1], torch.cat([draft, target[:, -1:]], 1)
-        tokens, n = ORIGINAL(ids, draft, num_drafts, target, *rest, **named)
-        if change == "next token from p":
-            tokens[:, -1] = torch.multinomial(target[:, tokens.shape[1] - 1].softmax(-1), 1)
-        if change == "no token after all drafts":
-            tokens = tokens[:, :num_drafts]
-        return tokens, n + (change == "one match more")
-
-    return function
-
-
-CHANGES = (
-    "numbers in another order",
-    "p and q swapped",
-    "next token from p",
-    "no token after all drafts",
-    "one match more",
-)
-
-
-def test_a_function_is_known_by_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_speculative_sampling", another(""))
-    with assisted.assisted_generation():
-        pass
-    for change in (
-        *("numbers in another order", "p and q swapped", "next token from p"),
-        *("no token after all drafts", "one match more"),
-    ):
-        monkeypatch.setattr(generation, "_speculative_sampling", another(change))
-        with pytest.raises(RuntimeError, match=r"_speculative_sampling returns .*, expected"):
-            assisted.assisted_generation().__enter__()
-    monkeypatch.setattr(generation, "_speculative_sampling", ORIGINAL)
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", lambda self, *arguments: None)
-    with pytest.raises(
-        RuntimeError, match=r"does not sample in transformers\.generation\.utils\._speculative_sampling"
-    ):
-        assisted.assisted_generation().__enter__()
 
 
 def test_a_mixture_of_the_laws_is_refused() -> None:

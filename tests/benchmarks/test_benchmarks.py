@@ -110,21 +110,6 @@ def test_check_finds_a_wrong_provider(kind: str, provider: str) -> None:
             bench.check(problem, right | {f"{provider} eager": wrong}, inputs)
 
 
-def test_overhead() -> None:
-    size = ["--rounds", "1", "--new-tokens", "6", "--num-draft-tokens", "2"]
-    records = script("bench_overhead").main(size)
-    loops = [(record["loop"].split(",")[0], record["batch"]) for record in records]
-    assert loops == [
-        *[("transformers generate", 1), ("transformers assisted", 1), ("specops", 1), ("specops", 1)],
-        *[("transformers generate", 8), ("specops", 8), ("specops", 8)],
-    ]
-    for record in records:
-        # The first step of a run does not count.
-        assert 0 < record["steps"] <= 5 and record["forwards_us"] > record["elsewhere_us"] > 0
-        assert (record["ops_us"] > 0) == record["loop"].startswith("specops")
-    assert records[0]["steps"] == records[2]["steps"] == 5
-
-
 def test_lookup() -> None:
     """The memory helps from the second prompt on."""
     records = script("bench_drafts").main(

@@ -1,29 +1,22 @@
-"""The scripts that reproduce the papers: cells are measured once, formulas give the printed numbers, choices of K on a
-trace are what a search through all of them finds, closed forms are the laws of the ops, and the pages have the JSON's
-numbers."""
+"""The scripts that reproduce the papers: cells are measured once, formulas give the printed numbers, closed forms are
+the laws of the ops, and the pages have the JSON's numbers."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
-from packaging.version import Version
 from scipy import stats
 from tiny_models import VOCAB, perturbed, tiny
-from transformers import GenerationMixin
 
 import torch_specops
-from torch_specops.schedules import Constant, Heuristic
 
 pytestmark = needs_benchmarks
 
-RESULTS = BENCHMARKS / "results" / "evidence"
 DOCS = BENCHMARKS.parent / "docs"
 
 
@@ -55,6 +48,9 @@ def test_a_finished_cell_is_not_measured_again(tmp_path: Path, capsys: pytest.Ca
     assert measured == [1, 2.5, 7, 3] and set(found) == {"row/1", "row/2.5", "reads"}
     assert found["reads"]["pair"] == [3, {"twice": 14, "pair": [7, None]}]
     assert "not run, no model: absent" in capsys.readouterr().err
+    # A cell that the script no longer has stays in the file.
+    evidence.Cells(path, [evidence.Cell("row/9", measure, {"x": 9})]).run()
+    assert list(json.loads(path.read_text())["cells"]) == ["row/9", "row/1", "row/2.5", "reads"]
 
 
 def test_the_formulas_give_the_printed_numbers(tmp_path: Path) -> None:
@@ -71,35 +67,10 @@ def test_the_formulas_give_the_printed_numbers(tmp_path: Path) -> None:
     assert all(row["factor_at_alpha_rounded_up"] < row["paper_factor"] - 0.05 for row in found["appendix A.5, sampled"])
 
 
-def all_ways(row: str, position: int = 0) -> Iterator[list[int]]:
-    """Every choice of K for every step of the loop: a rejection ends the step behind its token."""
-    if position >= len(row):
-        yield []
-        return
-    for count in range(len(row) - position):
-        kept = next((i for i, bit in enumerate(row[position : position + count]) if bit == "0"), count)
-        for rest in all_ways(row, position + kept + 1):
-            yield [count, *rest]
-
-
-def test_the_oracle_is_the_best_of_all_choices() -> None:
-    oracle = script("leviathan_oracle")
-    for row, cost in itertools.product(("1101110", "0000", "1", "11111", "0110100111"), (0.0, 0.1, 0.7)):
-        spent = [sum(1 + cost * count for count in way) for way in itertools.islice(all_ways(row), 200_000)]
-        assert oracle.in_hindsight([row], cost) == pytest.approx(len(row) / min(spent))
-        # Constants are among the ways, and no better.
-        for count in (0, 2, 5):
-            speed = oracle.decoded([row], Constant(count), cost)
-            assert any(speed == pytest.approx(len(row) / each) for each in spent)
-    # The heuristic begins with 5 in every sequence: 5 and a token; then 7, but there is room for 2.
-    assert oracle.decoded(["111111111"] * 2, Heuristic(), 0.1) == pytest.approx(9 / (1.5 + 1.2))
-
-
 def test_acceptance_and_speed_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny sizes of the byte-level pair: what is drawn agrees with the formula, and traces with the text."""
-    measured, oracle = script("leviathan_measured"), script("leviathan_oracle")
-    for module in (measured, oracle):
-        monkeypatch.setattr(module, "WRITTEN", {"austen": (2, 32, 40)})
+    """Tiny sizes of the byte-level pair: what is drawn agrees with the formula."""
+    measured = script("leviathan_measured")
+    monkeypatch.setattr(measured, "WRITTEN", {"austen": (2, 32, 40)})
     monkeypatch.setattr(measured, "DRAFTS", {"austen": ("bigram", "prompt lookup", "small model", "early exit 2")})
     monkeypatch.setattr(measured, "PROVIDERS", {"austen": [["small model", 2]]})
     monkeypatch.setattr(measured, "TIMED", {"austen": (1, 32, 12)})
@@ -115,47 +86,45 @@ def test_acceptance_and_speed_are_measured(tmp_path: Path, monkeypatch: pytest.M
         (provider,) = found[f"speed/austen/T={temperature}"]["providers"]
         expected = measured.predictions(found, "austen", temperature, provider)
         assert provider["speed"] > 0 and expected["theorem"] > 0 and expected["machine"] > 0
-    monkeypatch.setattr(oracle, "TRACES", {"austen": ("bigram", "small model")})
-    found = oracle.main(["--out", str(tmp_path / "oracle.json"), "--only", "t"])
-    assert all(len(row) == 40 for row in found["trace/austen/bigram/T=0.0"])
 
 
 class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
-def test_nothing_that_was_measured_is_pending(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_was_measured_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings of every cell are those of the committed file: `make evidence` has nothing to do."""
-    if missing := script("run").missing(name):
-        pytest.skip(f"not installed: {', '.join(missing)}")
+    pytest.importorskip("rouge_score")
 
     def stop(self: Any, *_: Any) -> None:
         assert [cell.key for cell in self._cells if cell.key not in self._records] == []
         raise Stopped
 
     monkeypatch.setattr(script("evidence").Cells, "run", stop)
-    with pytest.raises(Stopped):
-        script(name).main([])
+    for name in script("run").SCRIPTS:
+        with pytest.raises(Stopped):
+            script(name).main([])
 
 
 def test_the_pages_have_the_numbers_of_the_json() -> None:
-    """`python benchmarks/papers/tables.py` writes what is missing here. It refuses a page that lacks a table or a
+    """`python benchmarks/papers/run.py --only` writes what is missing here. It refuses a page that lacks a table or a
     number."""
-    tables = script("tables")
-    assert tables.main(["--check"]) == []
-    found = tables.load()
+    run = script("run")
+    pages = {name: (DOCS / name).read_text(encoding="utf-8") for name in run.PAGES}
+    found = run.load()
+    assert {name: run.rewritten(page, run.PAGES[name], found) for name, page in pages.items()} == pages
     found["leviathan_theory"]["table 1"][0]["speed"] += 0.01
     found["leviathan_theory"]["figure 2"]["expected_tokens_per_step"][0][80] += 0.01
     found["chen"]["quality/austen/nucleus"]["rouge1"]["plain"] += 0.01
     found["wagner_text"]["main/topics"]["exact"]["step_ms_median"] *= 7
     # A part that was not measured.
     del found["leviathan_measured"]["alpha/austen/bigram/T=1.0"]
-    for name, own in tables.PAGES.items():
-        page = (DOCS / name).read_text(encoding="utf-8")
-        changed = tables.rewritten(page, own, found)
+    for name, page in pages.items():
+        changed = run.rewritten(page, run.PAGES[name], found)
         assert changed != page, name
         assert name != "evidence_leviathan.md" or "| austen | bigram | not run | not run |" in changed
+        with pytest.raises(ValueError, match=r"expected each of .* once"):
+            run.rewritten(page.replace("<!-- table: ", "", 1), run.PAGES[name], found)
 
 
 def test_a_completion_passes_if_its_assertions_hold() -> None:
@@ -201,40 +170,12 @@ def test_the_closed_form_is_the_law_of_the_op(scale: float | None, lenience: flo
     assert abs(float(n.double().mean()) - float(accepted)) < 4 * (0.25 / TRIALS) ** 0.5
 
 
-def drafting(draft: Any) -> Any:
-    draft.generation_config.num_assistant_tokens = 3
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    return draft
-
-
-def test_an_encoder_decoder_draft_needs_a_mask_of_its_prompt() -> None:
-    """Why wagner_asr.py passes one: without it, transformers before 5.22 gives the draft its whole text again in every
-    step, behind what its cache holds."""
-    target = tiny("whisper")
-    draft = drafting(perturbed(target))
-    prompt = torch.tensor([[1, 17, 5]])
-    features = torch.randn(1, 8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    read: list[int] = []
-
-    def remember(_: object, __: tuple[()], named: dict[str, Any]) -> None:
-        read.append(named["decoder_input_ids"].shape[1] + named["past_key_values"].get_seq_length())
-
-    draft.register_forward_pre_hook(remember, with_kwargs=True)
-    without_mask = Version(transformers.__version__) < Version("5.22")
-    for mask, doubled in (({"decoder_attention_mask": torch.ones_like(prompt)}, False), ({}, without_mask)):
-        read.clear()
-        torch.manual_seed(0)
-        options = {"assistant_model": draft, "do_sample": True, "max_new_tokens": 10}
-        # Whisper's own `generate` is for audio of 30 seconds.
-        output = GenerationMixin.generate(target, input_features=features, decoder_input_ids=prompt, **options, **mask)
-        assert (max(read) > output.shape[1]) is doubled
-
-
 def test_the_methods_take_turns_on_the_same_texts() -> None:
     methods = script("wagner_methods")
     target = tiny("llama")
-    draft = drafting(perturbed(target, 0.1))
+    draft = perturbed(target, 0.1)
+    constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    draft.generation_config.update(num_assistant_tokens=3, **constant)
     prompts = torch.tensor([[1, 17, 5], [1, 8, 9]])
 
     def decode(text: int, seed: int) -> list[int]:
