@@ -30,10 +30,9 @@ from timing import Report, environment, options_of, settings_of
 from torch import nn
 
 from torch_specops import SamplingParams
-from torch_specops.cli.comparison.providers import make_providers
-from torch_specops.cli.comparison.work import Workload
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT
 from torch_specops.cli.models import encode, load_models
+from torch_specops.cli.providers import make_providers
 
 # Where the loop looks up what counts as an op.
 OPS = {
@@ -106,10 +105,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     models, tokenizer = load_models(Console(stderr=True), options.target, options.draft, device)
     sampling = SamplingParams(temperature=options.temperature)
     prompt = encode(tokenizer, PROMPT)
-    work = Workload([], options.new_tokens, options.num_draft_tokens)
     report = Report(options.out, environment(device), arguments=settings_of(options))
     for batch in options.batch:
-        providers = [each for each in make_providers(models, work, compile=False) if "own K" not in each.name]
+        providers = make_providers(models, options.new_tokens, options.num_draft_tokens, compile=False)
+        providers = [each for each in providers if "own K" not in each.name]
         clocks = {each.name: (each, StepClock()) for each in providers if batch == 1 or not each.single}
         input_ids = prompt.repeat(batch, 1)
         for number in range(options.rounds + 1):
