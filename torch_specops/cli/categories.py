@@ -13,7 +13,7 @@ from .providers import ASSISTED, PLAIN
 from .results import UNDRAFTED, print_compile_seconds, table_of, title_of
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# The positions of drafts whose acceptance is shown. With four of them a table is 78 wide.
+# The positions of drafts whose acceptance is shown. With more of them a table may be wider than 80.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
 LEGEND = """undrafted, asst, specops: new tokens per second, prompts included
@@ -28,7 +28,8 @@ def print_categories(
     """A table for each temperature and batch size with a row for each category, and what the columns mean."""
     places = [place for place in PLACES if place <= num_draft_tokens]
     for title, group in groupby(results, title_of):
-        table = table_of("category", "undrafted", "asst", "len", "specops", "/best", "len", *map(str, places))
+        headers = "category", "undrafted", "asst", "len", "specops", "/best", "len", *map(str, places)
+        table = table_of(*headers, gap=1)
         for ways in [*_by_category(group), *_by_category(each for each in totals if title_of(each) == title)]:
             table.add_row(*_cells(ways, places))
         console.print(f"\n{title}", style="bold", soft_wrap=True)

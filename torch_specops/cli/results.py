@@ -111,9 +111,9 @@ def title_of(result: dict[str, Any]) -> str:
     return f"T = {result['temperature']:g}, batch {result['batch_size']}"
 
 
-def table_of(*columns: str) -> Table:
+def table_of(*columns: str, gap: int = 2) -> Table:
     """A table without lines. Names are in the first column, numbers in the others."""
-    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, gap), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="crop")
     return table
