@@ -106,12 +106,22 @@ def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
     assert abs(one["specops"]["num_steps"] - one[ASSISTED[0]]["num_steps"]) <= 1
 
 
-def test_bench_samples_and_does_not_compare(target: str) -> None:
-    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1")
+def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> SpeculativeDecoder:
+        made.append(options)
+        return SpeculativeDecoder(*arguments, **options)
+
+    monkeypatch.setattr(providers, "SpeculativeDecoder", recorded)
+    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "3"]
+    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1", *own)
     assert result.exit_code == 0, result.output
     assert "sampled outputs are not compared" in result.stdout
     # Forwards of the target are also those of the draft, so they do not count steps.
     assert len(re.findall(r"^transformers assisted.* -( +-)+ *$", result.stdout, re.MULTILINE)) == 2
+    options = {"num_draft_tokens": 3, "schedule": "heuristic", "compile": False}
+    assert made == [options, options | {"verify": "block"}]
 
 
 def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor]]) -> None:
