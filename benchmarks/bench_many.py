@@ -125,16 +125,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         settings = {"num_draft_tokens": options.num_draft_tokens, "schedule": options.schedule, "compile": False}
         return SpeculativeDecoder(model, draft, **settings)
 
-    drafting, plain = decoder(models.make_draft()), decoder(None)
+    drafting, plain = decoder(models.draft), decoder(None)
     # Of its own, because continuous batching changes the attention of its model.
     batched = copy.deepcopy(model)
     model.generation_config = GenerationConfig(pad_token_id=0)
     helper = models.assistance(options.num_draft_tokens)
-    if models.assistant is not None:
-        helper["assistant_model"] = models.assistant
+    if "assistant_model" in helper:
         count = {"num_assistant_tokens": options.num_draft_tokens, "num_assistant_tokens_schedule": "constant"}
         constant = GenerationConfig(pad_token_id=0, assistant_confidence_threshold=0.0, **count)
-        models.assistant.generation_config = constant
+        helper["assistant_model"].generation_config = constant
     ways: dict[str, Callable[[], Texts]] = {
         "generate_many": partial(many, drafting, requests, options.rows),
         "static batches": partial(static, drafting, requests, options.rows),

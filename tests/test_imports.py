@@ -18,7 +18,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
     "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling"},
-    "cli": {"__init__", "decode", "drafts", "hf", "sampling"},
+    "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "compilation", "decode", "drafts", "grammars", "ops", "sampling", "schedules"},
     "beam": {"checks", "decode", "drafts"},
     "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules"},

@@ -43,10 +43,11 @@ def test_beams_are_those_of_transformers(family: str, attention: str | None) -> 
     assert output.errors == {} and not output.interrupted and output.finish_reasons == ends
 
 
-@pytest.mark.parametrize("num_beams", [2, 4])
-@pytest.mark.parametrize(("num_draft_tokens", "times_as_wide"), [(0, 1), (1, 2), (5, 1), (3, 2)])
-def test_any_width_and_depth(num_beams: int, num_draft_tokens: int, times_as_wide: int) -> None:
-    options = {"num_draft_tokens": num_draft_tokens, "draft_beams": num_beams * times_as_wide}
+@pytest.mark.parametrize(
+    ("num_beams", "num_draft_tokens", "draft_beams"), [(4, 0, 4), (2, 1, 4), (4, 5, 4), (4, 3, 8), (2, 3, 2)]
+)
+def test_any_width_and_depth(num_beams: int, num_draft_tokens: int, draft_beams: int) -> None:
+    options = {"num_draft_tokens": num_draft_tokens, "draft_beams": draft_beams}
     output = search(shared_tiny("gpt2"), num_beams, make_draft("perturbed", "gpt2"), eos_token_id=ENDS[:2], **options)
     assert_same(beams_of(output), expected_beams("gpt2", num_beams, ENDS[:2]))
     if num_draft_tokens:

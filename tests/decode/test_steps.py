@@ -211,14 +211,15 @@ def test_steps_and_statistics_agree() -> None:
 
 def test_statistics_count_what_was_emitted_and_verified() -> None:
     stats = GenerationStats(seeds=[0, 1])
-    stats.add(Step([[1, 2, 3], [8]], [2, 0], [4, 1], [False, False], 0.5))
-    stats.add(Step([[4], []], [0, 3], [0, 3], [False, True], 0.25))
-    stats.add(Step([[5, 6], []], [3, 3], [4, 4], [True, True], 0.25))
+    stats.add([3, 1], num_accepted=[2, 0], num_proposed=[4, 1])
+    stats.add([1, 0], num_accepted=[0, 3], num_proposed=[0, 3])
+    stats.add([2, 0], num_accepted=[3, 3], num_proposed=[4, 4])
     assert (stats.num_steps, stats.num_row_steps, stats.num_tokens) == (3, 4, 7)
     assert stats.mean_acceptance_length == 7 / 4
     assert stats.acceptance_rate == 5 / 9
     assert stats.acceptance_rate_per_position == [2 / 3, 1.0, 0.5, 0.0]
-    assert stats.seconds == 1.0 and stats.tokens_per_second == 7.0
+    stats.seconds = 0.5
+    assert stats.tokens_per_second == 14.0
 
 
 def test_a_streamer_of_transformers() -> None:

@@ -131,10 +131,10 @@ def test_a_quantised_target_and_draft_on_cuda(target_weights: str) -> None:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device="cuda")
         output = decoder.generate(ids, max_new_tokens=16)
-        check = check_greedy(language_model(target), ids, output.new_tokens(0))
+        differences = check_greedy(language_model(target), ids, output.new_tokens(0))
         # Two tokens this near each other may swap between a forward over one token and one over three.
         slack = max(8 * torch.finfo(dtype).eps / ROUNDING, 1.0)
-        assert all(each.logit_gap <= slack * each.rounding_bound for each in check.differences)
+        assert all(each.logit_gap <= slack * each.rounding_bound for each in differences)
 
 
 def test_inductor_settings_are_left_alone() -> None:

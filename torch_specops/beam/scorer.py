@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .tree import rows_of
+
 __all__ = ["BeamScorer"]
 
 # Added to the score of a beam that must not be chosen. In float32 it outweighs any score.
@@ -84,13 +86,13 @@ class BeamScorer:
         ends = (tokens.unsqueeze(2) == self.eos.unsqueeze(1)).any(2) | at_limit.unsqueeze(1)
         failed = active & (scores[:, 0] == -torch.inf)
         active = active & ~failed
-        texts = _rows(self.tokens, parents)
+        texts = rows_of(self.tokens, parents)
         place = (length.clamp(max=texts.shape[2]) - 1)[:, None, None].expand(-1, self.num_candidates, 1)
         texts = texts.scatter(2, place, tokens.unsqueeze(2))
 
         going_on = scores + ends.float() * EXCLUDED
         best = going_on.topk(self.num_beams).indices
-        self._update(active, tokens=_rows(texts, best), scores=going_on.gather(1, best), counts=length)
+        self._update(active, tokens=rows_of(texts, best), scores=going_on.gather(1, best), counts=length)
         self._finish(active, texts, scores, length, ends & self._is_top)
 
         done = at_limit | ~self._may_improve(length)
@@ -103,7 +105,7 @@ class BeamScorer:
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; in rows that failed, of
         the running beams."""
-        running_scores = self.scores / self._penalties[self.counts].unsqueeze(1)
+        running_scores = self._penalised(self.scores, self.counts)
         running_lengths = self.counts.unsqueeze(1).expand_as(self.finished_lengths)
         failed = self.failed.unsqueeze(1)
         tokens = torch.where(failed.unsqueeze(2), self.tokens, self.finished_tokens)
@@ -113,14 +115,13 @@ class BeamScorer:
 
     def _finish(self, active: Tensor, texts: Tensor, scores: Tensor, length: Tensor, ends: Tensor) -> None:
         """Merge the candidates [B, C] that end here into the finished beams."""
-        scores = scores / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
-        scores = scores + (~ends).float() * EXCLUDED
+        scores = self._penalised(scores, length) + (~ends).float() * EXCLUDED
         lengths = length.unsqueeze(1).expand_as(scores)
         merged = torch.cat([self.finished_scores, scores], 1)
         best = merged.topk(self.num_beams).indices
         self._update(
             active,
-            finished_tokens=_rows(torch.cat([self.finished_tokens, texts], 1), best),
+            finished_tokens=rows_of(torch.cat([self.finished_tokens, texts], 1), best),
             finished_scores=merged.gather(1, best),
             finished_lengths=torch.cat([self.finished_lengths, lengths], 1).gather(1, best),
             is_finished=torch.cat([self.is_finished, ends], 1).gather(1, best),
@@ -130,19 +131,18 @@ class BeamScorer:
         """[B] whether the best running beam may still score better than the worst finished one."""
         if self.early_stopping == "never" and self.length_penalty > 0.0:
             length = self.limits
-        best = self.scores[:, :1] / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
+        best = self._penalised(self.scores[:, :1], length)
         worst = torch.where(self.is_finished, self.finished_scores.amin(1, keepdim=True), EXCLUDED)
         return (best > worst).any(1)
+
+    def _penalised(self, scores: Tensor, length: Tensor) -> Tensor:
+        """Scores [B, n] of beams whose lengths are `length` [B]."""
+        return scores / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
 
     def _update(self, active: Tensor, **values: Tensor) -> None:
         for name, new in values.items():
             old = getattr(self, name)
             setattr(self, name, torch.where(active.view(-1, *[1] * (new.dim() - 1)), new, old))
-
-
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """values [B, n, N], index [B, m] -> [B, m, N]."""
-    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:

@@ -20,7 +20,7 @@ from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
 from ..drafts.model import as_draft_source
 from .scorer import BeamScorer
-from .tree import BeamTree, Level, TreeModel
+from .tree import BeamTree, TreeModel, rows_of
 
 __all__ = ["BeamOutput", "beam_search"]
 
@@ -144,8 +144,7 @@ def beam_search(
 
     search = _Search(model, draft_model, scorer, width, num_draft_tokens)
     with evaluating(modules_of(model, draft_model)):
-        search.start(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
-        search.run()
+        search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():
         # 3, because `inference_mode` adds a frame between this one and the caller's.
@@ -166,8 +165,26 @@ class _Search:
         self.num_draft_tokens = 0 if draft is None else num_draft_tokens
         self.stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
 
-    def start(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
-        """Read all but the newest token of every prompt."""
+    def run(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
+        self._start(prompts, lengths, inputs)
+        room, num_live = self.scorer.limits.tolist(), prompts.shape[1] - 1
+        draft_lags = False
+        while any(room):
+            started = time.perf_counter()
+            num_draft_tokens = min(self.num_draft_tokens, max(room) - 1)
+            self.tree.begin(self.scorer.num_beams + self.draft_beams * num_draft_tokens, num_live)
+            self._propose(num_draft_tokens, draft_lags)
+            num_levels, left, live = self._verify().tolist()
+            num_live = max(live)
+            # The draft has not read the last level that it drafted.
+            draft_lags = any(levels > num_draft_tokens for levels in num_levels)
+            num_proposed = [min(num_draft_tokens, before - 1) for before in room]
+            self.stats.add(num_levels, [levels - 1 for levels in num_levels], num_proposed)
+            self.stats.seconds += time.perf_counter() - started
+            room = left
+
+    def _start(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
+        """Prefill all but the newest token of every prompt."""
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
@@ -186,35 +203,27 @@ class _Search:
         eos = torch.where(self.scorer.eos < self.target.vocab_size, self.scorer.eos, -1) % (self.target.vocab_size + 1)
         is_eos = torch.zeros(batch, self.target.vocab_size + 1, dtype=torch.bool, device=prompts.device)
         self._is_eos = is_eos.scatter(1, eos, True)[:, None, : self.target.vocab_size]
-        self._num_live = longest - 1
         if prompts.device.type == "cuda":
             torch.cuda.synchronize(prompts.device)
         self.stats.prefill_seconds = time.perf_counter() - started
 
-    def run(self) -> None:
-        room = self.scorer.limits.tolist()
-        draft_lags = False
-        while any(room):
-            started = time.perf_counter()
-            num_draft_tokens = min(self.num_draft_tokens, max(room) - 1)
-            num_levels, left, live = self._round(num_draft_tokens, draft_lags).tolist()
-            self._num_live = max(live)
-            # The draft has not read the last level that it drafted.
-            draft_lags = any(levels > num_draft_tokens for levels in num_levels)
-            self.stats.num_steps += 1
-            for levels, before in zip(num_levels, room, strict=True):
-                self.stats.add_row(levels, levels - 1, min(num_draft_tokens, before - 1))
-            self.stats.seconds += time.perf_counter() - started
-            room = left
+    def _propose(self, num_draft_tokens: int, draft_lags: bool) -> None:
+        """Grow the tree by the draft's beam search of width u, from the target's beams and their scores."""
+        tree, scores = self.tree, self.scorer.scores
+        for depth in range(num_draft_tokens):
+            assert self.draft is not None
+            logits = tree.read(self.draft, tree.levels[-1:], with_parents=draft_lags and depth == 0)
+            log_probs = logits.float().log_softmax(-1).masked_fill(self._is_eos, -torch.inf)
+            scores, index = (log_probs + scores.unsqueeze(2)).flatten(1).topk(self.draft_beams)
+            tree.grow(index // logits.shape[2], index % logits.shape[2])
 
-    def _round(self, num_draft_tokens: int, draft_lags: bool) -> Tensor:
-        """Draft, read, and advance the beams as far as their nodes were read.
+    def _verify(self) -> Tensor:
+        """Read the tree with the target, and advance the beams as far as their nodes are in it.
 
         Returns:
             [3, B] int64: levels decided, levels left (0: the row has ended), and slots in use.
         """
-        scorer, tree = self.scorer, self.tree
-        levels = self._propose(num_draft_tokens, draft_lags)
+        scorer, tree, levels = self.scorer, self.tree, self.tree.levels
         logits = tree.read(self.target, levels).split([level.tokens.shape[1] for level in levels], 1)
         before = scorer.counts
         active = ~scorer.done
@@ -222,13 +231,12 @@ class _Search:
         last, newest = nodes, tree.tokens
         first = 0
         for depth, level in enumerate(levels):
-            own = nodes.unsqueeze(2).expand(-1, -1, self.target.vocab_size)
-            parents, tokens = scorer.advance(logits[depth].gather(1, own) if depth else logits[0], active)
+            parents, tokens = scorer.advance(rows_of(logits[depth], nodes) if depth else logits[0], active)
             nodes = nodes.gather(1, parents)
             last = torch.where(active.unsqueeze(1), first + nodes, last)
             newest = torch.where(active.unsqueeze(1), tokens, newest)
             first += level.tokens.shape[1]
-            if depth == num_draft_tokens:
+            if depth == len(levels) - 1:
                 break
             is_read, nodes = levels[depth + 1].index_of(nodes, tokens)
             active = active & is_read.all(1) & ~scorer.done
@@ -240,34 +248,21 @@ class _Search:
         left = torch.where(scorer.done, 0, scorer.limits - scorer.counts)
         return torch.stack([num_levels, left, tree.num_live()])
 
-    def _propose(self, num_draft_tokens: int, draft_lags: bool) -> list[Level]:
-        """The draft's beam search of width u, from the target's beams and their scores."""
-        tree, scores = self.tree, self.scorer.scores
-        num_nodes = self.scorer.num_beams + self.draft_beams * num_draft_tokens
-        levels = [tree.begin(num_nodes, self._num_live)]
-        for depth in range(num_draft_tokens):
-            assert self.draft is not None
-            logits = tree.read(self.draft, levels[-1:], with_parents=draft_lags and depth == 0)
-            log_probs = logits.float().log_softmax(-1).masked_fill(self._is_eos, -torch.inf)
-            scores, index = (log_probs + scores.unsqueeze(2)).flatten(1).topk(self.draft_beams)
-            levels.append(tree.grow(index // logits.shape[2], index % logits.shape[2]))
-        return levels
-
 
 # Outside inference mode, because users train on what was generated.
 @torch.inference_mode(False)
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
-    scorer = search.scorer
+    scorer, state = search.scorer, prompts.state
     tokens, num_new, scores = scorer.result(num_sequences)
-    prompt_tokens = prompts.state.tokens.to(tokens.device)
-    prompt_lengths = prompts.state.lengths.to(tokens.device).repeat_interleave(num_sequences)
+    prompt_lengths = state.lengths.to(tokens.device).repeat_interleave(num_sequences)
     texts = []
-    for row, length in enumerate(prompts.state.lengths.tolist()):
-        for new, count in zip(tokens[row], num_new[row].tolist(), strict=True):
-            texts.append(torch.cat([prompt_tokens[row, :length], new[:count]]))
+    for prompt, length, beams, counts in zip(
+        state.tokens.to(tokens.device), state.lengths.tolist(), tokens, num_new.tolist(), strict=True
+    ):
+        texts += [torch.cat([prompt[:length], new[:count]]) for new, count in zip(beams, counts, strict=True)]
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
     newest = tokens.gather(2, (num_new - 1).clamp(min=0).unsqueeze(2))
-    ends_with_eos = (newest == prompts.state.eos.to(tokens.device).unsqueeze(1)).any(2)
+    ends_with_eos = (newest == state.eos.to(tokens.device).unsqueeze(1)).any(2)
     reasons: list[str | None] = [
         "error" if row in failed else "eos" if ended else "length"
         for row, beams in enumerate(ends_with_eos.tolist())

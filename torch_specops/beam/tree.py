@@ -75,6 +75,7 @@ class BeamTree:
     Attributes:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.
         positions: [B] int64, its position.
+        levels: the levels of the round so far, from the newest tokens down.
         width: the slots from this one on are seen by no beam.
     """
 
@@ -90,9 +91,9 @@ class BeamTree:
         self._parent_slots = torch.zeros_like(self.tokens)
         self.width = 0
         self._free = self._parent_slots
-        self._levels: list[Level] = []
+        self.levels: list[Level] = []
 
-    def begin(self, num_nodes: int, num_live: int) -> Level:
+    def begin(self, num_nodes: int, num_live: int) -> None:
         """Start a round with the level of the newest tokens.
 
         Args:
@@ -104,13 +105,12 @@ class BeamTree:
         is_taken = self._sees[:, :, : self.width].any(1)
         self._free = is_taken.byte().argsort(dim=1, stable=True)[:, :num_nodes]
         parents = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        self._levels = []
-        return self._add(self.tokens, parents, self._sees[:, :, : self.width])
+        self.levels = []
+        self._add(self.tokens, parents, self._sees[:, :, : self.width])
 
-    def grow(self, parents: Tensor, tokens: Tensor) -> Level:
+    def grow(self, parents: Tensor, tokens: Tensor) -> None:
         """Add a level: nodes with `tokens` [B, n] below the nodes `parents` [B, n] of the last level."""
-        above = self._levels[-1].visible
-        return self._add(tokens, parents, above.gather(1, parents.unsqueeze(2).expand(-1, -1, self.width)))
+        self._add(tokens, parents, rows_of(self.levels[-1].visible, parents))
 
     def read(self, model: TreeModel, levels: list[Level], with_parents: bool = False) -> Tensor:
         """Logits [B, n, V] of the nodes of some levels, one after another.
@@ -118,9 +118,7 @@ class BeamTree:
         Args:
             with_parents: also read the tokens before the newest ones, which this model has not read.
         """
-        tokens = torch.cat([level.tokens for level in levels], 1)
-        slots = torch.cat([level.slots for level in levels], 1)
-        visible = torch.cat([level.visible for level in levels], 1)
+        tokens, slots, visible = _nodes(levels)
         num_nodes = tokens.shape[1]
         if with_parents:
             # A row that has ended sees nothing, but a node must see itself.
@@ -135,12 +133,9 @@ class BeamTree:
     def move(self, parents: Tensor, tokens: Tensor, num_levels: Tensor, done: Tensor) -> None:
         """End the round: the new beams continue the nodes `parents` [B, w], counted over all levels, with `tokens`
         [B, w]. `num_levels` [B] tokens were decided; rows that are `done` [B] free their slots."""
-        levels = self._levels
-        visible = torch.cat([level.visible for level in levels], 1)
-        self._parent_tokens = torch.cat([level.tokens for level in levels], 1).gather(1, parents)
-        self._parent_slots = torch.cat([level.slots for level in levels], 1).gather(1, parents)
-        sees = visible.gather(1, parents.unsqueeze(2).expand(-1, -1, self.width))
-        self._sees[:, :, : self.width] = sees & ~done[:, None, None]
+        node_tokens, slots, visible = _nodes(self.levels)
+        self._parent_tokens, self._parent_slots = node_tokens.gather(1, parents), slots.gather(1, parents)
+        self._sees[:, :, : self.width] = rows_of(visible, parents) & ~done[:, None, None]
         self.tokens = tokens
         self.positions = self.positions + num_levels
 
@@ -148,11 +143,21 @@ class BeamTree:
         """[B] the number of slots that some beam sees."""
         return self._sees.any(1).sum(1)
 
-    def _add(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Level:
-        first = sum(level.tokens.shape[1] for level in self._levels)
+    def _add(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> None:
+        first = sum(level.tokens.shape[1] for level in self.levels)
         slots = self._free[:, first : first + tokens.shape[1]]
-        positions = (self.positions + len(self._levels)).unsqueeze(1).expand_as(slots)
+        positions = (self.positions + len(self.levels)).unsqueeze(1).expand_as(slots)
         self._slot_positions.scatter_(1, slots, positions)
-        level = Level(tokens, parents, slots, ancestors.scatter(2, slots.unsqueeze(2), True))
-        self._levels.append(level)
-        return level
+        self.levels.append(Level(tokens, parents, slots, ancestors.scatter(2, slots.unsqueeze(2), True)))
+
+
+def _nodes(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, n], slots [B, n] and visible [B, n, S] of all nodes."""
+    parts = zip(*((level.tokens, level.slots, level.visible) for level in levels), strict=True)
+    tokens, slots, visible = (torch.cat(part, 1) for part in parts)
+    return tokens, slots, visible
+
+
+def rows_of(values: Tensor, index: Tensor) -> Tensor:
+    """values [B, n, N], index [B, m] -> [B, m, N]."""
+    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +15,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from .. import checks
 from ..sampling import SamplingParams
 from . import options
 from .categories import PLOT_SUFFIXES, plot_categories, print_categories
-from .comparison import Case, Comparison, Workload, batches_of
+from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .prompts import Question, read_questions
-from .results import as_results, print_differences, print_tables, timed, totals
+from .providers import make_providers
+from .results import as_results, print_differences, print_tables, totals
 
 # Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
@@ -95,13 +97,7 @@ def bench(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
     ] = "float32",
-    compile: Annotated[
-        bool | None,
-        typer.Option(
-            help="Compile this package's steps with torch.compile. It takes a while the first time.",
-            show_default="on CUDA",
-        ),
-    ] = None,
+    compile: options.Compile = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write all measurements, versions and the device to this file."),
@@ -131,42 +127,45 @@ def bench(
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
     console = Console(highlight=False, markup=False)
     with options.errors_in_one_line():
-        questions = [] if prompts is None else read_questions(prompts)
-        if questions and prompt:
+        if prompts is not None and prompt:
             raise ValueError("prompts: expected --prompts or --prompt, got both")
-        sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if questions else "1,8"), int)
-        temperatures = _numbers("temperature", temperature or ("0,1" if questions else "0"), float)
-        rounds = rounds if rounds is not None else 1 if questions else 5
-        torch_device = options.to_device(device)
-        options.set_threads(threads)
-        _check_files(json_file, plot_file, bool(questions))
-        samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
+        questions = [Question(text) for text in prompt or PROMPTS] if prompts is None else read_questions(prompts)
+        by_category = prompts is not None
+        sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if by_category else "1,8"), int)
+        temperatures = _numbers("temperature", temperature or ("0,1" if by_category else "0"), float)
+        if rounds is None:
+            rounds = 1 if by_category else 5
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
+        for name, number in {"batch_sizes": min(sizes), "rounds": rounds, "max_new_tokens": max_new_tokens}.items():
+            checks.check_int(name, number, 1)
+        torch_device = options.compute_on(device, threads)
+        _check_files(json_file, plot_file, by_category)
+        samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
-        texts = [question.text for question in questions] or prompt or PROMPTS
-        tokens = [encode(tokenizer, text)[0] for text in texts]
+        tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
-        for question, own in zip(questions, tokens, strict=False):
+        for question, own in zip(questions, tokens, strict=True):
             _check_length(question, len(own), max_new_tokens, models.target.max_length)
             categories.setdefault(question.category, []).append(own)
         cases = [
-            Case(batches_of(own, size)[: None if questions else 1], sampling, name)
+            Case(_batches(own, size)[: None if by_category else 1], sampling, name)
             for sampling in samplings
             for size in sizes
-            for name, own in (categories or {"": tokens}).items()
+            for name, own in categories.items()
         ]
-        work = Workload(cases, max_new_tokens, num_draft_tokens, seed, verify, schedule)
-        # "auto" might begin to compile in the middle of a comparison.
+        # On a CPU "auto" might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
-        comparison = Comparison(models, work, rounds, default if compile is None else compile)
+        how = schedule, verify, default if compile is None else compile
+        providers = make_providers(models, max_new_tokens, num_draft_tokens, *how)
+        comparison = Comparison(models.target, providers, cases, max_new_tokens, rounds, seed)
         where = device_name(torch_device)
         shown = ", ".join(f"{each:g}" for each in temperatures)
         console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}", soft_wrap=True)
-        if questions:
+        if by_category:
             later = sum(question.num_later_turns for question in questions)
             left_out = f"; {later} later turns are not asked" if later else ""
-            console.print(f"{len(texts)} prompts in {len(categories)} categories{left_out}", soft_wrap=True)
+            console.print(f"{len(questions)} prompts in {len(categories)} categories{left_out}", soft_wrap=True)
         median = "1 round" if rounds == 1 else f"median of {rounds} rounds"
         console.print(
             f"{max_new_tokens} new tokens per prompt, {median}, {dtype}, {where}, {torch.get_num_threads()} threads, "
@@ -175,9 +174,8 @@ def bench(
         )
         ended_by = _run(console, comparison)
         interrupted = isinstance(ended_by, KeyboardInterrupt)
-        done = timed(comparison.measurements)
-        results, total = as_results(done), as_results(totals(done))
-        if results and questions:
+        results, total = as_results(comparison.measurements), as_results(totals(comparison.measurements))
+        if results and by_category:
             print_categories(console, results, total, num_draft_tokens)
         elif results:
             print_tables(console, results)
@@ -185,7 +183,7 @@ def bench(
             plot_categories(results, total, plot_file)
         if json_file is not None:
             chosen = {
-                "prompt": None if questions else list(texts),
+                "prompt": None if by_category else [question.text for question in questions],
                 "prompts": None if prompts is None else str(prompts),
                 "batch_sizes": sizes,
                 "temperature": temperatures,
@@ -207,7 +205,7 @@ def bench(
             json_file.write_text(json.dumps(document, indent=2) + "\n")
         if isinstance(ended_by, Exception):
             raise ended_by
-    different = print_differences(console, done, tokenizer.decode)
+    different = print_differences(console, comparison.measurements, tokenizer.decode)
     if interrupted:
         console.print("interrupted: only what is done so far is shown")
         raise typer.Exit(options.INTERRUPTED)
@@ -241,11 +239,20 @@ def _check_files(json_file: Path | None, plot_file: Path | None, has_categories:
 
 
 def _check_length(question: Question, length: int, max_new_tokens: int, max_length: int | None) -> None:
+    # transformers would go on beyond the model's positions.
     if max_length is not None and length + max_new_tokens > max_length:
         raise ValueError(
-            f"prompts: line {question.line}: expected a prompt and new tokens within the {max_length} that the target "
-            f"reads, got {length} + {max_new_tokens}"
+            f"{question.place}: expected a prompt and new tokens within the {max_length} that the target reads, "
+            f"got {length} + {max_new_tokens}"
         )
+
+
+def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
+    """All prompts in their order. The last batch is filled up with the first prompts."""
+    return [
+        [prompts[(first + row) % len(prompts)] for row in range(batch_size)]
+        for first in range(0, len(prompts), batch_size)
+    ]
 
 
 def _run(console: Console, comparison: Comparison) -> KeyboardInterrupt | Exception | None:

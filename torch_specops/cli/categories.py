@@ -9,14 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from .comparison import ASSISTED, PLAIN, SPECULATIVE
-from .results import UNDRAFTED, print_compile_seconds, title_of
+from .providers import ASSISTED, PLAIN
+from .results import UNDRAFTED, print_compile_seconds, table_of, title_of
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# The positions of drafts whose acceptance is shown. With four of them a table is 78 wide.
+# The positions of drafts whose acceptance is shown. With more of them a table may be wider than 80.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
-HEADER = f"{'category':{NAME_WIDTH}}  undrafted     asst   len  specops /best   len"
 LEGEND = """undrafted, asst, specops: new tokens per second, prompts included
 undrafted: the faster of transformers generate (t) and specops, no draft (s)
 asst: the fastest assisted generation of transformers; /best: over undrafted
@@ -29,10 +28,12 @@ def print_categories(
     """A table for each temperature and batch size with a row for each category, and what the columns mean."""
     places = [place for place in PLACES if place <= num_draft_tokens]
     for title, group in groupby(results, title_of):
-        console.print(f"\n{title}", style="bold", soft_wrap=True)
-        console.print(HEADER + "".join(f"{place:4}" for place in places), style="bold", soft_wrap=True)
+        headers = "category", "undrafted", "asst", "len", "specops", "/best", "len", *map(str, places)
+        table = table_of(*headers, gap=1)
         for ways in [*_by_category(group), *_by_category(each for each in totals if title_of(each) == title)]:
-            console.print(_row(ways, places), soft_wrap=True)
+            table.add_row(*_cells(ways, places))
+        console.print(f"\n{title}", style="bold", soft_wrap=True)
+        console.print(table)
     console.print()
     console.print(LEGEND, soft_wrap=True)
     if {result["greedy"] for result in results} - {None} == {"identical"}:
@@ -49,36 +50,28 @@ def _fastest(ways: Sequence[dict[str, Any]], names: str | tuple[str, ...]) -> di
     return max(found, key=lambda way: way["tokens_per_second"], default=None)
 
 
-def _drafted(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return next(way for way in reversed(ways) if way["provider"].startswith(SPECULATIVE))
-
-
-def _row(ways: Sequence[dict[str, Any]], places: Sequence[int]) -> str:
-    undrafted, assisted, own = _fastest(ways, UNDRAFTED), _fastest(ways, ASSISTED), _drafted(ways)
+def _cells(ways: Sequence[dict[str, Any]], places: Sequence[int]) -> list[str]:
+    # This package with its draft is the last of the providers.
+    undrafted, assisted, own = _fastest(ways, UNDRAFTED), _fastest(ways, ASSISTED), ways[-1]
     assert undrafted is not None
-    letter = "s" if undrafted["provider"].startswith(PLAIN) else "t"
-    name = own["category"]
-    cells = [
+    name, letter = own["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
+    (speed, length), rates = _speed_and_length(own), own["acceptance_rate_per_position"]
+    return [
         name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 2] + "..",
-        f"{_speed(undrafted):>9} {letter}",
-        f"{_speed(assisted):>9}{_length(assisted):>6}",
-        f"{_speed(own):>9}{own['speedup_over_undrafted']:6.2f}{_length(own):>6}",
+        f"{undrafted['tokens_per_second']:.1f} {letter}",
+        *_speed_and_length(assisted),
+        speed,
+        f"{own['speedup_over_undrafted']:.2f}",
+        length,
+        *(f"{100 * rates[place - 1]:.0f}" if place <= len(rates) else "-" for place in places),
     ]
-    return f"{cells[0]:{NAME_WIDTH}}{''.join(cells[1:])}{''.join(_percent(own, place) for place in places)}"
 
 
-def _speed(way: dict[str, Any] | None) -> str:
-    return "-" if way is None else f"{way['tokens_per_second']:.1f}"
-
-
-def _length(way: dict[str, Any] | None) -> str:
-    length = None if way is None else way["mean_acceptance_length"]
-    return "-" if length is None else f"{length:.2f}"
-
-
-def _percent(way: dict[str, Any], place: int) -> str:
-    rates = way["acceptance_rate_per_position"]
-    return f"{100 * rates[place - 1]:4.0f}" if place <= len(rates) else "   -"
+def _speed_and_length(way: dict[str, Any] | None) -> tuple[str, str]:
+    if way is None:
+        return "-", "-"
+    length = way["mean_acceptance_length"]
+    return f"{way['tokens_per_second']:.1f}", "-" if length is None else f"{length:.2f}"
 
 
 def plot_categories(results: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]], file: Path) -> None:
@@ -101,7 +94,7 @@ def plot_categories(results: Sequence[dict[str, Any]], totals: Sequence[dict[str
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize="medium")
         same = (each for each in records if (each["temperature"], each["batch_size"]) == (temperature, size))
         for ways in _by_category(same):
-            own, assisted = _drafted(ways), _fastest(ways, ASSISTED)
+            own, assisted = ways[-1], _fastest(ways, ASSISTED)
             left = categories.index(own["category"]) + index * width - 0.4
             colour = colormaps["viridis"]((index + 0.5) / len(sizes))
             bar = {"width": 0.9 * width, "align": "edge", "color": colour, "zorder": 2}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from textwrap import shorten
 from typing import Annotated
@@ -15,7 +16,7 @@ from rich.text import Text
 from ..decode import GenerationOutput, SpeculativeDecoder, Step
 from ..sampling import SamplingParams
 from . import options
-from .greedy import GreedyCheck, check_greedy
+from .greedy import GreedyDifference, check_greedy, verdict, worst_of
 from .loading import AUSTEN, SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .text import TextStream, printable
@@ -39,7 +40,12 @@ def demo(
     num_draft_tokens: options.NumDraftTokens = None,
     schedule: options.Schedule = "constant",
     verify: options.Verify = "exact",
-    temperature: options.Temperature = 0.0,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            metavar="T", help="0: always the most likely token. Above 0: sample; 1 is the model's distribution."
+        ),
+    ] = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
@@ -69,8 +75,7 @@ def demo(
     console = Console(highlight=False, markup=False)
     with options.errors_in_one_line():
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        torch_device = options.to_device(device)
-        options.set_threads(threads)
+        torch_device = options.compute_on(device, threads)
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
         if prompt is None:
@@ -80,7 +85,7 @@ def demo(
         input_ids = encode(tokenizer, prompt).to(torch_device)
         decoder = SpeculativeDecoder(
             models.target,
-            models.make_draft(),
+            models.draft,
             num_draft_tokens=num_draft_tokens,
             schedule=schedule,
             sampling=sampling,
@@ -96,20 +101,22 @@ def demo(
             console.print(Text.assemble(("accepted draft tokens", ACCEPTED), ", ", ("the target's own tokens", OWN)))
         console.print()
         output = decoder.output(_print_steps(console, steps, decode_text))
-        plain = None
+        differences = plain_seconds = None
         if check and temperature == 0 and not output.interrupted:
             with console.status("decoding again without the draft"):
-                plain = check_greedy(models.target, input_ids, output.new_tokens(0))
-        console.print(_summary(output, plain))
+                started = time.perf_counter()
+                differences = check_greedy(models.target, input_ids, output.new_tokens(0))
+                plain_seconds = time.perf_counter() - started
+        console.print(_summary(output, plain_seconds))
     if output.interrupted:
         console.print("interrupted: the numbers are for the text so far, which was not checked", soft_wrap=True)
         raise typer.Exit(options.INTERRUPTED)
     if output.errors:
         console.print(f"error: {output.errors[0]}", soft_wrap=True)
         raise typer.Exit(1)
-    if plain is not None:
-        console.print(_verdict(plain, decode_text), soft_wrap=True)
-        if not plain.only_rounding:
+    if differences is not None:
+        console.print(f"check: {_comparison(differences, output.stats.num_tokens, decode_text)}", soft_wrap=True)
+        if verdict(differences) == "different":
             raise typer.Exit(1)
 
 
@@ -137,36 +144,34 @@ def _print_steps(console: Console, steps: Iterator[Step], decode_text: Callable[
     return interrupted
 
 
-def _summary(output: GenerationOutput, plain: GreedyCheck | None) -> Table:
+def _summary(output: GenerationOutput, plain_seconds: float | None) -> Table:
+    """The numbers below the text; `plain_seconds` is the time without the draft."""
     stats = output.stats
-    rate = stats.acceptance_rate
-    drafts = f"{stats.num_accepted} of {stats.num_proposed} draft tokens"
+    rate, drafts = stats.acceptance_rate, f"{stats.num_accepted} of {stats.num_proposed} draft tokens"
     tokens_per_second = stats.num_tokens / max(stats.prefill_seconds + stats.seconds, 1e-9)
-    rows = [
-        ("tokens", str(stats.num_tokens)),
-        ("steps", str(stats.num_steps)),
-        ("mean acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per step, the target's own included"),
-        ("acceptance rate", "no drafts" if rate is None else f"{rate:.1%} ({drafts})"),
-        ("tokens/s", f"{tokens_per_second:.1f}, reading the prompt included"),
-    ]
-    if plain is not None:
-        ratio = tokens_per_second / max(plain.tokens_per_second, 1e-9)
-        rows.append(
-            ("tokens/s without the draft", f"{plain.tokens_per_second:.1f} ({ratio:.2f} times as fast with it)")
-        )
-    if stats.compile_seconds > 0:
-        rows.append(("seconds compiling", f"{stats.compile_seconds:.1f}, not counted in tokens/s"))
     table = Table(show_header=False, box=None)
-    for row in rows:
-        table.add_row(*row)
+    table.add_row("tokens", str(stats.num_tokens))
+    table.add_row("steps", str(stats.num_steps))
+    length = f"{stats.mean_acceptance_length:.2f} tokens per step, the target's own included"
+    table.add_row("mean acceptance length", length)
+    table.add_row("acceptance rate", "no drafts" if rate is None else f"{rate:.1%} ({drafts})")
+    table.add_row("tokens/s", f"{tokens_per_second:.1f}, reading the prompt included")
+    if plain_seconds is not None:
+        plain = max(stats.num_tokens / plain_seconds, 1e-9)
+        ratio = f"{plain:.1f} ({tokens_per_second / plain:.2f} times as fast with it)"
+        table.add_row("tokens/s without the draft", ratio)
+    if stats.compile_seconds > 0:
+        table.add_row("seconds compiling", f"{stats.compile_seconds:.1f}, not counted in tokens/s")
     return table
 
 
-def _verdict(plain: GreedyCheck, decode_text: Callable[[list[int]], str]) -> str:
-    if plain.identical:
-        return f"check: identical to plain greedy decoding ({plain.num_tokens} tokens)"
-    worst = max(plain.differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
-    found = f"{len(plain.differences)} of {plain.num_tokens} tokens"
-    if plain.only_rounding:
-        return f"check: identical to plain greedy decoding but for near ties at {found}: {worst.describe(decode_text)}"
-    return f"check: DIFFERENT from plain greedy decoding at {found}; the worst: {worst.describe(decode_text)}"
+def _comparison(
+    differences: Sequence[GreedyDifference], num_tokens: int, decode_text: Callable[[list[int]], str]
+) -> str:
+    if not differences:
+        return f"identical to plain greedy decoding ({num_tokens} tokens)"
+    found = f"{len(differences)} of {num_tokens} tokens"
+    worst = worst_of(differences).describe(decode_text)
+    if verdict(differences) == "near ties":
+        return f"identical to plain greedy decoding but for near ties at {found}: {worst}"
+    return f"DIFFERENT from plain greedy decoding at {found}; the worst: {worst}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -50,9 +50,7 @@ def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu")
 
     from ..hf import TransformersModel
 
-    path = _path(name)
-    with _reading("model", path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = _load("model", AutoModelForCausalLM, name, dtype=torch.float32)
     return TransformersModel(model.to(device))
 
 
@@ -61,9 +59,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     import_transformers()
     from transformers import AutoTokenizer
 
-    path = _path(name)
-    with _reading("tokenizer", path):
-        return AutoTokenizer.from_pretrained(path)
+    return _load("tokenizer", AutoTokenizer, name)
 
 
 def import_transformers() -> None:
@@ -118,18 +114,15 @@ def is_folder(name: str | os.PathLike[str]) -> bool:
     return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
 
 
-def _path(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    return smollm2_directory() if str(name) == SMOLLM2 else SHIPPED.get(str(name), name)
-
-
-@contextmanager
-def _reading(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    if _looks_like_a_path(str(path)) and not Path(path).is_dir():
+def _load(what: str, kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
+    path = smollm2_directory() if str(name) == SMOLLM2 else SHIPPED.get(str(name), name)
+    is_here = Path(path).is_dir()
+    if _looks_like_a_path(str(path)) and not is_here:
         raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
     try:
         # Progress bars are for downloads; reading a folder takes seconds.
-        with _no_progress_bars() if Path(path).is_dir() else nullcontext():
-            yield
+        with _no_progress_bars() if is_here else nullcontext():
+            return kind.from_pretrained(path, **options)
     # A damaged, missing or wrong file raises whatever its reader raises.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
-from .comparison import Models
+from ..drafts import DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .loading import (
     HEADS,
     SMOLLM2,
@@ -55,6 +56,16 @@ class Stack:
 Add the methods `peek` and `size`. Show the whole class, without an explanation."""
 
 
+@dataclass(frozen=True)
+class Models:
+    """A target, a draft, and how transformers gets the same draft."""
+
+    target: TransformersModel
+    draft: DraftSource | nn.Module
+    # From K to the arguments of transformers' `generate` for this draft; None = it has no such draft.
+    assistance: Callable[[int], dict[str, Any]] | None = None
+
+
 def default_num_draft_tokens(draft: str) -> int:
     """K if the user gives none.
 
@@ -82,42 +93,37 @@ def load_models(
     with _loading(console, target):
         model, tokenizer = load_model(target, device), load_tokenizer(target)
         model.model.to(dtype)
+    with _loading(console, draft):
+        return _with_draft(draft, model, tokenizer), tokenizer
 
-    if draft in (PROMPT_LOOKUP, SUFFIX_LOOKUP):
+
+def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> Models:
+    if draft == PROMPT_LOOKUP:
+        return Models(target, PromptLookup(), lambda count: {"prompt_lookup_num_tokens": count})
+    if draft == SUFFIX_LOOKUP:
         # A memory would contain the text itself from the second round on. Assisted generation has only prompt lookup.
-        source = PromptLookup if draft == PROMPT_LOOKUP else lambda: SuffixLookup(memory=0)
-        return Models(model, source, None, lambda count: {"prompt_lookup_num_tokens": count}), tokenizer
+        return Models(target, SuffixLookup(memory=0), lambda count: {"prompt_lookup_num_tokens": count})
     if draft.startswith(TRANSFORMERS_LOOKUP):
         longest = _number_after(TRANSFORMERS_LOOKUP, "the longest match", draft)
-        lookup = PromptLookup(longest, 1, repeat=False)
         fields = {"max_matching_ngram_size": longest}
-        return Models(
-            model, lambda: lookup, None, lambda count: fields | {"prompt_lookup_num_tokens": count}
-        ), tokenizer
+        lookup = PromptLookup(longest, 1, repeat=False)
+        return Models(target, lookup, lambda count: fields | {"prompt_lookup_num_tokens": count})
     if draft.startswith(NGRAM):
-        with console.status(f"counting {draft}"):
-            text = _read_text(draft.removeprefix(NGRAM))
-            tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
-            table = NGram.from_tokens(tokens, vocab_size=model.vocab_size, device=device)
-        return Models(model, lambda: table), tokenizer
+        text = _read_text(draft.removeprefix(NGRAM))
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
+        return Models(target, NGram.from_tokens(tokens, vocab_size=target.vocab_size, device=target.device))
     if draft.startswith(EARLY_EXIT):
         layers = _number_after(EARLY_EXIT, "a number of layers", draft)
         try:
-            model.first_layers(layers)
+            target.first_layers(layers)
         except ValueError as error:
             raise ValueError(f"draft: {draft!r}: {error}") from error
-        return Models(model, lambda: EarlyExit(layers), None, lambda count: {"assistant_early_exit": layers}), tokenizer
+        return Models(target, EarlyExit(layers), lambda count: {"assistant_early_exit": layers})
     if draft.startswith(EAGLE3):
         name = draft.removeprefix(EAGLE3)
-        with _loading(console, name):
-            head = Eagle3.from_pretrained(HEADS.get(name, name), model).head
-        return Models(model, lambda: Eagle3(head)), tokenizer
-    with _loading(console, draft):
-        if draft == INT8:
-            assistant = quantised_copy(model.model, "int8")
-        else:
-            assistant = _smaller_model(draft, model, tokenizer, device, dtype)
-    return Models(model, lambda: assistant, assistant, lambda count: {}), tokenizer
+        return Models(target, Eagle3.from_pretrained(HEADS.get(name, name), target))
+    smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
+    return Models(target, smaller, lambda count: {"assistant_model": smaller})
 
 
 def _number_after(prefix: str, what: str, draft: str) -> int:
@@ -127,21 +133,20 @@ def _number_after(prefix: str, what: str, draft: str) -> int:
     return int(number)
 
 
-def _smaller_model(
-    name: str, target: TransformersModel, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    model, own_tokenizer = load_model(name, device), load_tokenizer(name)
+def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -> nn.Module:
+    model, own_tokenizer = load_model(name, target.device), load_tokenizer(name)
     if model.vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"draft: expected a model with the target's tokens ({target.vocab_size} logits, {len(tokenizer)} tokens), "
             f"got other tokens ({model.vocab_size} logits, {len(own_tokenizer)} tokens)"
         )
-    return model.model.to(dtype)
+    return model.model.to(target.model.dtype)
 
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
-    """A spinner while a folder is read. A download has its own progress bars, which a spinner would hide."""
-    return console.status(f"loading {name}") if name == INT8 or is_folder(name) else nullcontext()
+    """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
+    is_here = name == INT8 or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
+    return console.status(f"loading {name}") if is_here else nullcontext()
 
 
 def _read_text(path: str) -> str:

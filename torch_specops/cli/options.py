@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from .. import checks
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
 from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
 
@@ -62,10 +63,6 @@ Verify = Annotated[
         "Both give the target's distribution.",
     ),
 ]
-Temperature = Annotated[
-    float,
-    typer.Option(metavar="T", help="0: always the most likely token. Above 0: sample; 1 is the model's distribution."),
-]
 TopK = Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens only. 0: all.")]
 TopP = Annotated[
     float,
@@ -84,25 +81,22 @@ Compile = Annotated[
     bool | None,
     typer.Option(
         help="Compile this package's steps with torch.compile. It takes a while the first time.",
-        show_default="on CUDA, and on a CPU for long texts",
+        show_default="on CUDA; the demo also compiles long texts on a CPU",
     ),
 ]
 
 
-def to_device(name: str) -> torch.device:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {name!r}")
-    return device
-
-
-def set_threads(threads: int | None) -> None:
+def compute_on(device: str, threads: int | None) -> torch.device:
+    """The device of this name; sets torch's CPU threads, unless they are None."""
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads: expected a number >= 1, got {threads}")
+        checks.check_int("threads", threads, 1)
         torch.set_num_threads(threads)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    found = torch.device(device)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {device!r}")
+    return found
 
 
 @contextmanager

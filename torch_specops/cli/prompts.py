@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # The category of a line without one.
 ALL = "all"
@@ -13,13 +12,12 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Question:
-    """The first turn of a line; later turns would need the answers to earlier ones."""
+    """A prompt. Of a line with several turns it is the first, because later turns would need the answers to it."""
 
-    line: int  # from 1
-    question_id: Any  # None = the line has none
-    category: str
     text: str
-    num_later_turns: int
+    category: str = ""
+    place: str = "prompt"  # begins error messages
+    num_later_turns: int = 0
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -34,16 +32,15 @@ def read_questions(path: Path) -> list[Question]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: cannot read {str(path)!r} as UTF-8 text: {error}") from error
     questions = [
-        _question(number, line, f"prompts: {path}, line {number}: expected ")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        _question(line, f"prompts: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not questions:
         raise ValueError(f"prompts: expected a question in {str(path)!r}, got an empty file")
     return questions
 
 
-def _question(number: int, line: str, expected: str) -> Question:
+def _question(line: str, place: str) -> Question:
+    expected = f"{place}: expected "
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
@@ -57,4 +54,4 @@ def _question(number: int, line: str, expected: str) -> Question:
         raise ValueError(f"{expected}'turns' to be a list of texts, none of them empty, got {json.dumps(turns)[:40]}")
     if not isinstance(category, str) or not category.strip():
         raise ValueError(f"{expected}'category' to be a name, got {json.dumps(category)[:40]}")
-    return Question(number, found.get("question_id"), category, turns[0], len(turns) - 1)
+    return Question(turns[0], category, place, len(turns) - 1)

@@ -9,19 +9,21 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from .comparison import ASSISTED, GENERATE, PLAIN, Measurement
+from .comparison import Measurement
+from .greedy import worst_of
+from .providers import ASSISTED, GENERATE, PLAIN
 
-# (header, key of a result, format, factor). A column without values is left out. All columns, the widest name and the
-# mark take 78 characters.
+# (header, key of a result, format, factor). A column without values is left out.
 COLUMNS = (
-    ("tok/s", "tokens_per_second", "9.1f", 1),
-    ("/gen", "speedup", "6.2f", 1),
-    ("/asst", "speedup_over_assisted", "7.2f", 1),
-    ("len", "mean_acceptance_length", "6.2f", 1),
-    ("rate", "acceptance_rate", "6.0%", 1),
-    ("ms/st", "outside_seconds_per_step", "7.2f", 1e3),
-    ("MB", "peak_memory_bytes", "7.0f", 1e-6),
+    ("tok/s", "tokens_per_second", ".1f", 1),
+    ("/gen", "speedup", ".2f", 1),
+    ("/asst", "speedup_over_assisted", ".2f", 1),
+    ("len", "mean_acceptance_length", ".2f", 1),
+    ("rate", "acceptance_rate", ".0%", 1),
+    ("ms/st", "outside_seconds_per_step", ".2f", 1e3),
+    ("MB", "peak_memory_bytes", ".0f", 1e-6),
 )
 # The mark after a row and its meaning, by how the output compares.
 MARKS = {
@@ -37,16 +39,6 @@ len: tokens per step; rate: drafts accepted; ms/st: outside the models, a step""
 # The ways to decode without a draft.
 UNDRAFTED = (GENERATE, PLAIN)
 TOTAL = "total"
-
-
-def timed(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The finished part of each case: the batches on which all providers were timed."""
-    found = []
-    for _, group in groupby(measurements, _case):
-        rows = list(group)
-        done = min(sum(bool(run.seconds) for run in row.runs) for row in rows)
-        found += [replace(row, runs=row.runs[:done]) for row in rows if done]
-    return found
 
 
 def totals(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -119,22 +111,26 @@ def title_of(result: dict[str, Any]) -> str:
     return f"T = {result['temperature']:g}, batch {result['batch_size']}"
 
 
+def table_of(*columns: str, gap: int = 2) -> Table:
+    """A table without lines. Names are in the first column, numbers in the others."""
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, gap), header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="crop")
+    return table
+
+
 def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
     """A table for each temperature and batch size with a row per provider, and the meaning of the columns."""
     for title, group in groupby(results, title_of):
         rows = list(group)
         columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
-        names = [row["provider"].replace(", K = ", " K=").replace(", own", " own") for row in rows]
-        width = max(map(len, [*names, title]))
-        header = f"{title:{width}}" + "".join(f"{name:>{_width(form)}}" for name, _, form, _ in columns)
+        table = table_of(title, *(header for header, *_ in columns), "")
+        for row in rows:
+            name = row["provider"].replace(", K = ", " K=").replace(", own", " own")
+            cells = ["-" if row[key] is None else format(row[key] * factor, form) for _, key, form, factor in columns]
+            table.add_row(name, *cells, MARKS[row["greedy"]][0])
         console.print()
-        console.print(header, style="bold", soft_wrap=True)
-        for name, row in zip(names, rows, strict=True):
-            cells = [
-                f"{'-':>{_width(form)}}" if row[key] is None else format(row[key] * factor, form)
-                for _, key, form, factor in columns
-            ]
-            console.print(f"{name:{width}}{''.join(cells)}  {MARKS[row['greedy']][0]}".rstrip(), soft_wrap=True)
+        console.print(table)
     console.print()
     console.print(LEGEND, soft_wrap=True)
     found = {result["greedy"] for result in results}
@@ -153,11 +149,6 @@ def print_compile_seconds(console: Console, results: Sequence[dict[str, Any]]) -
             )
 
 
-def _width(form: str) -> int:
-    """The width of a column: 9 for "9.1f"."""
-    return int(form[0])
-
-
 def print_differences(
     console: Console, measurements: Sequence[Measurement], decode_text: Callable[[list[int]], str]
 ) -> bool:
@@ -166,7 +157,7 @@ def print_differences(
         differences = [each for run in measured.runs for each in run.differences]
         if not differences:
             continue
-        worst = max(differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
+        worst = worst_of(differences)
         place = ", ".join(filter(None, [measured.provider, f"batch {measured.batch_size}", measured.category]))
         console.print(
             f"{place}: {len(differences)} tokens are not those of plain greedy decoding. The worst: in row "

@@ -189,8 +189,8 @@ class Batch:
             else:
                 row.tokens += tokens[index]
                 row.ended = finished[index]
-        self.stats.add(tokens, num_accepted, num_proposed)
         num_new = list(map(len, tokens))
+        self.stats.add(num_new, num_accepted, num_proposed)
         if self._logits is not None:
             self._logits.keep(num_new)
         cuts = ask_row_rules(self.rows, num_new)

@@ -102,14 +102,14 @@ class GenerationStats:
         """Emitted tokens of all rows per second of stepping."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
-    def add(self, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]) -> None:
+    def add(self, num_tokens: list[int], num_accepted: list[int], num_proposed: list[int]) -> None:
         """Count the rows of a step. A row without a token had already ended, or the target failed."""
         self.num_steps += 1
-        for new, accepted, proposed in zip(tokens, num_accepted, num_proposed, strict=True):
-            if not new:
+        for new, accepted, proposed in zip(num_tokens, num_accepted, num_proposed, strict=True):
+            if new == 0:
                 continue
             self.num_row_steps += 1
-            self.num_tokens += len(new)
+            self.num_tokens += new
             self.num_accepted += accepted
             self.num_proposed += proposed
             if proposed > len(self.proposed_at):

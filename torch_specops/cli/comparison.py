@@ -1,0 +1,242 @@
+"""Warms up, compares and times the ways to decode, in turns.
+
+Before anything is timed, greedy outputs are compared token for token; where they differ, plain greedy decoding shows
+how far apart the logits are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..sampling import SamplingParams
+from .greedy import GreedyDifference, check_greedy, verdict
+from .providers import Answer, Provider
+
+if TYPE_CHECKING:
+    from ..hf import TransformersModel
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of one category, in batches of one size, at one temperature."""
+
+    batches: Sequence[Sequence[Tensor]]  # batch_size prompts [P] int64 in each
+    sampling: SamplingParams
+    category: str = ""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.batches[0])
+
+    @property
+    def temperature(self) -> float:
+        return float(self.sampling.temperature)  # type: ignore[arg-type]
+
+    def takers(self, providers: Sequence[Provider]) -> list[Provider]:
+        return [provider for provider in providers if self.batch_size == 1 or not provider.single]
+
+
+@dataclass
+class Run:
+    """One provider on one batch."""
+
+    new_tokens: int  # of all rows together
+    # Seconds of each round, including reading the prompts, without compiling.
+    seconds: list[float] = field(default_factory=list)
+    # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
+    num_steps: int | None = None
+    # The same, summed over the rows that took part.
+    num_row_steps: int | None = None
+    # Drafts at the first position of a step, the second, ...; empty = no drafts, or transformers, which does not say.
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    # Outside the models' forwards; None for compiled steps, in which they cannot be timed.
+    outside_seconds: float | None = None
+    compile_seconds: float = 0.0
+    # On CUDA, of the tensors of the first run, without those that existed before (the models).
+    peak_memory_bytes: int | None = None
+    # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
+    greedy: str | None = None
+    # Differences from plain greedy decoding, in order.
+    differences: list[GreedyDifference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One provider on the batches of a case."""
+
+    provider: str
+    compiled: bool
+    category: str
+    temperature: float
+    batch_size: int
+    runs: list[Run] = field(default_factory=list)
+
+
+@dataclass
+class Comparison:
+    """Providers that take turns on each batch: an observed run of each, then timed runs."""
+
+    target: TransformersModel
+    providers: Sequence[Provider]
+    cases: Sequence[Case]
+    max_new_tokens: int
+    rounds: int
+    seed: int = 0
+    # The results so far, also after an interrupt: the batches on which all providers were timed.
+    measurements: list[Measurement] = field(default_factory=list)
+
+    @property
+    def num_runs(self) -> int:
+        """The number of times that `run` yields."""
+        return sum(
+            len(case.batches) * (len(case.takers(self.providers)) * (self.rounds + 1) + (case.temperature == 0))
+            for case in self.cases
+        )
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[str]:
+        """Measure; yields a label before each run."""
+        warm: set[tuple[float, int]] = set()
+        seed = self.seed
+        for case in self.cases:
+            settings = case.temperature, case.batch_size
+            place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
+            providers = case.takers(self.providers)
+            measured = [Measurement(each.name, each.compiled, case.category, *settings) for each in providers]
+            for prompts in case.batches:
+                batch = padded(prompts, self.target)
+                answers, runs = [], []
+                for provider in providers:
+                    yield f"{place}, warming up: {provider.name}"
+                    # With the seed of the first round, so that lengths and times belong to the same texts.
+                    answer, run = self._observe(provider, batch, case.sampling, seed, is_first=settings not in warm)
+                    answers.append(answer)
+                    runs.append(run)
+                warm.add(settings)
+                if case.temperature == 0:
+                    yield f"{place}, comparing greedy outputs"
+                    self._compare(prompts, runs, answers)
+                turns = list(zip(providers, runs, strict=True))
+                for index in range(self.rounds):
+                    # The order changes, because the first provider finds other caches than the later ones.
+                    first = (seed - self.seed) % len(turns)
+                    for provider, run in turns[first:] + turns[:first]:
+                        yield f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
+                        seconds, _ = self._timed(run, provider, batch, case.sampling, seed)
+                        run.seconds.append(seconds)
+                    seed += 1
+                    if index == 0:
+                        for each, run in zip(measured, runs, strict=True):
+                            each.runs.append(run)
+                            if len(each.runs) == 1:
+                                self.measurements.append(each)
+
+    def _observe(
+        self, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int, is_first: bool
+    ) -> tuple[Answer, Run]:
+        """Run once to count steps and the time in forwards; the first time, after a run that compiles and allocates."""
+        rows = batch[0].shape[0]
+        run = Run(rows * self.max_new_tokens)
+        if is_first:
+            device = self.target.device
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+            if before is not None:
+                torch.cuda.reset_peak_memory_stats(device)
+            self._timed(run, provider, batch, sampling, seed)
+            if before is not None:
+                run.peak_memory_bytes = torch.cuda.max_memory_allocated(device) - before
+        # A forward with hooks would be compiled again.
+        watched = () if provider.compiled else provider.modules
+        with _forwards_watched(watched, self.target.device) as (calls, in_forwards):
+            seconds, answer = self._timed(run, provider, batch, sampling, seed)
+        if answer.stats is not None:
+            run.num_steps, run.num_row_steps = answer.stats.num_steps, answer.stats.num_row_steps
+            run.proposed_at, run.accepted_at = answer.stats.proposed_at, answer.stats.accepted_at
+        elif not provider.drafts_with_target:
+            run.num_steps = calls[provider.modules[0]]
+            run.num_row_steps = rows * run.num_steps
+        if not provider.compiled and run.num_steps is not None:
+            run.outside_seconds = seconds - sum(in_forwards)
+        counts = [len(tokens) for tokens in answer.tokens]
+        if set(counts) != {self.max_new_tokens}:
+            raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
+        return answer, run
+
+    def _timed(
+        self, run: Run, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int
+    ) -> tuple[float, Answer]:
+        """Seconds without compiling, which are added to the run, and the answer."""
+        _synchronize(self.target.device)
+        started = time.perf_counter()
+        answer = provider.decode(*batch, sampling, seed)
+        _synchronize(self.target.device)
+        seconds = time.perf_counter() - started
+        compiling = 0.0 if answer.stats is None else answer.stats.compile_seconds
+        run.compile_seconds += compiling
+        return seconds - compiling, answer
+
+    def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run], answers: Sequence[Answer]) -> None:
+        """Where two providers differ in a row, plain greedy decoding is compared with every output of that row."""
+        is_16_bit = self.target.model.dtype in (torch.bfloat16, torch.float16)
+        for row, prompt in enumerate(prompts):
+            outputs = {tuple(answer.tokens[row]) for answer in answers}
+            if len(outputs) > 1:
+                checks = {tokens: check_greedy(self.target, prompt.unsqueeze(0), tokens, row) for tokens in outputs}
+                for run, answer in zip(runs, answers, strict=True):
+                    run.differences += checks[tuple(answer.tokens[row])]
+        for run in runs:
+            run.greedy = verdict(run.differences, is_16_bit)
+
+
+def padded(prompts: Sequence[Tensor], target: TransformersModel) -> Batch:
+    """Tokens [B, P] and mask [B, P], padded on the left."""
+    pad = target.pad_token_id or 0
+    input_ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad, padding_side="left")
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    return input_ids.to(target.device), attention_mask.to(target.device)
+
+
+@contextmanager
+def _forwards_watched(
+    models: Sequence[nn.Module], device: torch.device
+) -> Iterator[tuple[Counter[nn.Module], list[float]]]:
+    """Counts the forwards of each model, and times each of them, while active."""
+    calls: Counter[nn.Module] = Counter()
+    seconds: list[float] = []
+    started = 0.0
+
+    def before(model: nn.Module, inputs: object) -> None:
+        nonlocal started
+        _synchronize(device)
+        started = time.perf_counter()
+
+    def after(model: nn.Module, inputs: object, output: object) -> None:
+        _synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        calls[model] += 1
+
+    hooks = [model.register_forward_pre_hook(before) for model in models]
+    hooks += [model.register_forward_hook(after) for model in models]
+    try:
+        yield calls, seconds
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
