@@ -37,7 +37,7 @@ def rows(vocab_size: int) -> st.SearchStrategy[list[list[int]]]:
 
 @settings(deadline=None, max_examples=100)
 @given(
-    texts=st.one_of(rows(2), rows(3), rows(8)),
+    texts=st.one_of(rows(2), rows(3), rows(8)).filter(all),
     num_draft_tokens=st.integers(0, 6),
     ngrams=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
     repeat=st.booleans(),
