@@ -21,7 +21,6 @@ __all__ = [
     "FromTransformers",
     "LanguageModel",
     "as_language_model",
-    "clear_rows",
     "feature_model",
     "proposal_of",
     "refuse_class",
@@ -335,12 +334,6 @@ def feature_model(target: LanguageModel) -> FeatureModel:
             f"without {', '.join(missing)}"
         )
     return cast(FeatureModel, target)
-
-
-def clear_rows(model: LanguageModel, rows: Tensor) -> None:
-    """Let a model forget some rows, if it has a method for that."""
-    if hasattr(model, "clear_rows"):
-        model.clear_rows(rows)
 
 
 def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:
