@@ -129,32 +129,37 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    ("counts", "one_graph", "region", "num_graphs"),
+    ("sampling", "counts", "one_graph", "num_graphs"),
     [
         # The forward over pairs and over a draft, the uniforms, the verification.
-        ([3], False, False, 4),
+        (MIXED, [3], False, 4),
         # A graph for few drafts, made before the first step of more, reads what these gave.
         pytest.param(
-            *([1, 4], True, True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")
+            *(GREEDY, [1, 5], True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")
         ),
     ],
 )
 def test_compiled_steps_give_the_eager_tokens(
-    counts: list[int], one_graph: bool, region: bool, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, counts: list[int], one_graph: bool, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a second batch compiles nothing."""
-    monkeypatch.setattr(regions, "MIN_WEIGHTS", 0 if region else 2**40)
+    monkeypatch.setattr(regions, "MIN_WEIGHTS", 0 if one_graph else 2**40)
     backend = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
-    found = []
+    found, keys = [], []
     for compile in (False, True):
-        options: dict[str, Any] = {"sampling": MIXED, "compile": compile, "one_graph": one_graph}
-        decoder = SpeculativeDecoder(shared_tiny("llama"), Eagle3(trained_head()), schedule=Given(counts), **options)
+        options: dict[str, Any] = {"sampling": sampling, "compile": compile, "one_graph": one_graph}
+        draft = Eagle3(trained_head())
+        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, schedule=Given(counts), **options)
         for seed in (1, 2):
-            output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=16, seed=seed)
+            output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20, seed=seed)
             found.append((output.sequences.tolist(), output.stats.accepted_at))
             assert backend.frame_count == (num_graphs if compile else 0)
+        assert draft._cache is not None
+        # The newest pairs may be those of drafts.
+        keys.append(draft._cache.keys[:, :, : int(output.lengths.min()) - 7])
     assert found[:2] == found[2:]
+    torch.testing.assert_close(*keys)
 
 
 @pytest.mark.slow
