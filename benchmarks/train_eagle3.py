@@ -198,7 +198,6 @@ def new_head(model: PreTrainedModel, layers: tuple[int, ...], tokens: Tensor) ->
         num_heads=config.num_attention_heads,
         target_hidden_size=config.hidden_size,
         feature_layers=layers,
-        num_features=len(layers),
         norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_parameters["rope_theta"],
         # Hidden states may be a hundred times as large as what the layer adds to them.

@@ -129,47 +129,36 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    ("one_graph", "region"),
+    ("sampling", "counts", "one_graph", "num_graphs"),
     [
-        (False, False),
-        pytest.param(True, True, marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")),
+        # The forward over pairs and over a draft, the uniforms, the verification.
+        (MIXED, [3], False, 4),
+        # A graph for few drafts, made before the first step of more, reads what these gave.
+        pytest.param(
+            *(GREEDY, [1, 5], True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")
+        ),
     ],
 )
-def test_compiled_steps_give_the_eager_tokens(one_graph: bool, region: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_give_the_eager_tokens(
+    sampling: SamplingParams, counts: list[int], one_graph: bool, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a second batch compiles nothing."""
-    monkeypatch.setattr(regions, "MIN_WEIGHTS", 0 if region else 2**40)
+    monkeypatch.setattr(regions, "MIN_WEIGHTS", 0 if one_graph else 2**40)
     backend = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
-    found = []
+    found, keys = [], []
     for compile in (False, True):
+        options: dict[str, Any] = {"sampling": sampling, "compile": compile, "one_graph": one_graph}
         draft = Eagle3(trained_head())
-        decoder = SpeculativeDecoder(
-            *(shared_tiny("llama"), draft), num_draft_tokens=3, sampling=MIXED, compile=compile, one_graph=one_graph
-        )
+        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, schedule=Given(counts), **options)
         for seed in (1, 2):
-            output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=16, seed=seed)
-            found.append(output.sequences)
-            if seed == 1:
-                graphs = backend.frame_count
-    # The forward over pairs and over a draft, the uniforms, the verification.
-    assert graphs == backend.frame_count == (1 if one_graph else 4)
-    assert torch.equal(torch.cat(found[:2]), torch.cat(found[2:]))
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_a_graph_for_few_drafts_reads_what_steps_of_more_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was made before the first step of more."""
-    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    keys = []
-    for compile in (False, True):
-        draft = Eagle3(trained_head())
-        decoder = SpeculativeDecoder(
-            *(shared_tiny("llama"), draft), schedule=Given([1, 5]), sampling=GREEDY, compile=compile, one_graph=True
-        )
-        lengths = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20).lengths
+            output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20, seed=seed)
+            found.append((output.sequences.tolist(), output.stats.accepted_at))
+            assert backend.frame_count == (num_graphs if compile else 0)
         assert draft._cache is not None
         # The newest pairs may be those of drafts.
-        keys.append(draft._cache.keys[:, :, : int(lengths.min()) - 7])
+        keys.append(draft._cache.keys[:, :, : int(output.lengths.min()) - 7])
+    assert found[:2] == found[2:]
     torch.testing.assert_close(*keys)
 
 
@@ -226,48 +215,6 @@ def test_the_law_test_catches_a_wrong_map(report: Report) -> None:
     expect_caught(report, "loop, EAGLE-3, d2t off by one", p_values(tokens, model_laws(model, 0.8)))
 
 
-class Late:
-    """The target, whose features are those of the token before."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return self.target.features.roll(1, 1) if name == "features" else getattr(self.target, name)
-
-
-class LateEagle3(Eagle3):
-    def bind(self, target: LanguageModel) -> None:
-        super().bind(target)
-        self._target = Late(self._target)  # type: ignore[assignment]
-
-
-def test_late_features_cost_acceptance_and_nothing_else() -> None:
-    found = []
-    for is_late in (False, True):
-        draft = (LateEagle3 if is_late else Eagle3)(trained_head())
-        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=2, sampling=GREEDY)
-        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH)
-        assert new_tokens(output) == expected_rows()
-        found.append(output.stats.num_accepted)
-    assert found[1] < 0.7 * found[0]
-
-
-def test_processors_apply_to_drafts() -> None:
-    """A head that repeats itself proposes other tokens under a penalty, and what it was drawn from says so."""
-    draft = Recorder(trained_head())
-    sampling = SamplingParams(temperature=0.0, no_repeat_ngram_size=1)
-    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=4, sampling=sampling)
-    plain = SpeculativeDecoder(shared_tiny("llama"), sampling=sampling)
-    outputs = [each.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=12) for each in (decoder, plain)]
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    for tokens, lengths, proposed in draft.seen:
-        for row, length in enumerate(lengths.tolist()):
-            text = [*tokens[row, :length].tolist(), *proposed.tokens[row].tolist()]
-            drafts = text[length:]
-            assert len(set(drafts)) == len(drafts) and not set(text[:length]) & set(drafts)
-
-
 # Features.
 
 
@@ -314,14 +261,6 @@ class Wrapper:
         return getattr(self.target, name)
 
 
-def test_a_target_in_a_wrapper_has_features() -> None:
-    draft, target = Eagle3(trained_head()), Wrapper(language_model(shared_tiny("llama")))
-    output = SpeculativeDecoder(target, draft, sampling=GREEDY).generate(
-        INPUT_IDS, attention_mask=MASK, max_new_tokens=LENGTH
-    )
-    assert new_tokens(output) == expected_rows()
-
-
 class Asks(DraftSource):
     """A user's draft that wants features."""
 
@@ -337,8 +276,10 @@ class Asks(DraftSource):
         return Draft(newest.expand(-1, num_draft_tokens))
 
 
-def test_a_draft_of_ones_own_may_ask_for_features() -> None:
-    assert new_tokens(decode(Asks(), 2)) == expected_rows()
+def test_any_draft_may_ask_any_target_for_features() -> None:
+    target = Wrapper(language_model(shared_tiny("llama")))
+    for draft in (Asks(), Eagle3(trained_head())):
+        assert new_tokens(decode(draft, 2, target=target)) == expected_rows()
     decoder = SpeculativeDecoder(PairModel(random_table(8, seed=5)), Asks())
     with pytest.raises(
         TypeError, match="target: the draft reads hidden states; expected a FeatureModel, got PairModel"

@@ -18,7 +18,6 @@ from tiny_models import PROMPTS, PairModel, perturbed, raised, random_table, sha
 from torch import Tensor
 
 from torch_specops import verify_exact
-from torch_specops.decode import Step
 from torch_specops.drafts import Draft, Eagle3, NGram, PromptLookup
 from torch_specops.drafts import hierarchical as hierarchical_module
 from torch_specops.drafts.hierarchical import HierarchicalDraft
@@ -93,70 +92,31 @@ def over_model(draft_class: type[HierarchicalDraft]) -> HierarchicalDraft:
     return draft_class(PairModel(SMALL), PairModel(-TARGET), num_inner_tokens=2)
 
 
-def test_an_inner_source_without_numbers_of_its_own_is_caught(report: Report) -> None:
-    found = drafts_of(over_model(Sharing), 3)
-    expect_caught(report, "inner and outer draft share numbers", p_values(found.tokens, pair_laws(SMALL)))
-    tokens = first_tokens(PairModel(TARGET), over_model(Sharing), 3)
-    expect_caught(report, "loop, inner and outer draft share numbers", p_values(tokens, pair_laws(TARGET)))
+def test_wrong_drafts_of_the_draft_model_are_caught(report: Report) -> None:
+    wrong = {"inner and outer draft share numbers": over_model(Sharing), "numbers used again": over_lookup(Repeating)}
+    for name, draft in wrong.items():
+        expect_caught(report, f"drafts, {name}", p_values(drafts_of(draft, 3).tokens, pair_laws(SMALL)))
 
 
-def test_the_law_of_the_inner_source_in_place_of_the_drafts_is_caught(report: Report) -> None:
-    tokens = first_tokens(PairModel(TARGET), over_model(OfTheInner), 3)
-    expect_caught(report, "loop, a hierarchical draft shows its inner law", p_values(tokens, pair_laws(TARGET)))
-
-
-@pytest.mark.parametrize("wrong", [Believing, Picky])
-def test_a_wrong_draft_is_caught_in_the_emitted_text(wrong: type[HierarchicalDraft], report: Report) -> None:
-    tokens = first_tokens(PairModel(TARGET), over_lookup(wrong), 3)
-    expect_caught(report, f"{wrong.__name__} draft", p_values(tokens, pair_laws(TARGET)))
-
-
-def test_random_numbers_used_again_are_caught(report: Report) -> None:
-    found = drafts_of(over_lookup(Repeating), 3)
-    expect_caught(report, "numbers of a hierarchical draft used again", p_values(found.tokens, pair_laws(SMALL)))
-
-
-class OneBehind:
-    """A language model that is never told the older one of the two newest tokens."""
-
-    def __init__(self, model: Any, width: int) -> None:
-        self._model, self._width = model, width
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        skipped = 1 if tokens.shape[1] == self._width + 2 else 0
-        return self._model.forward(tokens[:, skipped:], positions[:, skipped:], num_logits)
-
-
-def hierarchical(model: Any) -> HierarchicalDraft:
-    return HierarchicalDraft(model, num_inner_tokens=2, num_forwards=4)
-
-
-def accepted(steps: list[Step]) -> list[list[int]]:
-    return [step.num_accepted for step in steps]
+def test_wrong_drafts_are_caught_in_the_emitted_text(report: Report) -> None:
+    wrong = [*map(over_model, (Sharing, OfTheInner)), *map(over_lookup, (Believing, Picky))]
+    for draft in wrong:
+        tokens = first_tokens(PairModel(TARGET), draft, 3)
+        expect_caught(report, f"loop, {type(draft).__name__} draft", p_values(tokens, pair_laws(TARGET)))
 
 
 def test_greedy_steps_are_those_of_the_draft_model_alone() -> None:
     """The same drafts, so the same number accepted in every step of every row."""
     small = perturbed(shared_tiny("llama"), 0.03)
     expected, _ = steps_of(small, 4)
-    found, _ = steps_of(hierarchical(language_model(small)), 4)
-    assert accepted(found) == accepted(expected) and streamed(found) == expected_rows()
+    found, _ = steps_of(HierarchicalDraft(language_model(small), num_inner_tokens=2, num_forwards=4), 4)
+    assert [step.num_accepted for step in found] == [step.num_accepted for step in expected]
+    assert streamed(found) == expected_rows()
 
 
-def test_a_cache_that_lags_is_caught() -> None:
-    """The target as its own draft: all is accepted, unless a draft that was accepted last is never read."""
-    model = language_model(shared_tiny("llama"))
-    right = decode(hierarchical(model), 4).stats.acceptance_rate
-    lagging = decode(hierarchical(OneBehind(language_model(shared_tiny("llama")), 2)), 4).stats.acceptance_rate
-    assert right == 1.0 and lagging is not None and lagging < 1.0
-
-
-def test_the_cache_of_an_inner_model_does_not_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model as its own inner draft: every forward makes as many drafts as it can, in every step. With steps
-    without drafts in between, too."""
+def test_no_cache_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target as its own draft and as its inner draft: every forward makes as many drafts as it can, in every step.
+    With steps without drafts in between, too."""
     model = shared_tiny("llama")
     for schedule in ("constant", Pauses()):
         draft = HierarchicalDraft(language_model(model), model, num_inner_tokens=2, num_forwards=2)

@@ -19,11 +19,10 @@ from .base import AnyDraft, Draft, DraftSource, FeatureModel, LanguageModel
 from .eagle3 import Eagle3
 from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
+from .lookup import PromptLookup, SuffixLookup
 from .model import ModelDraft
 from .ngram import NGram
-from .prompt_lookup import PromptLookup
 from .quantised import quantised_copy
-from .suffix_lookup import SuffixLookup
 from .token_map import TokenMap
 
 __all__ = [

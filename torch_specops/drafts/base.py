@@ -21,9 +21,7 @@ __all__ = [
     "FromTransformers",
     "LanguageModel",
     "as_language_model",
-    "clear_rows",
     "feature_model",
-    "first_layers",
     "proposal_of",
     "refuse_class",
     "replace_inputs",
@@ -336,24 +334,6 @@ def feature_model(target: LanguageModel) -> FeatureModel:
             f"without {', '.join(missing)}"
         )
     return cast(FeatureModel, target)
-
-
-def first_layers(model: LanguageModel, num_layers: int) -> LanguageModel:
-    """The model that stops after its first layers.
-
-    Raises:
-        TypeError: a model without the method `first_layers`.
-    """
-    cut = getattr(model, "first_layers", None)
-    if cut is None:
-        raise TypeError(f"target: early exit needs the method first_layers, which {type(model).__name__} lacks")
-    return cast(LanguageModel, cut(num_layers))
-
-
-def clear_rows(model: LanguageModel, rows: Tensor) -> None:
-    """Let a model forget some rows, if it has a method for that."""
-    if hasattr(model, "clear_rows"):
-        model.clear_rows(rows)
 
 
 def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     # Build on meta: `assign=True` supplies the tensors.
     with torch.device("meta"):
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
-    _check_weights(folder, weights, head)
-    head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+    try:
+        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"draft: the weights in {folder} are not those of its config: {error}") from error
     head.requires_grad_(False)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)
     head.frequencies = rope_frequencies(config).to(device)
@@ -64,51 +66,30 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         ValueError: another kind of draft, a missing size, a value that this package does not know.
     """
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
-    if kind is not None:
-        if kind != "eagle3":
-            raise ValueError(f"config: expected speculators_model_type 'eagle3', got {kind!r}")
-        return _speculators_config(raw)
-    if "LlamaForCausalLMEagle3" not in architectures:
+    if kind != "eagle3" and (kind is not None or "LlamaForCausalLMEagle3" not in architectures):
         raise ValueError(
             "config: expected architectures ['LlamaForCausalLMEagle3'] or speculators_model_type 'eagle3', "
-            f"got architectures {architectures}"
+            f"got {architectures} and {kind!r}"
         )
-    own = raw.get("eagle_config") or {}
-    if not own.get("use_aux_hidden_state", True):
-        raise ValueError("config: expected eagle_config.use_aux_hidden_state True, got False")
-    outputs = own.get("eagle_aux_hidden_state_layer_ids")
-    layers = None if outputs is None else [layer + 1 for layer in _layer_ids(outputs)]
-    return _config(raw, raw, layers, norm_before_logits=bool(raw.get("norm_output", True)))
-
-
-def _speculators_config(raw: Mapping[str, Any]) -> Eagle3Config:
-    layer = raw.get("transformer_layer_config") or {}
-    model_type = layer.get("model_type", "llama")
-    if model_type not in ("llama", "qwen3"):
-        raise ValueError(f"config: expected a transformer_layer_config of llama or qwen3, got {model_type!r}")
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    windowed = (layer.get("layer_types") or [None])[0] == "sliding_attention"
-    return _config(
-        raw,
-        layer,
-        None if ids is None else _layer_ids(ids),
-        window=layer.get("sliding_window") if windowed else None,
-        normalises_queries=model_type == "qwen3",
-        norm_before_feedback=bool(raw.get("norm_output", False)),
-    )
-
-
-def _config(
-    raw: Mapping[str, Any], layer: Mapping[str, Any], feature_layers: Sequence[int] | None, **others: Any
-) -> Eagle3Config:
-    """The common part of the formats; `layer` has the sizes."""
-    hidden, num_heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"config: expected num_hidden_layers 1, got {layer['num_hidden_layers']}")
-    if layer.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config: expected hidden_act 'silu', got {layer['hidden_act']!r}")
+    is_speculators = kind is not None
+    # The sizes are in `layer`, the features in `own`.
+    layer = (raw.get("transformer_layer_config") or {}) if is_speculators else raw
+    own = raw if is_speculators else raw.get("eagle_config") or {}
+    model_type = layer.get("model_type", "llama") if is_speculators else "llama"
+    for name, value, known in (
+        ("use_aux_hidden_state", own.get("use_aux_hidden_state", True), (True,)),
+        ("model_type", model_type, ("llama", "qwen3")),
+        ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
+        ("hidden_act", layer.get("hidden_act", "silu"), ("silu",)),
+    ):
+        if value not in known:
+            raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
+    ids = own.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids)):
+        raise ValueError(f"config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got {ids!r}")
     rope = (layer.get("rope_scaling") or {}) | (layer.get("rope_parameters") or {})
-    rope = {"rope_type": rope.get("type", "default")} | rope
+    has_window = is_speculators and (layer.get("layer_types") or [None])[0] == "sliding_attention"
+    hidden, num_heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     return Eagle3Config(
         vocab_size=_size(layer, "vocab_size"),
         draft_vocab_size=_size(raw, "draft_vocab_size", layer.get("vocab_size")),
@@ -118,17 +99,19 @@ def _config(
         num_key_value_heads=_size(layer, "num_key_value_heads", num_heads),
         head_dim=_size(layer, "head_dim", hidden // num_heads),
         target_hidden_size=_size(raw, "target_hidden_size", hidden),
-        feature_layers=None if feature_layers is None else tuple(feature_layers),
-        num_features=3 if feature_layers is None else len(feature_layers),
+        feature_layers=None if ids is None else tuple(each if is_speculators else each + 1 for each in ids),
         norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", layer.get("rope_theta", 10000.0))),
-        rope=rope,
+        rope={"rope_type": rope.get("type", "default")} | rope,
+        window=layer.get("sliding_window") if has_window else None,
         attention_bias=bool(layer.get("attention_bias", False)),
         mlp_bias=bool(layer.get("mlp_bias", False)),
+        normalises_queries=model_type == "qwen3",
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
         fc_norm=bool(raw.get("fc_norm", False)),
-        **others,
+        norm_before_logits=is_speculators or bool(raw.get("norm_output", True)),
+        norm_before_feedback=is_speculators and bool(raw.get("norm_output", False)),
     )
 
 
@@ -137,12 +120,6 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
     return value
-
-
-def _layer_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(isinstance(each, int) for each in ids):
-        raise ValueError(f"config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got {ids!r}")
-    return ids
 
 
 def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
@@ -180,20 +157,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
 
 
-def _check_weights(folder: Path, weights: Mapping[str, Tensor], head: Eagle3Head) -> None:
-    expected = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
-    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing:
-        raise ValueError(f"draft: {folder} lacks the weights {', '.join(missing)}")
-    if unknown:
-        raise ValueError(f"draft: {folder} has weights that its config does not tell of: {', '.join(unknown)}")
-    for name, shape in expected.items():
-        if list(weights[name].shape) != shape:
-            raise ValueError(
-                f"draft: expected {name} of shape {shape}, as the config says, got {list(weights[name].shape)}"
-            )
-
-
 def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
     """[V] int64: maps each target token to the head's token, or -1. Token i of the head is i + offsets[i]."""
     count, vocab_size = config.draft_vocab_size, config.vocab_size
@@ -201,13 +164,15 @@ def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
         if count != vocab_size:
             raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weights d2t")
         offsets = torch.zeros(count, dtype=torch.int64)
-    if count == vocab_size and bool((offsets != 0).any()):
-        raise ValueError(f"draft: expected d2t of zeros, because the head has all {vocab_size} tokens")
     if list(offsets.shape) != [count]:
         raise ValueError(f"draft: expected d2t of shape [{count}], got {list(offsets.shape)}")
     tokens = torch.arange(count) + offsets
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size or len(tokens.unique()) < count:
-        raise ValueError(f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size})")
+    is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
+    # A head with all tokens has them in the target's order.
+    if not is_map or (count == vocab_size and bool((offsets != 0).any())):
+        raise ValueError(
+            f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size}), in order if all"
+        )
     found = torch.full((vocab_size,), -1, dtype=torch.int64)
     found[tokens] = torch.arange(count)
     return found

@@ -28,7 +28,6 @@ class Eagle3Config:
         draft_vocab_size: the tokens that the head has logits for, at most `vocab_size`.
         target_hidden_size: the width of the target's hidden states.
         feature_layers: the target's layers whose inputs are the features; None = 2, L // 2 and L - 3 of L layers.
-        num_features: the number of these layers.
         rope: `rope_type` ("default", "linear" or "llama3") and the numbers that it needs.
         window: tokens that a token attends to; None = all before it.
         attention_bias, mlp_bias: True = these projections have biases.
@@ -49,7 +48,6 @@ class Eagle3Config:
     head_dim: int
     target_hidden_size: int
     feature_layers: tuple[int, ...] | None = None
-    num_features: int = 3
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -62,6 +60,10 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_before_logits: bool = True
     norm_before_feedback: bool = False
+
+    @property
+    def num_features(self) -> int:
+        return 3 if self.feature_layers is None else len(self.feature_layers)
 
 
 class Eagle3Head(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .. import checks
-from .base import LanguageModel, first_layers
+from .base import LanguageModel
 from .model import ModelDraft
 
 __all__ = ["EarlyExit"]
@@ -42,7 +42,9 @@ class EarlyExit(ModelDraft):
         self.num_layers = num_layers
 
     def bind(self, target: LanguageModel) -> None:
-        super().__init__(first_layers(target, self.num_layers))
+        if not hasattr(target, "first_layers"):
+            raise TypeError(f"target: early exit needs the method first_layers, which {type(target).__name__} lacks")
+        super().__init__(target.first_layers(self.num_layers))
         super().bind(target)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

@@ -14,8 +14,8 @@ from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
 from .base import AnyDraft, Draft, LanguageModel, proposal_of, static_tensors_of
+from .lookup import PromptLookup
 from .model import ModelDraft, as_draft_source
-from .prompt_lookup import PromptLookup
 
 __all__ = ["HierarchicalDraft"]
 

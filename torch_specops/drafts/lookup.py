@@ -1,22 +1,31 @@
-"""The common part of the lookups: tokens to copy from besides the text so far, and the search for matches."""
+"""Lookups: the text so far is the draft model, and so are the input of an encoder and earlier outputs. No weights, no
+forward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .base import DraftSource
+from .. import checks
+from ..sampling import SamplingTensors
+from .base import Draft, DraftSource
 
-__all__ = ["LookupDraft", "match_lengths"]
+__all__ = ["PromptLookup", "SuffixLookup"]
+
+# `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
+# NUM_TOKENS tokens.
+NUM_PLACES, NUM_TOKENS = 32, 3
 
 
-class LookupDraft(DraftSource):
+class _Lookup(DraftSource):
     """A source that copies from the text. If the target's encoder reads tokens (`input_ids`, as that of T5), it copies
     from these too: they stand before the text (Leviathan et al. 2023, section 3.6, copies from the context; shallow
-    aggressive decoding, Sun et al. 2021, from the input)."""
+    aggressive decoding, Sun et al. 2021, from the input). Every text before the row's own ends with a -1, so that no
+    draft reaches beyond it."""
 
     # [B, S] int64, the encoder's tokens, with -1 in place of padding and at the end; None = there are none.
     _input: Tensor | None = None
@@ -47,13 +56,172 @@ class LookupDraft(DraftSource):
         # Not by assignment, because `PromptLookup` is frozen for its users.
         vars(self)["_input"] = new
 
-    def _behind_input(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """The encoder's tokens and then the text [B, S + W], and S."""
-        return (tokens, 0) if self._input is None else (torch.cat([self._input, tokens], 1), self._input.shape[1])
+    def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
+        """[B, N] other texts and then each row's own; [B, 1] the index of each row's last token; the index of its
+        first."""
+        before = before if self._input is None else (*before, self._input)
+        text = torch.cat([*before, tokens], 1) if before else tokens
+        own = text.shape[1] - tokens.shape[1]
+        return text, (own + lengths - 1).unsqueeze(1), own
+
+
+@dataclass(frozen=True)
+class PromptLookup(_Lookup):
+    """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
+
+    The longest match of max_ngram..min_ngram tokens wins, and among equals the earliest. Drafts are deterministic:
+    `Draft.logits` is None. If the target's encoder reads tokens (T5), they count as text before the sequence, so that
+    copying tasks are drafted from their input. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup
+    does by default, which does not look into that input.
+
+    Args:
+        max_ngram: longest match looked for, >= min_ngram.
+        min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
+        repeat: if fewer than K tokens follow the match, repeat them from the match's end.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.drafts import PromptLookup
+        >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6]])
+        >>> PromptLookup().propose(tokens, torch.tensor([6]), 3).tokens
+        tensor([[7, 8, 5]])
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 2
+    repeat: bool = True
+
+    def __post_init__(self) -> None:
+        checks.check_int("min_ngram", self.min_ngram, 1)
+        checks.check_int("max_ngram", self.max_ngram, self.min_ngram)
+
+    def propose(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        num_draft_tokens: int,
+        sampling: SamplingTensors | None = None,
+        seeds: Tensor | None = None,
+    ) -> Draft:
+        """[B, K] tokens that followed the match; -1 where there is none."""
+        text, last, own = self._texts(tokens, lengths)
+        width = text.shape[1]
+        length = _match_lengths(text, last, own, self.max_ngram)
+        position = torch.arange(width, device=text.device)
+        rank = torch.where(length >= self.min_ngram, length * width + width - 1 - position, -1)
+        best = rank.amax(1, keepdim=True)
+        end = width - 1 - best % width
+        ahead = torch.arange(num_draft_tokens, device=text.device)
+        found = (best >= 0) & (self.repeat | (ahead < last - end))
+        return Draft(torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1))
+
+
+class SuffixLookup(_Lookup):
+    """Finds the longest end of a sequence earlier in it, or in finished sequences, and proposes what followed there.
+
+    Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
+    match occurs vote for the next token, and proposes tokens only while they are likely enough (suffix decoding, Oliaro
+    et al. 2024). After a match of m tokens, a token's probability is estimated as m / (m + 1) times its share of the
+    votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits. Like
+    `PromptLookup`, it also looks into the tokens that the target's encoder reads.
+
+    The tokens of a seed depend on what is remembered, because drafts decide how random numbers are used. The law of the
+    output does not. `memory=0` remembers nothing; `forget` empties the memory.
+
+    Args:
+        max_ngram: longest match looked for, >= min_ngram.
+        min_ngram: shortest match that counts, >= 1.
+        min_probability: in [0, 1]. Drafts end before the product of their probabilities falls below it.
+        memory: tokens of finished sequences that are remembered, >= 0; the oldest are forgotten first.
+
+    Example:
+        >>> import torch
+        >>> from torch_specops.drafts import SuffixLookup
+        >>> tokens = torch.tensor([[5, 6, 7, 8, 4, 5, 6, 7, 9, 3, 4, 5, 6, 7]])
+        >>> SuffixLookup().propose(tokens, torch.tensor([14]), 3).tokens
+        tensor([[9, 3, 4]])
+    """
+
+    def __init__(
+        self, max_ngram: int = 32, min_ngram: int = 2, min_probability: float = 0.1, memory: int = 8192
+    ) -> None:
+        checks.check_int("min_ngram", min_ngram, 1)
+        checks.check_int("max_ngram", max_ngram, min_ngram)
+        checks.check_numbers(min_probability=min_probability)
+        if not 0 <= min_probability <= 1:
+            raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
+        checks.check_int("memory", memory, 0)
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+        self.min_probability = min_probability
+        # Texts, each followed by a -1, the newest last.
+        self._memory = torch.full((memory,), -1)
+
+    def forget(self) -> None:
+        """Empty the memory."""
+        self._memory = torch.full_like(self._memory, -1)
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        super().start(tokens, lengths, capacity, inputs)
+        self._memory = self._memory.to(tokens.device)
+
+    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+        if len(self._memory) == 0:
+            return
+        for row, length in zip(tokens, lengths.tolist(), strict=True):
+            text = torch.cat([self._memory, row[:length], row.new_full((1,), -1)])
+            self._memory.copy_(text[-len(self._memory) :])
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        return (self._memory, *super().static_tensors())
+
+    def propose(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        num_draft_tokens: int,
+        sampling: SamplingTensors | None = None,
+        seeds: Tensor | None = None,
+    ) -> Draft:
+        """[B, K] tokens that followed the longest match; -1 where nothing matches or is likely enough."""
+        text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
+        end, length = self._matches(text, last, own)  # [B, C], the newest first
+        longest = length.amax(1, keepdim=True)
+        agrees = (length == longest) & (longest >= self.min_ngram)
+        probability = torch.ones_like(longest, dtype=torch.float32)
+        drafts = [tokens[:, :0]]
+        for ahead, token in enumerate(_following(text, last, end, num_draft_tokens).unbind(2)):
+            has_vote = agrees & (token >= 0)
+            votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
+            most, best = votes.max(1, keepdim=True)
+            # NaN if no place agrees, which compares as not likely enough.
+            share = most / agrees.sum(1, keepdim=True)
+            probability = probability * share * (longest + ahead) / (longest + ahead + 1)
+            is_likely = (probability >= self.min_probability) & (most > 0)
+            draft = torch.where(is_likely, token.gather(1, best), -1)
+            agrees = agrees & is_likely & (token == draft)
+            drafts.append(draft)
+        return Draft(torch.cat(drafts, 1))
+
+    def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        """[B, C] places, the newest first, and the number of tokens, read backwards, that equal those at the row's
+        end."""
+        # The places that share most of the row's last few tokens.
+        num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
+        position = torch.arange(text.shape[1], device=text.device)
+        rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
+        rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
+
+        # The number of tokens that they share in all.
+        back = torch.arange(self.max_ngram, device=text.device)
+        is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
+        before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)
+        suffix = text.gather(1, (last - back).clamp(min=0)).unsqueeze(1)
+        return end, (is_inside & (before == suffix)).cumprod(2).sum(2) * (rank >= 0)
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
-    """[B, S] int64, as `LookupDraft` keeps them."""
+    """[B, S] int64, as `_Lookup` keeps them."""
     inputs = inputs or {}
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
@@ -62,20 +230,20 @@ def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Ten
     return pad(tokens.to(device), (0, 1), value=-1)
 
 
-def match_lengths(text: Tensor, last: Tensor, most: int, first: int = 0) -> Tensor:
+def _match_lengths(text: Tensor, last: Tensor, own: int, most: int) -> Tensor:
     """[B, N] for each place before the row's end, how many tokens, read backwards from it, equal those read backwards
-    from the end.
-
-    Args:
-        text: [B, N].
-        last: [B, 1], the index of each row's last token.
-        most: the longest match to look for.
-        first: where the rows begin; text before it is not theirs.
-    """
+    from the end; at most `most`. `text`, `last` and `own` are as `_Lookup._texts` gives them."""
     position = torch.arange(text.shape[1], device=text.device)
     alive, lengths = position < last, torch.zeros_like(text)
     for back in range(most):
-        token = text.gather(1, (last - back).clamp(min=first))
-        alive = alive & (position >= back) & (last - back >= first) & (text.roll(back, 1) == token)
+        token = text.gather(1, (last - back).clamp(min=own))
+        alive = alive & (position >= back) & (last - back >= own) & (text.roll(back, 1) == token)
         lengths += alive
     return lengths
+
+
+def _following(text: Tensor, last: Tensor, end: Tensor, count: int) -> Tensor:
+    """[B, C, count] the tokens behind places `end` [B, C] before the row's end; from the row's end on they repeat."""
+    ahead = torch.arange(count, device=text.device) % (last - end).clamp(min=1).unsqueeze(2)
+    source = (end.unsqueeze(2) + 1 + ahead).clamp(max=text.shape[1] - 1)
+    return text.gather(1, source.flatten(1)).view_as(source)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, clear_rows
+from .base import LanguageModel
 
 __all__ = [
     "RowReader",
@@ -62,7 +62,8 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         rows: [A] int64.
         num_unread: the number of newest tokens to leave out.
     """
-    clear_rows(model, rows)
+    if hasattr(model, "clear_rows"):
+        model.clear_rows(rows)
     counts = (lengths[rows] - num_unread).tolist()
     # A shorter text is read beyond its end; its next tokens will overwrite those slots.
     index = torch.arange(max(*counts, 1), device=tokens.device)

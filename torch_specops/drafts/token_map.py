@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import LanguageModel, clear_rows, first_layers, replace_inputs, static_tensors_of
-from .ragged import can_read_rows
+from .base import LanguageModel
 
 __all__ = ["TokenMap", "twin_tokens"]
+
+# Tokens have no part in these.
+PASSED_ON = ("clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors")
 
 
 class TokenMap:
@@ -63,28 +65,19 @@ class TokenMap:
         if not 0 <= unknown < model.vocab_size:
             raise ValueError(f"unknown: expected a token in [0, {model.vocab_size}), got {unknown}")
         self.model = model
-        self.not_compiled: str | None = getattr(model, "not_compiled", None)
-        self.unknown = unknown
-        self._draft_of_target = draft_of_target.to(model.device)
-        self._has_twin = self._draft_of_target >= 0
-        self._read_as = torch.where(self._has_twin, self._draft_of_target, unknown)
+        # The size of the target's vocabulary.
+        self.vocab_size = len(draft_of_target)
+        self.device = model.device
+        self.max_length = model.max_length
+        twins = draft_of_target.to(model.device)
+        self._has_twin = twins >= 0
+        self._read_as = torch.where(self._has_twin, twins, unknown)
 
-    @property
-    def vocab_size(self) -> int:
-        """The size of the target's vocabulary."""
-        return self._draft_of_target.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
-
-    @property
-    def reads_rows(self) -> bool:
-        return can_read_rows(self.model)
+    def __getattr__(self, name: str) -> Any:
+        """The model's, of the methods and properties that a model may lack."""
+        if name not in PASSED_ON:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.model, name)
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.model.start(batch, capacity, inputs)
@@ -95,23 +88,6 @@ class TokenMap:
         own: tuple[Any, ...] = () if rows is None else (rows,)
         logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
-
-    @property
-    def copy_rows(self) -> Callable[[Tensor, int], None]:
-        """The model's, if it has one."""
-        return self.model.copy_rows  # type: ignore[attr-defined]
-
-    def clear_rows(self, rows: Tensor) -> None:
-        clear_rows(self.model, rows)
-
-    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        replace_inputs(self.model, row, inputs)
-
-    def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.model)
-
-    def first_layers(self, num_layers: int) -> TokenMap:
-        return TokenMap(first_layers(self.model, num_layers), self._draft_of_target, self.unknown)
 
 
 def twin_tokens(
