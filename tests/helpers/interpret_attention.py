@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import oracle
 import torch
+import triton_interpreter
 from attention_cases import CASES
-from cuda_stand_in import interpreter
 
 from torch_specops.ops.cuda import attention
 
 
 def main() -> None:
-    interpreter.prepare()
+    triton_interpreter.prepare()
     errors = {}
     for (index, case), several in itertools.product(enumerate(CASES), (False, True)):
         # Of several parts some are without a slot.

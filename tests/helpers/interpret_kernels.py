@@ -14,7 +14,7 @@ from unittest import mock
 import oracle
 import torch
 import triton.language as tl
-from cuda_stand_in import interpreter
+import triton_interpreter
 from torch import Tensor
 
 from torch_specops.ops.arguments import Filters, SigmoidArguments, VerifyArguments
@@ -57,7 +57,7 @@ def shift_rows(args: dict[str, Any]) -> None:
 
 
 def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
-    interpreter.prepare()
+    triton_interpreter.prepare()
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
     # So that lists are long and there is not room for all.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_stand_in import interpreter
+import triton_interpreter
 from torch import Tensor
 
 from torch_specops.ops.arguments import VerifyArguments
@@ -52,7 +52,7 @@ def rows_read(logits: Tensor | None, loaded: np.ndarray) -> list[list[int]]:
 
 def run(kind: str) -> dict[str, Any]:
     given = arguments(kind)
-    with interpreter.record_loads() as addresses:
+    with triton_interpreter.record_loads() as addresses:
         _, num_accepted = exact.verify_exact(VerifyArguments(**given), tile=TILE)
     assert num_accepted.tolist() == [accepted for _, accepted in SEQUENCES]
     loaded = np.unique(np.concatenate(addresses).astype(np.int64))
@@ -60,7 +60,7 @@ def run(kind: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    interpreter.prepare()
+    triton_interpreter.prepare()
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
     exact.EARLY_EXIT_TILES = 1
