@@ -1,6 +1,6 @@
 """How the ops and the loop stand in torch's modes and machinery: what works gives the same tokens, the rest refuses.
 
-The README's table of capabilities names these tests.
+The tables of docs/capabilities.md name these tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from op_cases import OPS, call, equal, op_arguments
+from op_cases import OPS, call, equal, op_arguments, tensor_arguments
 from tiny_models import PROMPTS, padded, perturbed, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -29,11 +29,6 @@ import torch_specops
 from torch_specops import compilation
 from torch_specops.drafts import DraftSource, ModelDraft, NGram
 from torch_specops.hf import language_model
-
-
-def tensors(op: str, seed: int = 0) -> dict[str, Tensor]:
-    return {name: value for name, value in op_arguments(op, seed=seed).items() if isinstance(value, Tensor)}
-
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
@@ -87,12 +82,12 @@ class Plain(Tensor):
 def test_subclasses_that_pass(op: str) -> None:
     """Those without a dispatch of their own; and what a wrapper's dispatch hands on, here both of two tensors."""
     for kind in (partial(torch.Tensor.as_subclass, cls=Plain), torch.nn.Parameter, torch.nn.Buffer):
-        arguments = tensors(op)
+        arguments = tensor_arguments(op)
         wrapped = {name: kind(value) for name, value in arguments.items() if name.endswith("logits")}
         outputs = call(op, arguments | wrapped)
         assert equal(tuple(output.as_subclass(Tensor) for output in outputs), call(op, arguments))
         assert not any(output.requires_grad for output in outputs)
-    first, second = tensors(op), tensors(op, seed=1)
+    first, second = tensor_arguments(op), tensor_arguments(op, seed=1)
     both = call(op, {name: TwoTensor(first[name], second[name]) for name in first})
     assert equal(tuple(output.a for output in both), call(op, first))
     assert equal(tuple(output.b for output in both), call(op, second))
@@ -119,7 +114,7 @@ def refused(kind: str, value: Tensor) -> Tensor:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("op", OPS)
 def test_subclasses_refused_by_name(op: str) -> None:
-    arguments = tensors(op)
+    arguments = tensor_arguments(op)
     logits = "logits" if "logits" in arguments else "target_logits"
     for name, kind in [(logits, kind) for kind in ("DTensor", "MaskedTensor", "jagged", "nested")] + [
         ("temperature", "DTensor")
@@ -133,7 +128,7 @@ def test_subclasses_refused_by_name(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_passes_a_gradient(op: str) -> None:
     """No op has a derivative: outputs say so, a backward through them alone is an error, so is one under `grad`."""
-    arguments = tensors(op)
+    arguments = tensor_arguments(op)
     name = "logits" if "logits" in arguments else "target_logits"
     logits = arguments.pop(name)
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import vocab_parallel
-from torch_specops.laws import chi_square
 from torch_specops.ops.cpu import walk
 
 all_gather = vocab_parallel._all_gather
@@ -188,21 +187,6 @@ def test_tokens_follow_the_target(kind: str | None, num_drafts: int, report: Rep
 def test_wrong_verification_is_caught(report: Report) -> None:
     tokens = in_ranks(emit_sharded, 21, "opposite", 1, True)[0]
     expect_caught(report, "sharded, residual per shard", chain_p_values(tokens, tables(21, "opposite")[0]))
-
-
-def sample_sharded() -> Result:
-    logits, _ = tables(23, "close")
-    uniforms = torch.rand(TRIALS, generator=torch.Generator().manual_seed(24))
-    own = logits[0].expand(TRIALS, V)[:, 4 * dist.get_rank() :][:, :4]
-    return vocab_parallel.sample(own, uniforms, torch.full((TRIALS,), 0.7))
-
-
-def test_sample_follows_softmax(report: Report) -> None:
-    tokens, lse = agreed([[result] for result in in_ranks(sample_sharded)])[0]
-    z = tables(23, "close")[0][0].double() / 0.7
-    p_value = chi_square(torch.bincount(tokens, minlength=V), torch.softmax(z, 0))
-    expect_laws(report, "sharded sample", {"token": p_value})
-    torch.testing.assert_close(lse, torch.logsumexp(z, 0).float().expand(TRIALS))
 
 
 def run_placements(vocab_size: int) -> list[tuple[Tensor, ...]]:

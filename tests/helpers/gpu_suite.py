@@ -1,6 +1,6 @@
 """What the tests that need a GPU share: their sizes, the cases of the ops, and inputs that are made on the device.
 
-Under the stand-in for CUDA (`cuda_stand_in.py`) the same tests run at the smaller sizes, so that every line of theirs
+Under the stand-in for CUDA (`cuda_stand_in`) the same tests run at the smaller sizes, so that every line of theirs
 is executed without a GPU.
 """
 

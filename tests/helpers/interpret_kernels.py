@@ -1,24 +1,30 @@
-"""Runs the Triton launchers under the interpreter over the shared cases, on poisoned memory; prints one JSON line.
+"""Runs the Triton launchers under Triton's interpreter, on poisoned memory; prints one JSON line.
 
 A script of its own because TRITON_INTERPRET must be set before a kernel is defined:
-    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
+    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py ops OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
+    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py attention
+    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py reads
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
 with commas between.
 """
 
+import itertools
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import attention_cases
+import numpy as np
 import oracle
 import torch
 import triton.language as tl
-from cuda_stand_in import interpreter
+import triton_interpreter
 from torch import Tensor
 
 from torch_specops.ops.arguments import Filters, SigmoidArguments, VerifyArguments
-from torch_specops.ops.cuda import block, exact, filter, launch, sample, sigmoid
+from torch_specops.ops.cuda import attention, block, exact, filter, launch, sample, sigmoid
 
 FILTERS = {"top_k", "top_p", "min_p"}
 
@@ -56,8 +62,7 @@ def shift_rows(args: dict[str, Any]) -> None:
             args["draft_lse"] = args["draft_lse"] + torch.where(temperature > 0, shift / temperature, 0.0)
 
 
-def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
-    interpreter.prepare()
+def compare_ops(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> dict[str, Any]:
     # So that a program takes several tiles although there are few.
     launch.RESIDENT_PROGRAMS = 5
     # So that lists are long and there is not room for all.
@@ -80,8 +85,87 @@ def main(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> None:
         totals["rounding"] += comparison.rounding
         if comparison.wrong:
             wrong.append({"case": case.name, "rows": comparison.wrong, "got": [part.tolist() for part in result]})
-    print(json.dumps({**totals, "wrong": wrong}))
+    return {**totals, "wrong": wrong}
+
+
+def compare_attention() -> dict[str, float]:
+    """The errors of `specops::attend` over its cases."""
+    errors = {}
+    for (index, case), several in itertools.product(enumerate(attention_cases.CASES), (False, True)):
+        # Of several parts some are without a slot.
+        attention.RESIDENT_PROGRAMS = 8 * (index + 1) if several else 1
+        arguments = case.arguments()
+        with oracle.poison_memory():
+            output = attention.attend(*arguments)
+        errors[f"{case}, several parts: {several}"] = case.error(output)
+        if case.dtype == torch.float32:
+            assert torch.equal(output, attention.attend(*arguments))
+    # A wrong kernel would be seen: the first query of each row as if it saw one slot less.
+    case = replace(case, window=8)
+    *tensors, spans, scale = case.arguments()
+    spans[:, 0, 0] += spans[:, 0, 0] < spans[:, 0, 1]
+    errors["wrong"] = case.error(attention.attend(*tensors, spans, scale))
+    return errors
+
+
+NUM_DRAFTS, VOCAB_SIZE, TILE = 4, 67, 32
+# Of each sequence: drafts before the padding, and how many of these are accepted.
+SEQUENCES = [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (3, 3), (3, 1), (2, 2), (1, 1), (1, 0), (0, 0)]
+
+
+def walks(kind: str) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    batch = len(SEQUENCES)
+    target = torch.randn(batch, NUM_DRAFTS + 1, VOCAB_SIZE, generator=g)
+    draft = torch.randn(batch, NUM_DRAFTS, VOCAB_SIZE, generator=g)
+    tokens = target[:, :-1].argmax(-1)
+    for b, (num_valid, accepted) in enumerate(SEQUENCES):
+        if accepted < num_valid:
+            target[b, accepted, tokens[b, accepted]] = -torch.inf
+        tokens[b, num_valid:] = -1
+    return {
+        "target_logits": target,
+        "draft_logits": None if kind == "one-hot" else draft,
+        "draft_tokens": tokens,
+        "accept_uniforms": torch.zeros(batch, NUM_DRAFTS),
+        "sample_uniforms": torch.full((batch,), 0.5),
+        "temperature": torch.full((batch,), float(kind != "greedy")),
+        "draft_lse": draft.logsumexp(-1) if kind == "draft_lse" else None,
+    }
+
+
+def rows_read(logits: Tensor | None, loaded: np.ndarray) -> list[list[int]]:
+    """Of each sequence the rows of which more was loaded than the draft's own logit."""
+    if logits is None:
+        return [[] for _ in SEQUENCES]
+    counts = np.histogram(loaded, logits.data_ptr() + 4 * VOCAB_SIZE * np.arange(logits[..., 0].numel() + 1))[0]
+    assert set(counts) <= {0, 1, VOCAB_SIZE}
+    return [np.flatnonzero(rows == VOCAB_SIZE).tolist() for rows in counts.reshape(logits.shape[:2])]
+
+
+def reads_of(kind: str) -> dict[str, Any]:
+    given = walks(kind)
+    with triton_interpreter.record_loads() as addresses:
+        _, num_accepted = exact.verify_exact(VerifyArguments(**given), tile=TILE)
+    assert num_accepted.tolist() == [accepted for _, accepted in SEQUENCES]
+    loaded = np.unique(np.concatenate(addresses).astype(np.int64))
+    return {side: rows_read(given[f"{side}_logits"], loaded) for side in ("target", "draft")}
+
+
+def reads() -> dict[str, Any]:
+    """The rows that `verify_exact` reads when it sums two of each side first."""
+    launch.RESIDENT_PROGRAMS = 5
+    exact.EARLY_EXIT_TILES = 1
+    kinds = ("draft rows", "draft_lse", "one-hot", "greedy")
+    return {"sequences": SEQUENCES, "rows": {kind: reads_of(kind) for kind in kinds}}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), [int(size) for size in sys.argv[4:]])
+    triton_interpreter.prepare()
+    command, *rest = sys.argv[1:]
+    if command == "ops":
+        op, kind, tile, *vocab_sizes = rest
+        found: Any = compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])
+    else:
+        found = compare_attention() if command == "attention" else reads()
+    print(json.dumps(found))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from oracle import Case, compare, poison_memory
 from report import Report
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
@@ -72,6 +72,22 @@ def call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The public function, its result always a tuple."""
     outputs = getattr(torch_specops, op)(**arguments)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def tensor_arguments(op: str, *sizes: int, **options: Any) -> dict[str, Tensor]:
+    """Those of `op_arguments` that are tensors."""
+    return {name: value for name, value in op_arguments(op, *sizes, **options).items() if isinstance(value, Tensor)}
+
+
+class Call(nn.Module):
+    """An op as a module that is given the tensors; numbers are constants of the module."""
+
+    def __init__(self, op: str, **numbers: Any) -> None:
+        super().__init__()
+        self.op, self.numbers = op, numbers
+
+    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return call(self.op, tensors | self.numbers)
 
 
 class _WithoutValues(TorchDispatchMode):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import OPS, VERIFY_OPS, call, empty_arguments
-from torch import Tensor, nn
+from op_cases import OPS, VERIFY_OPS, Call, call, empty_arguments
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses import FakeTensorMode
@@ -41,15 +41,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device", refuse)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-
-
-class Call(nn.Module):
-    def __init__(self, op: str) -> None:
-        super().__init__()
-        self.op = getattr(torch_specops, op)
-
-    def forward(self, given: dict[str, Tensor]) -> Any:
-        return self.op(**given)
 
 
 def exported(op: str, given: dict[str, Tensor], num_drafts: bool = False) -> torch.export.ExportedProgram:

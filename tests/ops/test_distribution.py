@@ -72,17 +72,22 @@ def test_mixed_temperatures_follow_the_target(op: str, report: Report) -> None:
 
 
 def first_tokens(
-    verify: Callable[..., tuple[Tensor, Tensor]], target: Tensor, draft: Tensor, seed: int, **options: Any
+    verify: Callable[..., tuple[Tensor, Tensor]],
+    target: Tensor,
+    draft: Tensor,
+    seed: int,
+    trials: int = TRIALS,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """[TRIALS] first tokens of one step with K = 1, the draft drawn from softmax(draft)."""
+    """[trials] first tokens of one step with K = 1, the draft drawn from softmax(draft)."""
     generator = torch.Generator().manual_seed(seed)
-    x, _ = torch_specops.sample(draft.expand(TRIALS, V), torch.rand(TRIALS, generator=generator))
+    x, _ = torch_specops.sample(draft.expand(trials, -1), torch.rand(trials, generator=generator))
     output, n = verify(
-        target.expand(TRIALS, 2, V),
+        target.expand(trials, 2, -1),
         x.unsqueeze(-1),
-        draft.expand(TRIALS, 1, V),
-        torch.rand(TRIALS, 1, generator=generator),
-        torch.rand(TRIALS, generator=generator),
+        draft.expand(trials, 1, -1),
+        torch.rand(trials, 1, generator=generator),
+        torch.rand(trials, generator=generator),
         **options,
     )
     return output[:, 0], n
@@ -160,15 +165,29 @@ def accept_uniforms_of_the_draft(propose: Tensor, **args: Any) -> tuple[Tensor, 
     return torch_specops.verify_exact(**args | {"accept_uniforms": propose})
 
 
-def walk_that_does_not_stop(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """Counts acceptances after a rejection too."""
+def probabilities_of_drafts(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """[B, K] p(x) and q(x)."""
     p, q = (torch.softmax(args[name].float(), -1) for name in ("target_logits", "draft_logits"))
     x = args["draft_tokens"].unsqueeze(-1)
-    p_x, q_x = p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
+    return p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
+
+
+def accepting(accepted: Tensor, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The op with uniforms that pass or, where q(x) > p(x), fail its test."""
+    return torch_specops.verify_exact(**args | {"accept_uniforms": torch.where(accepted, 0.0, 1.0 - 2.0**-24)})
+
+
+def walk_that_does_not_stop(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """Counts acceptances after a rejection too."""
+    p_x, q_x = probabilities_of_drafts(args)
     independent = args["accept_uniforms"] * q_x < p_x
-    # Every test passes in the op where the count says so.
-    counted = torch.arange(x.shape[1]) < independent.sum(1, keepdim=True)
-    return torch_specops.verify_exact(**args | {"accept_uniforms": torch.where(counted, 0.0, 1.0 - 2.0**-24)})
+    return accepting(torch.arange(p_x.shape[1]) < independent.sum(1, keepdim=True), args)
+
+
+def rejection_with_the_complement(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+    """Rejects at u > 1 - p / q where q > p, which has the probability p / q."""
+    p_x, q_x = probabilities_of_drafts(args)
+    return accepting((q_x <= p_x) | (args["accept_uniforms"] < 1 - p_x / q_x), args)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +199,7 @@ def walk_that_does_not_stop(propose: Tensor, **args: Any) -> tuple[Tensor, Tenso
         (sample_uniforms_of_the_test, "opposite"),
         (accept_uniforms_of_the_draft, "opposite"),
         (walk_that_does_not_stop, "close"),
+        (rejection_with_the_complement, "close"),
     ],
 )
 def test_wrong_sampler_is_caught(wrong: Verify, draft_kind: str, report: Report) -> None:
@@ -187,6 +207,20 @@ def test_wrong_sampler_is_caught(wrong: Verify, draft_kind: str, report: Report)
     target, draft = tables(1, "close" if one_hot else draft_kind)
     tokens = emit(target, None if one_hot else draft, 2, Uniforms(seed=2), verify=wrong)
     expect_caught(report, f"{wrong.__name__}, {draft_kind} draft", chain_p_values(tokens, target))
+
+
+def test_a_wide_vocabulary_hides_a_mistake() -> None:
+    """The same wrong sampler, as many trials: plain on 16 tokens, invisible on 4096. Laws are tested on narrow ones."""
+
+    def wrong(target: Tensor, x: Tensor, draft: Tensor, accept: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_exact(target, x, draft, accept, accept[:, 0])
+
+    p_values = []
+    for vocab_size, verify in ((4096, wrong), (16, wrong), (16, torch_specops.verify_exact)):
+        target = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
+        tokens, _ = first_tokens(verify, target, -target, seed=1, trials=2000)
+        p_values.append(chi_square(torch.bincount(tokens, minlength=vocab_size), target.double().softmax(0)))
+    assert p_values[1] < ALPHA and min(p_values[0], p_values[2]) > 1e-4, p_values
 
 
 def test_drafts_of_another_temperature_are_caught(report: Report) -> None:

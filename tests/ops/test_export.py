@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from aot_example import MAX_NEW_TOKENS, NUM_DRAFTS, PROMPTS, decode, step_state, tiny_pair, tiny_step
-from op_cases import OPS, assert_equal, op_arguments
+from op_cases import OPS, Call, assert_equal, op_arguments, tensor_arguments
 from tiny_models import padded
-from torch import Tensor, nn
+from torch import Tensor
 
 import torch_specops
 
@@ -18,21 +18,9 @@ import torch_specops
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 
 
-class Call(nn.Module):
-    """An op as a module that is given the tensors; numbers are constants of the module."""
-
-    def __init__(self, op: str) -> None:
-        super().__init__()
-        self.op = getattr(torch_specops, op)
-        self.numbers = {name: value for name, value in op_arguments(op).items() if not isinstance(value, Tensor)}
-
-    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs = self.op(**tensors, **self.numbers)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-
-def tensors(op: str, batch: int = 4, **options: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in op_arguments(op, batch, **options).items() if isinstance(value, Tensor)}
+def module(op: str, **changes: Any) -> Call:
+    numbers = {name: value for name, value in op_arguments(op).items() if not isinstance(value, Tensor)}
+    return Call(op, **numbers | changes)
 
 
 def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
@@ -47,21 +35,20 @@ def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
     [*((op, True, False) for op in OPS), ("verify_exact", False, True)],
 )
 def test_export_keeps_one_op(op: str, filtered: bool, strict: bool, tmp_path: Path) -> None:
-    given = tensors(op, filtered=filtered)
+    given = tensor_arguments(op, filtered=filtered)
     shapes = ({name: {0: torch.export.Dim("batch", min=1, max=4096)} for name in given},)
-    program = torch.export.export(Call(op), (given,), dynamic_shapes=shapes, strict=strict)
+    program = torch.export.export(module(op), (given,), dynamic_shapes=shapes, strict=strict)
     torch.export.save(program, tmp_path / "program.pt2")
     for each in (program, program.run_decompositions(), torch.export.load(tmp_path / "program.pt2")):
         assert op_nodes(each) == [f"specops.{op}.default"]
     for batch in (1, 9):
-        fresh = tensors(op, batch, filtered=filtered, seed=batch)
-        assert_equal(each.module()(fresh), Call(op)(fresh))
+        fresh = tensor_arguments(op, batch, filtered=filtered, seed=batch)
+        assert_equal(each.module()(fresh), module(op)(fresh))
 
 
 def test_one_hot_drafts_and_what_eager_refuses() -> None:
-    call, given = Call("verify_exact"), tensors("verify_exact")
+    call, given = module("verify_exact", draft_logits=None), tensor_arguments("verify_exact")
     del given["draft_logits"], given["draft_lse"]
-    call.numbers["draft_logits"] = None
     program = torch.export.export(call, (given,))
     assert op_nodes(program) == ["specops.verify_exact.default"]
     assert_equal(program.module()(given), call(given))

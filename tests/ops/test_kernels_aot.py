@@ -61,6 +61,20 @@ def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: st
     assert result.wide_loads == 2 * aot.TILES[0] * size // (16 * aot.warps(aot.KERNELS[kernel], aot.TILES[0]) * 32)
 
 
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype, width", [("bf16", 128), pytest.param("fp32", 64, marks=pytest.mark.slow)])
+def test_attention_spills_nothing_and_copies_16_bytes_at_a_time(target: str, dtype: str, width: int) -> None:
+    config = f"{dtype}, D={width}, ROWS=16, PARTS=32"
+    (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("attend.parts", config)]
+    kernel = aot.KERNELS["attend.parts"]
+    sass = aot.cuobjdump(
+        aot.compile_kernel(kernel, dict(build.types), dict(build.constants), target, build.multiples), "--dump-sass"
+    )
+    assert not re.search(r"\b(?:LDL|STL)\b", sass)
+    copies = re.findall(r"\bLDGSTS\.[\w.]*", sass)
+    assert copies and all(".128" in copy for copy in copies)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
     (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("filter.mask", f"{dtype} / {dtype}")]

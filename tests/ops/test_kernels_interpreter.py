@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attention_cases import CASES
 
 pytest.importorskip("triton")
 
@@ -72,8 +73,8 @@ SLOW_RUNS = [
 ]
 
 
-def interpret(*arguments: object, script: Path = SCRIPT) -> dict[str, Any]:
-    command = [sys.executable, str(script), *map(str, arguments)]
+def interpret(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
@@ -84,7 +85,7 @@ def interpret(*arguments: object, script: Path = SCRIPT) -> dict[str, Any]:
 def test_kernels_agree_with_the_oracle(
     op: str, kind: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
 ) -> None:
-    report = interpret(op, kind, tile, *vocab_sizes)
+    report = interpret("ops", op, kind, tile, *vocab_sizes)
     for key in ("cases", "rows", "rounding"):
         record_property(f"{op} kernels, {kind}, {key}", report[key])
     assert report["wrong"] == []
@@ -93,8 +94,14 @@ def test_kernels_agree_with_the_oracle(
     assert report["rounding"] <= 0.01 * report["rows"]
 
 
+def test_attention_agrees_with_the_oracle() -> None:
+    errors = interpret("attention")
+    assert errors.pop("wrong") > 1
+    assert len(errors) == 2 * len(CASES) and max(errors.values()) <= 1, errors
+
+
 def test_early_exit_reads_no_row_behind_two_drafts_unless_both_are_accepted() -> None:
-    report = interpret(script=SCRIPT.with_name("interpret_reads.py"))
+    report = interpret("reads")
     for kind, read in report["rows"].items():
         for (num_valid, accepted), *rows in zip(report["sequences"], read["target"], read["draft"], strict=True):
             more = accepted >= 2

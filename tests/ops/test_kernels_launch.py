@@ -33,6 +33,13 @@ def outputs(op: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    """Tensors have no data."""
+    with FakeTensorMode():
+        yield
+
+
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 
 
@@ -61,8 +68,7 @@ def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
     for op, limit in limits.items():
         for option in ("", "temperature", "draft_lse", "one-hot") if op in OPS[:2] else ("", "temperature"):
             launched.clear()
-            with FakeTensorMode():
-                first, second = outputs(op, empty_arguments(op, option))
+            first, second = outputs(op, empty_arguments(op, option))
             assert first.device.type == second.device.type == "cuda"
             assert first.shape == ((BATCH,) if op == "sample" else (BATCH, NUM_DRAFTS + 1))
             assert second.shape == (BATCH,)
@@ -72,13 +78,12 @@ def test_fake_cuda_tensors_reach_the_launchers(launched: list[Launch]) -> None:
 
 def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
     """They know strides of logits alone."""
-    with FakeTensorMode():
-        given = empty_arguments("verify_exact", "temperature, draft_lse, filters")
-        strided = {
-            name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda").select(-1, 0)
-            for name, x in given.items()
-        }
-        torch_specops.verify_exact(**strided)
+    given = empty_arguments("verify_exact", "temperature, draft_lse, filters")
+    strided = {
+        name: x if name.endswith("logits") else torch.empty(*x.shape, 2, dtype=x.dtype, device="cuda").select(-1, 0)
+        for name, x in given.items()
+    }
+    torch_specops.verify_exact(**strided)
     for _, _, values in launched:
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -86,9 +91,8 @@ def test_kernels_are_given_contiguous_numbers(launched: list[Launch]) -> None:
 
 
 def test_no_sequence_no_launch(launched: list[Launch]) -> None:
-    with FakeTensorMode():
-        for op in OPS:
-            assert all(len(output) == 0 for output in outputs(op, empty_arguments(op, batch=0)))
+    for op in OPS:
+        assert all(len(output) == 0 for output in outputs(op, empty_arguments(op, batch=0)))
     assert launched == []
 
 
@@ -98,9 +102,8 @@ def test_no_sequence_no_launch(launched: list[Launch]) -> None:
 )
 def test_two_launches_find_the_bounds_of_a_filter(given: str, dtype: torch.dtype, launched: list[Launch]) -> None:
     rows = 700
-    with FakeTensorMode():
-        x = cuda(rows, VOCAB_SIZE, dtype=dtype)
-        output = torch_specops.filter_logits(x, **filters(rows, given))
+    x = cuda(rows, VOCAB_SIZE, dtype=dtype)
+    output = torch_specops.filter_logits(x, **filters(rows, given))
     assert (output.shape, output.dtype, output.device) == (x.shape, x.dtype, x.device)
     assert [name for name, _, _ in launched] == ["group_kernel", "cut_kernel", "mask_kernel"]
     # A row is split over programs where all of it is read.
@@ -122,11 +125,10 @@ def test_two_launches_find_the_bounds_of_a_filter(given: str, dtype: torch.dtype
 def test_target_and_draft_rows_of_one_dtype_share_a_search(
     option: str, dtypes: tuple[torch.dtype, torch.dtype], searches: int, launched: list[Launch]
 ) -> None:
-    with FakeTensorMode():
-        given = empty_arguments("verify_exact", option, dtype=dtypes[0]) | filters(BATCH)
-        if given["draft_logits"] is not None:
-            given["draft_logits"] = given["draft_logits"].to(dtypes[1])
-        torch_specops.verify_exact(**given)
+    given = empty_arguments("verify_exact", option, dtype=dtypes[0]) | filters(BATCH)
+    if given["draft_logits"] is not None:
+        given["draft_logits"] = given["draft_logits"].to(dtypes[1])
+    torch_specops.verify_exact(**given)
     names = [name for name, _, _ in launched]
     assert names[searches:] == ["stats_kernel", "draw_kernel"]
     assert set(names[:searches]) == {"group_kernel", "cut_kernel"}
@@ -136,8 +138,7 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(
 
 @pytest.mark.parametrize("op", VERIFY_OPS[:2])
 def test_rows_of_an_unfiltered_draft_are_not_searched(op: str, launched: list[Launch]) -> None:
-    with FakeTensorMode():
-        getattr(torch_specops, op)(**empty_arguments(op, "filters", dtype=torch.float32), filter_draft=False)
+    getattr(torch_specops, op)(**empty_arguments(op, "filters", dtype=torch.float32), filter_draft=False)
     (searched,) = (math.prod(grid) for name, grid, _ in launched if name == "cut_kernel")
     assert searched == BATCH * (NUM_DRAFTS + 1)
 
@@ -147,8 +148,7 @@ def test_a_large_batch_sums_two_rows_of_each_side_first(option: str, rest: int, 
     """And a small one all rows, in a launch less."""
     for batch in (1, 8, 64):
         launched.clear()
-        with FakeTensorMode():
-            torch_specops.verify_exact(**empty_arguments("verify_exact", option, batch, vocab_size=128_256))
+        torch_specops.verify_exact(**empty_arguments("verify_exact", option, batch, vocab_size=128_256))
         names = [name for name, _, _ in launched]
         if batch == 64:
             assert names == ["stats_kernel", "rest_kernel", "draw_kernel"]
@@ -164,8 +164,7 @@ def test_few_programs_of_verify_block_find_nothing_to_do(
     batch: int, grid: tuple[int, ...], launched: list[Launch]
 ) -> None:
     """One for each row pair of a small batch; those of a large one look for the rows that are left."""
-    with FakeTensorMode():
-        torch_specops.verify_block(**empty_arguments("verify_block", "temperature", batch, vocab_size=128_256))
+    torch_specops.verify_block(**empty_arguments("verify_block", "temperature", batch, vocab_size=128_256))
     assert [(name, of) for name, of, _ in launched][2] == ("draw_kernel", grid)
 
 
@@ -178,8 +177,7 @@ def test_tiles_of_a_program() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_only_the_first_axis_of_a_grid_is_long(op: str, launched: list[Launch]) -> None:
     """The other two take 65,535 programs at most, and a batch may be larger."""
-    with FakeTensorMode():
-        outputs(op, empty_arguments(op, "temperature, filters", 70_000))
+    outputs(op, empty_arguments(op, "temperature, filters", 70_000))
     assert all(grid[0] == 70_000 and max(grid) == 70_000 for _, grid, _ in launched)
 
 
@@ -201,8 +199,7 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr("torch_specops.ops.private.is_fake", lambda tensor: False)
     monkeypatch.setattr(launch, "run", run)
-    with FakeTensorMode():
-        outputs(op, empty_arguments(op, "filters", device="cuda:1"))
+    outputs(op, empty_arguments(op, "filters", device="cuda:1"))
     assert len(launches) > 1
     assert set(launches) == {(1, 1)}
     assert current == [0]
@@ -216,21 +213,20 @@ def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
     def call(num_drafts: int, vocab_size: int) -> None:
         outputs(op, empty_arguments(op, "", 1, num_drafts, vocab_size, dtype=torch.float32))
 
-    with FakeTensorMode():
-        # Of 16-bit draft rows the first may begin 7 entries behind a boundary, of float32 rows 3.
-        longest = 65_535 * launch.MAX_TILE - (7 if op in OPS[:2] else 3)
-        call(1, longest)
-        with pytest.raises(ValueError, match=rf"{name}: expected at most 65535 tiles of a row on CUDA, got 65536"):
-            call(1, longest + 1)
-        if op in ("verify_exact", "verify_block"):
-            call(32_767, 16)
-            with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 65537"):
-                call(32_768, 16)
-        elif op == "verify_sigmoid":
-            # Its rows are not an axis.
+    # Of 16-bit draft rows the first may begin 7 entries behind a boundary, of float32 rows 3.
+    longest = 65_535 * launch.MAX_TILE - (7 if op in OPS[:2] else 3)
+    call(1, longest)
+    with pytest.raises(ValueError, match=rf"{name}: expected at most 65535 tiles of a row on CUDA, got 65536"):
+        call(1, longest + 1)
+    if op in ("verify_exact", "verify_block"):
+        call(32_767, 16)
+        with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 65537"):
             call(32_768, 16)
+    elif op == "verify_sigmoid":
+        # Its rows are not an axis.
+        call(32_768, 16)
 
 
 def test_tiles_beyond_a_grid_are_refused_for_the_tile_that_was_chosen() -> None:
-    with FakeTensorMode(), pytest.raises(ValueError, match="logits: expected at most 65535 tiles of a row"):
+    with pytest.raises(ValueError, match="logits: expected at most 65535 tiles of a row"):
         sample.sample(cuda(1, 2**28), cuda(1), Filters(), tile=1024)

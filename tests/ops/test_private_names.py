@@ -3,37 +3,58 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from torch_specops.ops import private
+import pytest
+import torch
+import torch.distributed as dist
+from op_cases import assert_equal, call, equal, op_arguments
 
+import torch_specops
+from torch_specops import compilation, vocab_parallel
+from torch_specops.ops import private
+from torch_specops.ops.arguments import Filters
+from torch_specops.ops.tracing import is_eager_cpu
+
+TESTS = Path(__file__).parents[1]
 NAMES = {
     node.value
     for node in ast.walk(ast.parse(Path(private.__file__).read_text()))
     if isinstance(node, ast.Constant) and re.fullmatch(r"(torch|triton)[\w.]*:[\w.]+", str(node.value))
 }
-
-# unittest.mock, which torch uses itself, resolves names without a colon.
-BLOCK = """
+# Python runs it at the start of a process. unittest.mock, which torch uses itself, resolves names without a colon.
+SITECUSTOMIZE = """
 import os, pkgutil
 
-asked, resolve = [], pkgutil.resolve_name
+resolve = pkgutil.resolve_name
 
 def resolve_name(name):
     if ":" not in name:
         return resolve(name)
-    asked.append(name)
+    with open(os.environ["TORCH_SPECOPS_ASKED"], "a") as asked:
+        print(name, file=asked)
     raise AttributeError(name)
 
 pkgutil.resolve_name = resolve_name
-os.environ["TRITON_INTERPRET"] = "1"
-import without_private
-without_private.run_all()
-print(*asked)
 """
+# Eager against the oracle; compiled, exported, mapped, sharded, through opcheck.
+WITHOUT_NAMES = (
+    "ops/test_invariants.py::test_ops_equal_the_oracle",
+    "ops/test_compile.py::test_dynamic[verify_exact-aot_eager]",
+    "ops/test_compile.py::test_dynamic[sample-aot_eager]",
+    "ops/test_compile.py::test_nothing_in_an_op_is_compiled",
+    "ops/test_export.py::test_export_keeps_one_op[verify_exact-False-True]",
+    "ops/test_export.py::test_export_keeps_one_op[sample-True-False]",
+    "ops/test_vmap.py::test_over_a_leading_axis",
+    "ops/test_opcheck.py::test_few_arguments_and_edges_of_size",
+    "ops/test_private_names.py::test_sharded_without_them",
+    "ops/test_private_names.py::test_what_else_changes_without_them",
+)
 
 
 def test_no_name_is_missing() -> None:
@@ -43,12 +64,56 @@ def test_no_name_is_missing() -> None:
     assert private.find("torch:no_such_name") is None
 
 
-def test_without_any_of_them() -> None:
-    helpers = Path(__file__).parents[1] / "helpers"
-    command = [sys.executable, "-c", BLOCK]
-    done = subprocess.run(command, cwd=helpers, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_without_any_of_them(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    asked = tmp_path / "asked"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"TORCH_SPECOPS_ASKED": str(asked), "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-m", "not slow", *(str(TESTS / name) for name in WITHOUT_NAMES)]
+    done = subprocess.run(command, env=inherited | own, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-5000:]
     # What only a rule for AOTAutograd asks, which no op has there.
     inlining = {name for name in NAMES if name.startswith(("torch._functorch", "torch._inductor.virtualized"))}
     later = {"torch._inductor.custom_graph_pass:CustomGraphPass", "torch.utils._pytree:tree_leaves"}
-    assert set(done.stdout.split()) == NAMES - inlining - later
+    assert set(asked.read_text().split()) == NAMES - inlining - later
+
+
+WITHOUT_THEM = pytest.mark.skipif("TORCH_SPECOPS_ASKED" not in os.environ, reason="run by test_without_any_of_them")
+
+
+@WITHOUT_THEM
+def test_sharded_without_them() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
+    given = {name: op_arguments("verify_exact")[name] for name in names}
+    expected = torch_specops.verify_exact(**given)
+    for verify in (
+        vocab_parallel.verify_exact,
+        torch.compile(vocab_parallel.verify_exact, fullgraph=True, backend="aot_eager"),
+    ):
+        assert equal(verify(**given, group=dist.group.WORLD), expected)
+    dist.destroy_process_group()
+
+
+@WITHOUT_THEM
+def test_what_else_changes_without_them() -> None:
+    import triton_interpreter
+
+    from torch_specops.ops.cuda.launch import hint
+    from torch_specops.ops.cuda.sample import sample as launch_sample
+
+    # A tracer cannot be told from an eager call, so no call reads data.
+    assert private.TRACED == () and not is_eager_cpu(torch.zeros(1))
+    arguments = op_arguments("sample", filtered=False)
+    logits, uniforms, temperature = arguments.values()
+    triton_interpreter.prepare()
+    assert_equal(launch_sample(logits, uniforms, Filters(temperature)), call("sample", arguments))
+    assert hint(7) == 7 and private.hint(object()) == 1
+    # The compiler's own error, unnamed.
+    with pytest.raises(RuntimeError, match="graph_break") as caught, compilation.compile_errors_named():
+        torch.compile(torch._dynamo.graph_break, fullgraph=True, backend="eager")()
+    assert not str(caught.value).startswith("compile:")
+    with pytest.raises(ImportError, match=f"torch._inductor.config, torch {re.escape(torch.__version__)} has none"):
+        importlib.import_module("torch_specops.inductor")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import OPS, call, equal, op_arguments
+from op_cases import OPS, call, equal, tensor_arguments
 from torch import Tensor
 from torch.func import vmap
 
@@ -15,10 +15,8 @@ N, B, K = 3, 2, 3
 
 def stacked(op: str) -> dict[str, Tensor]:
     """The tensor arguments of N calls, [N, ...] each."""
-    calls = [op_arguments(op, B, K, seed=seed) for seed in range(N)]
-    return {
-        name: torch.stack([each[name] for each in calls]) for name in calls[0] if isinstance(calls[0][name], Tensor)
-    }
+    calls = [tensor_arguments(op, B, K, seed=seed) for seed in range(N)]
+    return {name: torch.stack([each[name] for each in calls]) for name in calls[0]}
 
 
 def mapped(op: str, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:

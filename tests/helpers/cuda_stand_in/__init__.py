@@ -1,20 +1,15 @@
-"""CUDA devices made of the CPU, so that code written for a GPU runs line by line without one.
+"""CUDA devices made of the CPU, so that tests and measurements for a GPU run line by line without one.
 
     python tests/helpers/cuda_stand_in SCRIPT.py ARGUMENTS...
     TORCH_SPECOPS_CUDA_STAND_IN=1 pytest -m gpu
 
 A tensor on "cuda:0" or "cuda:1" is a `DeviceTensor`: its device is the one it names, its data lie on the CPU, and torch
-functions run on its data. Triton kernels run in Triton's interpreter. What goes wrong on a GPU goes wrong here:
+functions run on its data. Triton kernels run in Triton's interpreter. These mistakes, which no other test without a GPU
+finds, raise or give other numbers here: the host waits in a captured step, a graph is replayed on memory that was
+freed, pinned memory is read before its copy is done, a kernel is launched while another device is current.
 
-- tensors of two devices in one call, and a kernel launched while another device is current;
-- host synchronisation during a capture, or where `torch.cuda.set_sync_debug_mode` forbids it;
-- the replay of a CUDA graph that touches memory freed since its capture (a capture runs nothing, a replay runs the
-  captured calls again);
-- a copy to pinned memory that the host reads before an event or a synchronisation says that it is done;
-- memory that was never written: `torch.empty` is full of garbage.
-
-Not imitated: compilers (`torch.compile` returns the function as it is, no PTX is made), time, races between streams,
-the arithmetic of a GPU, autograd.
+Not imitated: compilers (`torch.compile` returns the function as it is), time, races between streams, the arithmetic of
+a GPU, memory statistics, autograd.
 """
 
 from __future__ import annotations
@@ -27,11 +22,22 @@ from typing import Any
 
 import torch
 import triton
+import triton_interpreter
 from torch.autograd import DeviceType
 from triton.runtime.interpreter import GridExecutor
 
-from . import interpreter, runtime
-from .runtime import HOST, LAUNCHES, MEMORY, NUM_DEVICES, CUDAGraph, Event, Stream, current_stream, index_of
+from .runtime import (
+    HOST,
+    LAUNCHES,
+    NUM_DEVICES,
+    CUDAGraph,
+    Event,
+    Stream,
+    current_stream,
+    index_of,
+    set_sync_mode,
+    synchronises,
+)
 from .tensors import DeviceTensor, StandIn, launch
 
 __all__ = ["DeviceTensor", "install", "installed"]
@@ -44,10 +50,6 @@ PROPERTIES = SimpleNamespace(
     L2_cache_size=4096,
     multi_processor_count=132,
     total_memory=2**30,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    gcnArchName="",
 )
 
 
@@ -55,19 +57,17 @@ class Device:
     """`torch.cuda.device`."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = -1 if device is None else index_of(device)
+        self.index = index_of(device)
 
     def __enter__(self) -> None:
-        self._before = HOST.device
-        if self.idx >= 0:
-            HOST.device = self.idx
+        self._before, HOST.device = HOST.device, self.index
 
     def __exit__(self, *_: Any) -> None:
         HOST.device = self._before
 
 
 class Profile:
-    """`torch.profiler.profile` of what was launched on the devices."""
+    """`torch.profiler.profile` of the launches on the devices."""
 
     def __init__(self, **_: Any) -> None:
         self._launches: list[str] = []
@@ -80,23 +80,20 @@ class Profile:
         self._launches = LAUNCHES[self._first :]
 
     def events(self) -> list[Any]:
-        return [
-            SimpleNamespace(
-                name=name,
-                device_type=DeviceType.CUDA,
-                is_user_annotation=False,
-                self_device_time_total=1.0,
-            )
-            for name in self._launches
-        ]
+        kind = {"device_type": DeviceType.CUDA, "is_user_annotation": False, "self_device_time_total": 1.0}
+        return [SimpleNamespace(name=name, **kind) for name in self._launches]
+
+
+class Generator(torch.Generator):
+    """A generator of any device, on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, "cpu")
 
 
 @contextmanager
-def on_stream(stream: Stream | None) -> Iterator[None]:
+def on_stream(stream: Stream) -> Iterator[None]:
     """`torch.cuda.stream`."""
-    if stream is None:
-        yield
-        return
     with Device(stream.device):
         before, HOST.streams[stream.device] = HOST.streams[stream.device], stream
         try:
@@ -111,32 +108,13 @@ def graph(
 ) -> Iterator[None]:
     """`torch.cuda.graph`."""
     synchronize()
-    with on_stream(stream or Stream()):
-        cuda_graph.capture_begin(pool, capture_error_mode)
-        try:
-            yield
-        finally:
-            cuda_graph.capture_end()
+    with on_stream(stream or Stream()), cuda_graph.capturing(capture_error_mode):
+        yield
 
 
 def synchronize(device: Any = None) -> None:
-    runtime.synchronises("torch.cuda.synchronize", implicitly=False)
+    synchronises("torch.cuda.synchronize", implicitly=False)
     current_stream(device).finish()
-
-
-def reset_peak(device: Any = None) -> None:
-    MEMORY.peak[index_of(device)] = MEMORY.allocated[index_of(device)]
-
-
-class Generator(torch.Generator):
-    """A generator of the CPU that says which device it is for."""
-
-    on: str
-
-    def __new__(cls, device: Any = "cpu") -> Generator:
-        self = super().__new__(cls, "cpu")
-        self.on = torch.device(device).type
-        return self
 
 
 def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
@@ -144,20 +122,15 @@ def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Callable[..
     return (lambda function: function) if model is None else model
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 API: dict[str, Any] = {
     "CUDAGraph": CUDAGraph,
     "Event": Event,
     "Stream": Stream,
-    "_lazy_init": nothing,
+    "_lazy_init": lambda: None,
     "current_device": lambda: HOST.device,
     "current_stream": current_stream,
     "device": Device,
     "device_count": lambda: NUM_DEVICES,
-    "empty_cache": nothing,
     "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
     "get_device_name": lambda device=None: PROPERTIES.name,
     "get_device_properties": lambda device=None: PROPERTIES,
@@ -165,12 +138,10 @@ API: dict[str, Any] = {
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: HOST.capture is not None,
     "is_initialized": lambda: True,
-    "manual_seed": nothing,
-    "manual_seed_all": nothing,
-    "max_memory_allocated": lambda device=None: MEMORY.peak[index_of(device)],
-    "memory_allocated": lambda device=None: MEMORY.allocated[index_of(device)],
-    "reset_peak_memory_stats": reset_peak,
-    "set_sync_debug_mode": runtime.set_sync_mode,
+    "max_memory_allocated": lambda device=None: 0,
+    "memory_allocated": lambda device=None: 0,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "set_sync_debug_mode": set_sync_mode,
     "stream": on_stream,
     "synchronize": synchronize,
 }
@@ -182,8 +153,6 @@ def installed() -> bool:
 
 def install() -> None:
     """Put the stand-in in the place of `torch.cuda`, for as long as this process lives."""
-    if installed():
-        return
     if torch.cuda.is_available():
         raise RuntimeError("there is a CUDA device here: it needs no stand-in")
     if not triton.knobs.runtime.interpret:
@@ -194,10 +163,10 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     torch.Generator = Generator
     torch.compile = uncompiled
-    torch.compiler.cudagraph_mark_step_begin = nothing
+    torch.compiler.cudagraph_mark_step_begin = lambda: None
     torch.profiler.profile = Profile
     torch.cuda.profiler.profile = nullcontext
-    interpreter.prepare()
+    triton_interpreter.prepare()
     run_kernel = GridExecutor.__call__
     GridExecutor.__call__ = lambda *args, **kwargs: launch(run_kernel, *args, **kwargs)
 
