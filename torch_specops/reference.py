@@ -14,22 +14,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "attend",
-    "filter_bounds",
-    "filter_logits",
-    "filtered",
-    "inverse_cdf",
-    "probabilities",
-    "sample",
-    "scaled_logits",
-    "score_logits",
-    "sigmoid_scores",
-    "verify_block",
-    "verify_exact",
-    "verify_sigmoid",
-]
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
 # A residual of no more mass than this counts as empty.

@@ -17,19 +17,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
-from . import cpu
-from .arguments import (
-    Filters,
-    SigmoidArguments,
-    VerifyArguments,
-    check_filter_logits,
-    check_kinds,
-    check_sample,
-    check_verify_block,
-    check_verify_exact,
-    check_verify_sigmoid,
-    filters_of,
-)
+from . import arguments, cpu
+from .arguments import Filters, SigmoidArguments, VerifyArguments
 from .registration import register_op
 from .tracing import on_device_of
 
@@ -111,13 +100,13 @@ def verify_exact(
         >>> torch_specops.verify_exact(target, torch.tensor([[2, 0]]), None, torch.rand(1, 2), torch.rand(1))
         (tensor([[ 2,  3, -1]]), tensor([1]))
     """
-    filters = filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
     given = VerifyArguments(*args, argmax_lenience, filter_draft)
-    check_kinds(given)
+    arguments.check_kinds(given)
     if torch.compiler.is_compiling():
-        check_verify_exact(given)
+        arguments.check_verify_exact(given)
     return torch.ops.specops.verify_exact.default(*given)
 
 
@@ -179,13 +168,13 @@ def verify_block(
         >>> torch_specops.verify_block(*block)             # 0 and 1 together are as likely for p as for q
         (tensor([[0, 1, 1]]), tensor([2]))
     """
-    filters = filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
     given = VerifyArguments(*args, filter_draft=filter_draft)
-    check_kinds(given)
+    arguments.check_kinds(given)
     if torch.compiler.is_compiling():
-        check_verify_block(given)
+        arguments.check_verify_block(given)
     return torch.ops.specops.verify_block.default(*args, filter_draft)
 
 
@@ -239,11 +228,11 @@ def verify_sigmoid(
         sample_uniforms,
         alpha,
         beta,
-        filters_of("target_logits", target_logits, temperature).temperature,
+        arguments.filters_of("target_logits", target_logits, temperature).temperature,
     )
-    check_kinds(given)
+    arguments.check_kinds(given)
     if torch.compiler.is_compiling():
-        check_verify_sigmoid(given)
+        arguments.check_verify_sigmoid(given)
     return torch.ops.specops.verify_sigmoid.default(*given)
 
 
@@ -287,11 +276,11 @@ def sample(
         >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=2.0, top_k=1)[0]
         tensor([1, 1])
     """
-    filters = filters_of("logits", logits, temperature, top_k, top_p, min_p)
+    filters = arguments.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     check_tensor("uniforms", uniforms)
-    check_kinds(filters)
+    arguments.check_kinds(filters)
     if torch.compiler.is_compiling():
-        check_sample(logits, uniforms, filters)
+        arguments.check_sample(logits, uniforms, filters)
     return torch.ops.specops.sample.default(logits, uniforms, *filters)
 
 
@@ -335,17 +324,17 @@ def filter_logits(
         tensor([[-inf, 3., 2., 2.],
                 [-inf, 3., -inf, 2.]])
     """
-    filters = filters_of("logits", logits, temperature, top_k, top_p, min_p)
-    check_kinds(filters)
+    filters = arguments.filters_of("logits", logits, temperature, top_k, top_p, min_p)
+    arguments.check_kinds(filters)
     if torch.compiler.is_compiling():
-        check_filter_logits(logits, filters)
+        arguments.check_filter_logits(logits, filters)
     return torch.ops.specops.filter_logits.default(logits, *filters)
 
 
 @register_op(verify_exact, opaque_from=2**15)
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
-    check_verify_exact(given)
+    arguments.check_verify_exact(given)
     if given.target_logits.device.type != "cuda":
         return cpu.verify_exact(given)
     from .cuda.exact import verify_exact as launch
@@ -358,7 +347,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
     # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
     given = VerifyArguments(*args[:11])._replace(filter_draft=all(args[11:]))
-    check_verify_block(given)
+    arguments.check_verify_block(given)
     if given.target_logits.device.type != "cuda":
         return cpu.verify_block(given)
     from .cuda.block import verify_block as launch
@@ -370,7 +359,7 @@ def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
 @register_op(verify_sigmoid)
 def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
     given = SigmoidArguments(*args)
-    check_verify_sigmoid(given)
+    arguments.check_verify_sigmoid(given)
     if given.target_logits.device.type != "cuda":
         return cpu.verify_sigmoid(given)
     from .cuda.sigmoid import verify_sigmoid as launch
@@ -382,7 +371,7 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
 @register_op(sample, opaque_from=2**16)
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     filters = Filters(*args)
-    check_sample(logits, uniforms, filters)
+    arguments.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
         return cpu.sample(logits, uniforms, filters)
     from .cuda.sample import sample as launch
@@ -394,7 +383,7 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
 @register_op(filter_logits)
 def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
     filters = Filters(*args)
-    check_filter_logits(logits, filters)
+    arguments.check_filter_logits(logits, filters)
     if logits.device.type != "cuda":
         return cpu.filter_logits(logits, filters)
     from .cuda.filter import filter_logits as launch
