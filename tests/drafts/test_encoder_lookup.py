@@ -100,6 +100,13 @@ def test_what_t5_emits_does_not_change(make: type[DraftSource]) -> None:
     assert new_tokens(decode(draft, 4)) == expected_rows()
 
 
+def test_a_match_does_not_reach_beyond_the_first_token() -> None:
+    draft = PromptLookup(min_ngram=2)
+    draft.start(torch.tensor([[4]]), torch.tensor([1]), 8, {"input_ids": torch.tensor([[4, 4, 4, 9]])})
+    for text, expected in (([4], [-1, -1]), ([4, 4], [4, 9])):
+        assert draft.propose(torch.tensor([text]), torch.tensor([len(text)]), 2).tokens.tolist() == [expected]
+
+
 def test_an_input_stays_where_a_graph_reads_it() -> None:
     draft = PromptLookup()
     tokens, lengths = torch.zeros(3, 5, dtype=torch.int64), torch.ones(3, dtype=torch.int64)

@@ -68,7 +68,14 @@ def test_equal_prompts_are_read_once() -> None:
     decoder = SpeculativeDecoder(target, TokenMap(model, torch.arange(VOCAB)), compile=False)
     decoder.generate(torch.tensor([[4, 5, 6, 7]]), num_return_sequences=3, max_new_tokens=6, seed=1)
     assert rows[0] == 1 and set(rows[1:]) == {3}
-    assert not hasattr(TokenMap(PairModel(random_table(5, seed=0)), torch.arange(5)), "copy_rows")
+
+
+def test_methods_that_a_model_may_lack_are_its_own() -> None:
+    names = ("clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors")
+    model = language_model(shared_tiny("t5"))
+    mapped, bare = TokenMap(model, torch.arange(VOCAB)), TokenMap(PairModel(random_table(5, seed=0)), torch.arange(5))
+    assert [getattr(mapped, name) for name in names] == [getattr(model, name) for name in names]
+    assert not any(hasattr(bare, name) for name in names) and copy.deepcopy(bare).vocab_size == 5
 
 
 def test_vocabularies_of_different_size() -> None:

@@ -63,10 +63,12 @@ def batch_params(kinds: list[int], **others: Any) -> SamplingParams:
     return SamplingParams(**fields, **others)
 
 
-def expected_logits(kind: int, prompt: list[int], new: list[int], logits: Tensor) -> Tensor:
+def expected_logits(
+    fields: dict[str, Any], eos: list[int], prompt: list[int], new: list[int], logits: Tensor
+) -> Tensor:
     """[V] -> [V], by transformers. For bad words another token comes before the text, because transformers 5.17 ignores
     words that are longer than the text."""
-    row, eos = NEUTRAL | ROWS[kind], EOS[kind]
+    row = NEUTRAL | fields
     ids = torch.tensor([[*prompt, *new]])
     processors = LogitsProcessorList()
     if row["logit_bias"]:
@@ -92,7 +94,7 @@ def exact_law(kind: int, prompt: list[int], temperature: float, **filters: Any) 
         if any(token in EOS[kind] for token in new):
             return torch.eye(V, dtype=torch.float64)[new[-1]]
         text = [*prompt, *new]
-        logits = expected_logits(kind, prompt, new, TARGET[text[-2], text[-1]]) / temperature
+        logits = expected_logits(ROWS[kind], EOS[kind], prompt, new, TARGET[text[-2], text[-1]]) / temperature
         return filtered(logits.double(), **filters).softmax(-1)
 
     return joint_law(next_law)
@@ -176,36 +178,25 @@ def test_a_draft_like_the_target_is_accepted(temperature: float) -> None:
 def test_random_texts_as_transformers_has_them() -> None:
     """Sizes that the tables above do not have, in rows that differ, over texts shorter and longer than they are."""
     generator = torch.Generator().manual_seed(0)
-    sizes, words = [1, 2, 3, 5, 0], [[[1, 0, 2], [3]], [[0, 1]], [], [[2, 2, 2, 2, 1], [4, 0]], [[0]]]
-    penalties = [1.2, 1.0, 0.7, 3.0, 1.0]
-    biases: list[dict[int, float]] = [{0: 1.5}, {}, {3: -0.5, 1: 2.0}, {}, {2: -math.inf}]
-    params = SamplingParams(
-        no_repeat_ngram_size=sizes,
-        bad_words=words,
-        logit_bias=biases,
-        repetition_penalty=penalties,
-    )
+    fields: dict[str, list[Any]] = {
+        "no_repeat_ngram_size": [1, 2, 3, 5, 0],
+        "bad_words": [[[1, 0, 2], [3]], [[0, 1]], [], [[2, 2, 2, 2, 1], [4, 0]], [[0]]],
+        "logit_bias": [{0: 1.5}, {}, {3: -0.5, 1: 2.0}, {}, {2: -math.inf}],
+        "repetition_penalty": [1.2, 1.0, 0.7, 3.0, 1.0],
+    }
     for width in (1, 2, 3, 8, 13, 30):
         text = torch.randint(0, V - 1, (5, 30), generator=generator)
         lengths = torch.stack([torch.full((5,), width), torch.randint(1, 31, (5,), generator=generator)], 1)
         logits = 2 * torch.randn(5, 2, V, generator=generator)
-        tensors = params.tensors(5, prompt_lengths=torch.ones(5, dtype=torch.int64))
+        tensors = SamplingParams(**fields).tensors(5, prompt_lengths=torch.ones(5, dtype=torch.int64))
         found, given = tensors.process(logits, text, lengths), logits.clone()
         for row in range(5):
-            for place in range(2):
-                processors = LogitsProcessorList()
-                if biases[row]:
-                    sequences = {(token,): value for token, value in biases[row].items()}
-                    processors.append(SequenceBiasLogitsProcessor(sequences))
-                processors.append(RepetitionPenaltyLogitsProcessor(penalties[row]))
-                processors += [NoRepeatNGramLogitsProcessor(size) for size in sizes[row : row + 1] if size]
-                ids = text[row : row + 1, : int(lengths[row, place])]
-                expected = processors(ids, logits[row : row + 1, place].clone())
-                # As in `expected_logits`.
-                ids = torch.nn.functional.pad(ids, (1, 0), value=V - 1)
-                for each in words[row : row + 1]:
-                    expected = NoBadWordsLogitsProcessor(each)(ids, expected) if each else expected
-                assert torch.equal(found[row, place], expected[0])
+            own = {name: values[row] for name, values in fields.items()}
+            for place, length in enumerate(lengths[row].tolist()):
+                tokens = text[row, :length].tolist()
+                assert torch.equal(
+                    found[row, place], expected_logits(own, [], tokens[:1], tokens[1:], given[row, place])
+                )
         assert torch.equal(logits, given)
 
 
