@@ -49,7 +49,7 @@ class FeatureBuffer:
         self._cache = cache
 
     def attach(self, layers: nn.ModuleList) -> None:
-        """Let these layers hand out what they read. They must be the copies of a `ModelCopy`."""
+        """Let these layers hand out what they read. They must be the copies of a `ShadowModel`."""
         for index, keeper in self._keepers.items():
             layer = layers[index]
             # The copies share the hooks of the model itself.

@@ -27,7 +27,7 @@ from .adapter import language_model
 from .encoder_decoder import EncoderDecoderModel
 from .grammars import take_grammars
 from .handover import check_ensemble_weight, takes_all_arguments
-from .model_copy import ModelCopy
+from .shadow_model import ShadowModel
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, KeptLogits, Predictions
 from .processors import read_processors
 from .stopping import read_criteria
@@ -178,7 +178,7 @@ class _Kept:
     """A decoder, the settings it was made for, and what makes the copy of the model that it reads."""
 
     made_for: tuple[Any, ...]
-    copy: ModelCopy
+    copy: ShadowModel
     decoder: SpeculativeDecoder
 
 
@@ -204,7 +204,7 @@ def _kept_decoder(
     if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
         kept.copy.of(model)
         return kept
-    copy = ModelCopy()
+    copy = ShadowModel()
     own = copy.of(model)
     target = language_model(own)
     target.not_compiled = target.not_compiled or not_compiled

@@ -15,7 +15,7 @@ from .architecture import check_can_decode, layers_of, max_length, why_not_compi
 from .attention import use_grouped_attention
 from .cache import RaggedCache
 from .features import FeatureBuffer
-from .model_copy import ModelCopy
+from .shadow_model import ShadowModel
 from .regions import compile_once
 
 __all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel", "as_float"]
@@ -37,7 +37,7 @@ Seen = Tensor | dict[str, Tensor]
 class TransformersModel:
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
-    The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ModelCopy`).
+    The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ShadowModel`).
     A forward writes each row's tokens at the row's own slots, and is given an explicit 4D mask and explicit positions.
     Layers with a sliding window keep all slots too, and the mask hides the old ones, so that rollback is always
     possible. Logits come back as float32 or the model's 16-bit dtype.
@@ -86,7 +86,7 @@ class TransformersModel:
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
-        self._copy = ModelCopy()
+        self._copy = ShadowModel()
         self.not_compiled = why_not_compiled(model)
         self._prepare()
 
