@@ -22,7 +22,7 @@ from transformers.generation import utils as generation
 
 from torch_specops import verify_exact, verify_sigmoid
 from torch_specops.compilation import compile_piece
-from torch_specops.hf.handover import check_ensemble_weight
+from torch_specops.hf.generate import check_ensemble_weight
 
 NAME = "_speculative_sampling"
 Sampler = Callable[..., tuple[Tensor, Tensor]]

@@ -13,10 +13,9 @@ from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import check_can_decode, layers_of, max_length, why_not_compiled, windows
 from .attention import use_grouped_attention
-from .cache import RaggedCache
-from .features import FeatureBuffer
-from .shadow_model import ShadowModel
+from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
+from .shadow_model import ShadowModel
 
 __all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel", "as_float"]
 
@@ -135,7 +134,7 @@ class TransformersModel:
         else:
             self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
         if self._features is not None:
-            self._features.start(batch, self._cache, self.model.dtype, self.device)
+            self._features.start(self._cache, self.model.dtype, self.device)
 
     def clear_rows(self, rows: Tensor) -> None:
         for layer in self.key_values:
