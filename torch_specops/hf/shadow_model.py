@@ -96,8 +96,6 @@ class ShadowModel:
         attributes.clear()
         attributes.update(vars(module))
         attributes["training"] = False
-        # Drop the result of `Module.compile`: it calls the original.
-        attributes.pop("_compiled_call_impl", None)
         # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
         writes = "longrope" in str(attributes.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
