@@ -118,9 +118,9 @@ def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
 def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
     """The models of the other tests are float64, which always has a mask."""
     expected = run(decoder("cpu", kind, compile=False, sampling=GREEDY))
-    for takes_spans in (True, False):
+    for use_spans in (True, False):
         loop = decoder("cuda", kind, dtype=torch.float32, sampling=GREEDY)
-        loop.target.takes_spans = takes_spans
+        loop.target.use_spans = use_spans
         found = run(loop)
         assert texts(found) == texts(expected)
         assert found.stats.num_accepted == expected.stats.num_accepted

@@ -229,7 +229,7 @@ def test_nothing_is_kept_where_no_draft_asks() -> None:
         sizes[str(draft)[:4]] = (hooks, len(target.static_tensors()))
         assert output.lengths.tolist() == [len(prompt) + 8 for prompt in PROMPTS]
     kept = sizes.pop("<tor")
-    assert kept[0] == [1, 1] and sizes["None"] == sizes["mode"] == ([0, 0], kept[1] - 1)
+    assert kept[0] == [1, 2] and sizes["None"] == sizes["mode"] == ([0, 0], kept[1] - 1)
     # The user's model never has a hook.
     assert not any(module._forward_pre_hooks for module in target.model.modules())
     target.keep_features(())

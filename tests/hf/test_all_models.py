@@ -135,4 +135,4 @@ def test_no_model_gets_other_tokens_than_from_transformers(kind: str) -> None:
     assert [output.new_tokens(row) for row in range(2)] == expected
     assert is_listed
     has_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-    assert language_model(model.float()).can_take_spans == (has_sdpa and kind not in NO_SPANS)
+    assert language_model(model.float()).supports_spans == (has_sdpa and kind not in NO_SPANS)

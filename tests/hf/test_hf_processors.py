@@ -70,6 +70,8 @@ def cases() -> dict[str, dict[str, Any]]:
         "mixed": eos
         | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": words, "sequence_bias": biases}
         | {"min_new_tokens": 4, "begin_suppress_tokens": free[0][:1], "suppress_tokens": [3, 4]},
+        "suppressed": {"suppress_tokens": [free[0][2], free[1][5]]},
+        "suppressed at first": {"begin_suppress_tokens": [row[0] for row in free]},
         "of the user": processed(Alternating()),
         "in place": processed(InPlace()),
         "of the user, between others": processed(Alternating(), RepetitionPenaltyLogitsProcessor(1.5))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, shared_tiny, tiny
+from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, raised, shared_tiny, tiny
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -100,18 +100,20 @@ def test_the_sequences_of_one_prompt_share_the_encoder(family: str) -> None:
 
 
 def test_bad_inputs_are_refused() -> None:
-    llama = hf.language_model(shared_tiny("llama"))
     with pytest.raises(RuntimeError, match="nothing can be read before start"):
-        llama.forward(TOKENS, torch.arange(24).expand(3, -1))
-    with pytest.raises(ValueError, match="inputs: a decoder-only model reads tokens alone, got input_features"):
-        llama.start(3, CAPACITY, {"input_features": TOKENS})
+        hf.language_model(shared_tiny("llama")).forward(TOKENS, torch.arange(24).expand(3, -1))
+    llama = "inputs: a decoder-only model reads tokens alone, got input_features"
+    cases: list[Any] = [(("llama", 3, {"input_features": TOKENS}), ValueError, llama)]
     for family, name in (("whisper", "input_features"), ("t5", "input_ids")):
-        adapter = hf.language_model(shared_tiny(family))
         for missing in (None, {}, {"attention_mask": TOKENS}):
-            with pytest.raises(ValueError, match=f"inputs: expected {name} for the encoder"):
-                adapter.start(3, CAPACITY, missing)
-        with pytest.raises(ValueError, match=f"inputs: expected {name} for 2 rows, got 3"):
-            adapter.start(2, CAPACITY, encoder_inputs(family))
+            cases.append(((family, 3, missing), ValueError, f"inputs: expected {name} for the encoder"))
+        other = f"inputs: expected {name} for 2 rows, got 3"
+        cases.append(((family, 2, encoder_inputs(family)), ValueError, other))
+
+    def start(case: tuple[str, int, dict[str, Tensor] | None]) -> None:
+        hf.language_model(shared_tiny(case[0])).start(case[1], CAPACITY, case[2])
+
+    assert raised(start, cases) == []
 
 
 def test_what_a_model_says_of_itself() -> None:
@@ -251,14 +253,6 @@ def untested(prefix: str, **fields: object) -> PreTrainedModel:
     return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
 
 
-def test_a_family_without_tests_is_checked_when_it_is_used() -> None:
-    model = untested("Granite", intermediate_size=48, num_key_value_heads=2)
-    prompt = torch.tensor([[5, 6, 7]])
-    output = torch_specops.generate(model, prompt, max_new_tokens=12, sampling=GREEDY, eos_token_id=())
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-    assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
-
-
 def test_an_architecture_is_checked_once() -> None:
     sizes = {"hidden_size": 40, "intermediate_size": 48, "num_key_value_heads": 2}
     model = untested("Granite", **sizes)
@@ -358,65 +352,45 @@ def test_a_model_around_a_text_model_is_checked() -> None:
         hf.language_model(around("PaliGemma", "gemma"))
 
 
-def changed(family: str, **fields: object) -> PreTrainedModel:
-    model = tiny(family)
-    for name, value in fields.items():
-        # Setting an attention implementation properly would need the package behind it.
-        setattr(model.config, name, value)
-    return model
-
-
-def on_two_devices() -> PreTrainedModel:
+def changed(change: Callable[[PreTrainedModel], object]) -> PreTrainedModel:
     model = tiny("llama")
-    model.lm_head = nn.Linear(32, VOCAB, bias=False, device="meta")
-    return model
-
-
-def changed_attribute(name: str, value: object) -> PreTrainedModel:
-    model = tiny("llama")
-    setattr(model, name, value)
+    change(model)
     return model
 
 
 def test_models_that_cannot_be_read_are_refused() -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
     mamba, rwkv = transformers.MambaConfig(**sizes, state_size=4), transformers.RwkvConfig(**sizes)
-    cases = [
+    linear = "has layers of the kind linear_attention, which .*; decode with transformers alone"
+    one_device = "model: expected all weights on one device, got"
+    offloaded, alora = type("CpuOffload", (), {})(), SimpleNamespace(alora_invocation_tokens=[5])
+    kinds = ["linear_attention", "full_attention"]
+    models = [
         (transformers.RwkvForCausalLM(rwkv), "model: RwkvForCausalLM has a recurrent state, which"),
+        (transformers.MambaForCausalLM(mamba), f"model: MambaForCausalLM {linear}"),
+        (changed(lambda model: setattr(model.config, "layer_types", kinds)), f"model: LlamaForCausalLM {linear}"),
         (
-            transformers.MambaForCausalLM(mamba),
-            "model: MambaForCausalLM has layers of the kind linear_attention, which .*; decode with transformers alone",
-        ),
-        (
-            changed("qwen2", layer_types=["linear_attention", "full_attention"]),
-            "model: Qwen2ForCausalLM has layers of the kind linear_attention, which",
-        ),
-        (
-            changed("llama", _attn_implementation="flash_attention_2"),
+            # Setting it properly would need the package behind it.
+            changed(lambda model: setattr(model.config, "_attn_implementation", "flash_attention_2")),
             "model: attention 'flash_attention_2' takes no mask .*sdpa",
         ),
         (transformers.LlamaModel(tiny("llama").config), "model: expected a model with a language head, got LlamaModel"),
-        (on_two_devices(), "model: expected all weights on one device, got cpu, meta.*offload"),
-        (tiny("llama").to("meta"), "model: expected all weights on one device, got meta.*offload"),
+        (changed(lambda model: model.lm_head.to("meta")), f"{one_device} cpu, meta.*offload"),
+        (tiny("llama").to("meta"), f"{one_device} meta.*offload"),
+        (changed(lambda model: setattr(model, "_hf_hook", offloaded)), f"{one_device} cpu.*offload"),
         (
-            changed_attribute("_hf_hook", type("CpuOffload", (), {})()),
-            "model: expected all weights on one device, got cpu.*offload",
-        ),
-        (
-            changed_attribute("peft_config", {"default": SimpleNamespace(alora_invocation_tokens=[5])}),
+            changed(lambda model: setattr(model, "peft_config", {"default": alora})),
             "model: an aLoRA adapter depends on where a text calls it; decode with peft_model.generate",
         ),
     ]
-    for model, message in cases:
-        for use in (
-            hf.language_model,
-            torch_specops.SpeculativeDecoder,
-            lambda draft: torch_specops.SpeculativeDecoder(shared_tiny("llama"), draft),
-        ):
-            with pytest.raises(ValueError, match=message):
-                use(model)
-    with pytest.raises(TypeError, match=r"model: expected a transformers model, got .*Linear"):
-        hf.language_model(nn.Linear(2, 2))
+    cases = [(model, ValueError, message) for model, message in models]
+    cases.append((nn.Linear(2, 2), TypeError, r"(model|target|draft): expected a transformers model.*, got .*Linear"))
+    for use in (
+        hf.language_model,
+        torch_specops.SpeculativeDecoder,
+        lambda draft: torch_specops.SpeculativeDecoder(shared_tiny("llama"), draft),
+    ):
+        assert raised(use, cases) == []
 
 
 def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:

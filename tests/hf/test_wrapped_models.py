@@ -114,12 +114,37 @@ def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.
             logits = adapter.forward(TOKENS, torch.arange(24).expand(3, -1))
             torch.testing.assert_close(logits, expected)
             forwards.append(vars(adapter.prepared)["forward"])
-        # Another object would be compiled again.
+        # Another object would be compiled again. The loop compiles its own steps.
         assert forwards[0] is forwards[1] and adapter.prepared.forward is not model.forward
+        assert wrap is not as_compiled or forwards[0].__func__ is type(model).forward
         # The layers that run are the copy's, which an early exit shortens.
         first = adapter.first_layers(1)
         first.start(3, CAPACITY)
         assert not torch.equal(first.forward(TOKENS, torch.arange(24).expand(3, -1)), logits)
+
+
+def test_a_wrapper_writes_to_its_own_variables() -> None:
+    model, count = tiny("llama"), 0
+    own = model.forward
+
+    def forward(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        return own(*args, **kwargs)
+
+    model.forward = forward
+    adapter, before = hf.language_model(model), count
+    positions = torch.arange(24).expand(3, -1)
+    adapter.start(3, CAPACITY)
+    adapter.forward(TOKENS, positions)
+    assert count == before + 1
+    # Two functions of the same variables are two.
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    adapter.start(3, CAPACITY)
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs) and 1 / 0
+    adapter.start(3, CAPACITY)
+    with pytest.raises(ZeroDivisionError):
+        adapter.forward(TOKENS, positions)
 
 
 def test_a_forward_that_was_replaced_is_not_kept() -> None:
@@ -142,7 +167,13 @@ def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> No
     expected = torch_specops.generate(model, TOKENS[:, :6], sampling=GREEDY, **call).sequences
     kept = {"own": model.forward}
     scope: dict[str, Any] = {"own": model.forward}
+
+    def with_an_attribute(*args: object, **kwargs: object) -> object:
+        return with_an_attribute.own(*args, **kwargs)
+
+    with_an_attribute.own = model.forward
     for forward in (
+        with_an_attribute,
         lambda *args, **kwargs: kept["own"](*args, **kwargs),
         # A global, as in a notebook.
         eval("lambda *args, **kwargs: own(*args, **kwargs)", scope),

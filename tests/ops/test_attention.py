@@ -76,15 +76,15 @@ def test_spans_and_masks_give_the_same_logits(family: str, monkeypatch: pytest.M
     adapter = language_model(tiny(family).float())
     tokens = torch.randint(0, adapter.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     found = {}
-    for takes_spans in (False, True):
-        monkeypatch.setattr(models, "spans_serve", lambda *_, serve=takes_spans: serve)
+    for use_spans in (False, True):
+        monkeypatch.setattr(models, "spans_serve", lambda *_, serve=use_spans: serve)
         adapter.start(3, 32)
         parts = []
         for starts in ([0, 0, 0], [9, 5, 10], [14, 3, 8]):
             width = 10 if starts == [0, 0, 0] else 4
             positions = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
             parts.append(adapter.forward(tokens.gather(1, positions), positions))
-        found[takes_spans] = torch.cat(parts, 1)
+        found[use_spans] = torch.cat(parts, 1)
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
 
 
@@ -99,12 +99,12 @@ def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, mo
     prompts = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
     model = tiny("llama").float()
     expected = SpeculativeDecoder(model, sampling=GREEDY, compile=False).generate(prompts, max_new_tokens=6)
-    for capacity, takes_spans in ((SPANS_PAY, True), (SPANS_PAY, False), (64, True)):
+    for capacity, use_spans in ((SPANS_PAY, True), (SPANS_PAY, False), (64, True)):
         target = language_model(model)
-        target.max_length, target.takes_spans = None, takes_spans
+        target.max_length, target.use_spans = None, use_spans
         loop = SpeculativeDecoder(target, sampling=GREEDY, compile=True, max_length=capacity)
         called.clear()
         output = loop.generate(prompts, max_new_tokens=6)
         attends = any("specops.attend" in name for name in called)
-        assert attends == (takes_spans and capacity >= SPANS_PAY)
+        assert attends == (use_spans and capacity >= SPANS_PAY)
         assert torch.equal(output.sequences, expected.sequences)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
 
-__all__ = ["check_can_decode", "layers_of", "max_length", "relative_bias", "unwrapped", "why_not_compiled", "windows"]
+__all__ = ["check_can_decode", "layers_of", "max_length", "unwrapped", "why_not_compiled", "windows"]
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -93,32 +92,6 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
             if kind is not None and ("dynamic" in kind or kind == "longrope"):
                 return f"the {kind!r} rotary embedding of {type(model).__name__} depends on the longest text of a batch"
     return None
-
-
-def relative_bias(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """For T5: what its mask must add, so that attention scores have the relative bias of each row's own positions.
-
-    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
-    those [B or 1, S] that the slots hold, and returns the difference to the right bias. None = not a T5.
-    """
-    blocks = getattr(model.get_decoder(), "block", None)
-    if blocks is None:
-        return None
-    attention = blocks[0].layer[0].SelfAttention
-
-    def correction(positions: Tensor, slot_positions: Tensor) -> Tensor:
-        buckets = attention._relative_position_bucket(
-            slot_positions.unsqueeze(1) - positions.unsqueeze(2),
-            bidirectional=False,
-            num_buckets=attention.relative_attention_num_buckets,
-            max_distance=attention.relative_attention_max_distance,
-        )
-        wanted = attention.relative_attention_bias(buckets).permute(0, 3, 1, 2)
-        query_length, key_length = positions.shape[1], slot_positions.shape[1]
-        added = attention.compute_bias(query_length, key_length, device=positions.device, past_seen_tokens=0)
-        return wanted - added
-
-    return correction
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -50,10 +50,10 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_attention(config: PreTrainedConfig, takes_spans: bool = False) -> None:
+def use_grouped_attention(config: PreTrainedConfig, use_spans: bool = False) -> None:
     """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
     given spans, and otherwise set "sdpa" again."""
     num_heads = getattr(config, "num_attention_heads", None)
     num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
     if config._attn_implementation in (SDPA, GROUPED):
-        config._attn_implementation = GROUPED if takes_spans or num_key_value_heads != num_heads else SDPA
+        config._attn_implementation = GROUPED if use_spans or num_key_value_heads != num_heads else SDPA

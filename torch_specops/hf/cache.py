@@ -1,19 +1,22 @@
-"""The cache that an unmodified transformers model writes to."""
+"""What a forward of an unmodified transformers model writes: keys and values, and hidden states for feature drafts."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["RaggedCache", "first_slot"]
+__all__ = ["FeatureBuffer", "RaggedCache", "first_slot"]
 
 
 class RaggedCache(Cache):
@@ -75,6 +78,61 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 
     def get_max_length(self) -> int:
         return self._cache.capacity
+
+
+class FeatureBuffer:
+    """The inputs of the layers `layers` of a model, in a buffer whose address and shape never change.
+
+    A forward writes it as it writes the cache: the feature of the token at position j stands in slot j.
+
+    Args:
+        layers: which layers.
+        size: the width of a hidden state, H.
+
+    Attributes:
+        values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
+    """
+
+    def __init__(self, layers: tuple[int, ...], size: int) -> None:
+        self.layers = layers
+        self.size = size
+        self.values: Tensor | None = None
+        self._cache: RaggedCache | None = None
+        # The same names and objects in every batch: what is compiled looks at both.
+        self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
+
+    def start(self, cache: RaggedCache, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for what forwards with this cache will read."""
+        shape = (cache.batch, cache.capacity, len(self.layers) * self.size)
+        old = self.values
+        if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
+            old.zero_()
+        else:
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._cache = cache
+
+    def attach(self, layers: nn.ModuleList) -> None:
+        """Let these layers hand out what they read. They must be the copies of a `ShadowModel`."""
+        for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
+            layer = layers[index]
+            # The copies share the hooks of the model itself.
+            layer._forward_pre_hooks = OrderedDict(layer._forward_pre_hooks, **{name: hook})
+            with_arguments = layer._forward_pre_hooks_with_kwargs
+            layer._forward_pre_hooks_with_kwargs = OrderedDict(with_arguments, **{name: True})
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        """Copy rows, like `RaggedKeyValues.copy_rows`."""
+        assert self.values is not None
+        self.values[:, :width] = self.values[sources, :width]
+
+    def _keep(self, part: int, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Write the input of a layer [A, n, H] at the slots and rows that the cache is writing at."""
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        assert self.values is not None and self._cache is not None and self._cache.slots is not None
+        slots, rows = self._cache.slots, self._cache.rows
+        if rows is None:
+            rows = torch.arange(slots.shape[0], device=slots.device)
+        self.values[rows.unsqueeze(1), slots, part * self.size : (part + 1) * self.size] = hidden
 
 
 def first_slot(slots: Tensor) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from transformers.cache_utils import StaticLayer
 
 from ..drafts import LanguageModel
 from ..ops.kv_cache import visible_slots
-from .architecture import layers_of, relative_bias
-from .models import Seen, TransformersModel, as_float
+from .architecture import layers_of
+from .models import Seen, TransformersModel
 
 __all__ = ["EncoderDecoderModel", "WhisperDecoder"]
 
@@ -36,7 +37,7 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder_mask: Tensor | None = None
         # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
         self._cross_cache: Cache | None = None
-        self._relative_bias = relative_bias(self.prepared)
+        self._relative_bias = _relative_bias_of(self.prepared)
         self._is_t5 = self._relative_bias is not None
         if self._is_t5:
             self.max_length = None
@@ -138,21 +139,17 @@ class EncoderDecoderModel(TransformersModel):
         own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
         return self.prepared.get_encoder()(**own)[0][is_new.cumsum(0) - 1]
 
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
-        if self._is_t5:
+    def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
+        if self._relative_bias is not None:
             arguments = {"attention_mask": self._encoder_mask}
         else:
             arguments = {"decoder_position_ids": self._position_ids(positions)}
-        output = self.prepared(
-            decoder_input_ids=tokens,
-            decoder_attention_mask=mask,
-            encoder_outputs=(self._encoder_states,),
-            past_key_values=self._both,
-            use_cache=True,
-            **arguments,
-        )
-        logits = as_float(output.logits)
-        return logits if num_logits is None else logits[:, -num_logits:]
+        return arguments | {
+            "decoder_input_ids": tokens,
+            "decoder_attention_mask": mask,
+            "encoder_outputs": (self._encoder_states,),
+            "past_key_values": self._both,
+        }
 
     def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
         if self._relative_bias is None:
@@ -168,17 +165,40 @@ class WhisperDecoder(EncoderDecoderModel):
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
         raise ValueError("draft: expected the target whose encoder this WhisperForCausalLM reads, got another one")
 
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
-        output = self.prepared(
-            input_ids=tokens,
-            attention_mask=mask,
-            encoder_outputs=(self._encoder_states,),
-            position_ids=self._position_ids(positions),
-            past_key_values=self._both,
-            use_cache=True,
+    def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
+        return {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "position_ids": self._position_ids(positions),
+            "encoder_outputs": (self._encoder_states,),
+            "past_key_values": self._both,
+        }
+
+
+def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The bias that T5's mask must add, so that scores have that of each row's own positions; None = not a T5.
+
+    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
+    those [B or 1, S] that the slots hold, and returns the difference to the right bias.
+    """
+    blocks = getattr(model.get_decoder(), "block", None)
+    if blocks is None:
+        return None
+    attention = blocks[0].layer[0].SelfAttention
+
+    def correction(positions: Tensor, slot_positions: Tensor) -> Tensor:
+        buckets = attention._relative_position_bucket(
+            slot_positions.unsqueeze(1) - positions.unsqueeze(2),
+            bidirectional=False,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
         )
-        logits = as_float(output.logits)
-        return logits if num_logits is None else logits[:, -num_logits:]
+        wanted = attention.relative_attention_bias(buckets).permute(0, 3, 1, 2)
+        query_length, key_length = positions.shape[1], slot_positions.shape[1]
+        added = attention.compute_bias(query_length, key_length, device=positions.device, past_seen_tokens=0)
+        return wanted - added
+
+    return correction
 
 
 def _placed(old: Tensor | None, new: Tensor) -> Tensor:

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-from transformers.generation import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..decode import SpeculativeDecoder
@@ -25,17 +21,16 @@ from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .adapter import language_model
 from .encoder_decoder import EncoderDecoderModel
+from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
-from .handover import check_ensemble_weight, takes_all_arguments
-from .model_copy import ModelCopy
-from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, KeptLogits, Predictions
+from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
 from .processors import read_processors
+from .shadow_model import ShadowModel
 from .stopping import read_criteria
 
-__all__ = ["custom_generate"]
+__all__ = ["check_ensemble_weight", "custom_generate"]
 
 
-@takes_all_arguments
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -121,9 +116,9 @@ def custom_generate(
         raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
     own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))
     predictions = None
-    if Predictions.wanted(generation_config):
-        logits = KeptLogits(len(input_ids))
-        predictions = Predictions(logits, logits_processor, input_ids.shape[1], generation_config)
+    asks_for_more = generation_config.output_scores or generation_config.output_logits
+    if generation_config.return_dict_in_generate and asks_for_more:
+        predictions = Predictions(logits_processor, input_ids, generation_config)
     stops = read_criteria(stopping_criteria, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
@@ -146,7 +141,6 @@ def custom_generate(
     inputs = None
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
-    batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None
     arguments = GenerateArguments(
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
@@ -159,8 +153,8 @@ def custom_generate(
         inputs=inputs,
         grammar=grammar,
     )
-    kept_logits = None if predictions is None else predictions.kept
-    output = kept.decoder.run(input_ids, arguments, token_streamer, stops.row_rules, batch_rules, kept_logits)
+    batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None
+    output = kept.decoder.run(input_ids, arguments, token_streamer, stops.row_rules, batch_rules, predictions)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept
@@ -173,12 +167,15 @@ def custom_generate(
     return kind(sequences=sequences, stats=output.stats, **fields)
 
 
+hand_on_arguments(GenerationMixin, custom_generate)
+
+
 @dataclass(frozen=True)
 class _Kept:
-    """A decoder, the settings it was made for, and what makes the copy of the model that it reads."""
+    """A decoder, the settings it was made for, and the copy of the model that it reads."""
 
     made_for: tuple[Any, ...]
-    copy: ModelCopy
+    shadow: ShadowModel
     decoder: SpeculativeDecoder
 
 
@@ -193,24 +190,21 @@ def _kept_decoder(
     not_compiled: str | None,
     choices: dict[str, Any],
 ) -> _Kept:
-    draft_is_model = draft_model is model
+    # The name stands for the model itself, because an entry must not keep its own key alive.
+    draft = "itself" if draft_model is model else draft_model
     # A graph of another device or dtype cannot be used again.
-    made_for = (
-        *(None if draft_is_model else draft_model, draft_is_model, early_exit, not_compiled, choices),
-        *(model.device, model.dtype, model.config._attn_implementation),
-    )
+    made_for = draft, early_exit, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _kept.get(model)
     # Taken out while it is in use: a call from another thread makes its own.
     if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
-        kept.copy.of(model)
+        kept.shadow.of(model)
         return kept
-    copy = ModelCopy()
-    own = copy.of(model)
+    shadow = ShadowModel()
+    own = shadow.of(model)
     target = language_model(own)
     target.not_compiled = target.not_compiled or not_compiled
-    draft = own if draft_is_model else draft_model
-    decoder = SpeculativeDecoder(target, draft if early_exit is None else EarlyExit(early_exit), **choices)
-    return _Kept(made_for, copy, decoder)
+    own_draft = EarlyExit(early_exit) if early_exit is not None else own if draft_model is model else draft_model
+    return _Kept(made_for, shadow, SpeculativeDecoder(target, own_draft, **choices))
 
 
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
@@ -230,10 +224,17 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
 
 
+def check_ensemble_weight(weight: float | None) -> None:
+    # A weight of 1 is the target alone.
+    if weight not in (None, 1.0):
+        raise NotImplementedError(
+            f"assistant_ensemble_weight: verifying against a mixture is another law, got {weight}"
+        )
+
+
 # Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
-_PREPARED = frozenset(
-    ["cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs", "past_key_values", "use_cache"]
-)
+_PREPARED = {"cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
+_PREPARED |= {"past_key_values", "use_cache"}
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:

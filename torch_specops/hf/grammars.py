@@ -27,10 +27,8 @@ def take_grammars(
     """
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
-        if any(map(is_warper, before)) or not all(map(commutes_with_masks, after)):
-            continue
         found = _grammars_of(processor, num_rows)
-        if found is None:
+        if found is None or any(map(is_warper, before)) or not all(map(commutes_with_masks, after)):
             continue
         if grammar is not None:
             raise ValueError(f"grammar: expected None beside {_name_of(processor)} in logits_processor, got both")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,11 @@ from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import check_can_decode, layers_of, max_length, why_not_compiled, windows
 from .attention import use_grouped_attention
-from .cache import RaggedCache
-from .features import FeatureBuffer
-from .model_copy import ModelCopy
+from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
+from .shadow_model import ShadowModel
 
-__all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel", "as_float"]
+__all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -37,7 +37,7 @@ Seen = Tensor | dict[str, Tensor]
 class TransformersModel:
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
-    The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ModelCopy`).
+    The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ShadowModel`).
     A forward writes each row's tokens at the row's own slots, and is given an explicit 4D mask and explicit positions.
     Layers with a sliding window keep all slots too, and the mask hides the old ones, so that rollback is always
     possible. Logits come back as float32 or the model's 16-bit dtype.
@@ -50,11 +50,11 @@ class TransformersModel:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
         max_length: the most tokens that its positions allow; None = any.
-        can_take_spans: whether attention may get spans of slots: the model leaves it to transformers' "sdpa".
-        not_compiled: why its forward cannot be compiled; None if it can.
-        reads_rows: whether `forward` can read some rows alone.
-        reads_inputs: whether it reads something besides the tokens: the input of an encoder.
-        takes_spans: False = attention gets a mask everywhere, over the whole cache.
+        supports_spans: True = attention may get spans of slots: the model leaves it to transformers' "sdpa".
+        not_compiled: the reason why its forward cannot be compiled; None if it can.
+        reads_rows: True = `forward` can read some rows alone.
+        reads_inputs: True = it reads something besides the tokens: the input of an encoder.
+        use_spans: False = attention gets a mask everywhere, over the whole cache.
 
     Raises:
         ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
@@ -62,7 +62,7 @@ class TransformersModel:
 
     reads_rows = True
     reads_inputs = False
-    takes_spans = True
+    use_spans = True
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         check_can_decode(model)
@@ -79,21 +79,21 @@ class TransformersModel:
         self._first_layers = num_layers
         self._additive_mask = attention == "eager"
         self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not self.reads_inputs
-        self.can_take_spans = attention == "sdpa" and self._is_tested_decoder
+        self.supports_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
-        self._sees_all = self.can_take_spans and set(self._windows.values()) == {None}
+        self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
         self.max_length = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
-        self._copy = ModelCopy()
+        self._copy = ShadowModel()
         self.not_compiled = why_not_compiled(model)
         self._prepare()
 
     def _prepare(self) -> None:
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
         for config in self._copy.configs:
-            use_grouped_attention(config, self.can_take_spans)
+            use_grouped_attention(config, self.supports_spans)
         if self._first_layers is not None:
             del layers_of(self.prepared)[self._first_layers :]
         if self._is_tested_decoder:
@@ -135,7 +135,7 @@ class TransformersModel:
         else:
             self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
         if self._features is not None:
-            self._features.start(batch, self._cache, self.model.dtype, self.device)
+            self._features.start(self._cache, self.model.dtype, self.device)
 
     def clear_rows(self, rows: Tensor) -> None:
         for layer in self.key_values:
@@ -192,14 +192,13 @@ class TransformersModel:
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
         serve = spans_serve(positions, self._require_cache().capacity, self.dtype)
-        takes_spans = self.can_take_spans and self.takes_spans and serve
-        return self.read(tokens, positions, takes_spans, num_logits, rows)
+        return self.read(tokens, positions, self.supports_spans and self.use_spans and serve, num_logits, rows)
 
     def read(
         self,
         tokens: Tensor,
         positions: Tensor,
-        takes_spans: bool,
+        use_spans: bool,
         num_logits: int | None = None,
         rows: Tensor | None = None,
         width: int | None = None,
@@ -207,10 +206,10 @@ class TransformersModel:
         """`forward`, with spans or a mask for attention, over the first `width` slots."""
         cache = self._require_cache()
         if width is None:
-            # Eagerly on a CPU those that may hold text; otherwise all, because shapes have to stay the same.
+            # Read all slots unless the call is eager on a CPU: shapes have to stay the same.
             width = int(positions.amax()) + 1 if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
-            if takes_spans:
+            if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
             elif self._sees_all and cache.first == width - 1:
                 # One token of every row, at the last slot that is read.
@@ -236,15 +235,21 @@ class TransformersModel:
             return self._read(tokens, positions, self._mask(positions, slot_positions, visible), None)
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
-        output = self.prepared(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=self._position_ids(positions),
-            past_key_values=self._require_cache(),
-            use_cache=True,
-            logits_to_keep=num_logits or 0,
-        )
-        return as_float(output.logits)
+        arguments = self._arguments(tokens, positions, mask, num_logits)
+        logits: Tensor = self.prepared(**arguments, use_cache=True).logits
+        logits = logits.float() if logits.dtype == torch.float64 else logits
+        # Not every model takes `logits_to_keep`.
+        return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
+
+    def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
+        """The arguments of the model's forward."""
+        return {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "position_ids": self._position_ids(positions),
+            "past_key_values": self._require_cache(),
+            "logits_to_keep": num_logits or 0,
+        }
 
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.
@@ -253,7 +258,7 @@ class TransformersModel:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
         first = type(self)(self.model, num_layers)
-        first.can_take_spans = self.can_take_spans
+        first.supports_spans = self.supports_spans
         return first
 
     def _require_cache(self) -> RaggedCache:
@@ -282,7 +287,3 @@ class TransformersModel:
             return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
         return self._for_layers(mask)
-
-
-def as_float(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype == torch.float64 else logits

@@ -16,7 +16,7 @@ from transformers.generation import (
 
 from ..decode.output import GenerationStats
 
-__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "KeptLogits", "Predictions"]
+__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "Predictions"]
 
 
 @dataclass
@@ -34,16 +34,25 @@ class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
     stats: GenerationStats | None = None
 
 
-class KeptLogits:
-    """The target's logits of every new token, B x L x V x 4 bytes.
+class Predictions:
+    """Scores and logits of a call, as transformers' `generate` returns them: for each new token [B, V] float32.
 
-    An eager step pushes all of its logits; once the host has read the step's record, only those of the emitted tokens
-    are kept.
+    An eager step pushes all of the target's logits; once the host has read the step's record, only those of the emitted
+    tokens are kept, B x L x V x 4 bytes in the end.
+
+    Args:
+        processors: turn logits into scores.
+        prompts: [B, P], padding included.
+        config: says what is asked for.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, processors: LogitsProcessorList, prompts: Tensor, config: GenerationConfig) -> None:
+        self._processors = processors
+        self._num_prompt = prompts.shape[1]
+        self._config = config
         self._steps: list[Tensor] = []
-        self._rows: list[list[Tensor]] = [[] for _ in range(num_rows)]
+        self._rows: list[list[Tensor]] = [[] for _ in prompts]
+        self._scores: tuple[Tensor, ...] = ()
 
     def push(self, logits: Tensor) -> None:
         """Add the logits of a step [B, K+1, V]."""
@@ -55,36 +64,6 @@ class KeptLogits:
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
 
-    def at(self, place: int) -> Tensor:
-        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
-        found = [own[place] if place < len(own) else None for own in self._rows]
-        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
-        return torch.stack([none if logits is None else logits for logits in found])
-
-
-class Predictions:
-    """Scores and logits of a call, as transformers' `generate` returns them: for each new token [B, V] float32.
-
-    Args:
-        kept: the target's logits.
-        processors: turn logits into scores.
-        num_prompt: the prompts' length, padding included.
-        config: says what is asked for.
-    """
-
-    def __init__(
-        self, kept: KeptLogits, processors: LogitsProcessorList, num_prompt: int, config: GenerationConfig
-    ) -> None:
-        self.kept = kept
-        self._processors = processors
-        self._num_prompt = num_prompt
-        self._config = config
-        self._scores: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def wanted(config: GenerationConfig) -> bool:
-        return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-
     def scores(self, input_ids: Tensor) -> tuple[Tensor, ...] | None:
         """The scores of all new tokens of `input_ids` [B, P + n]; None if the call does not ask for scores."""
         if not self._config.output_scores:
@@ -92,7 +71,7 @@ class Predictions:
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):
             text = input_ids[:, : self._num_prompt + place]
             # Give processors zeros for a row that has ended: its logits are NaN.
-            logits = self.kept.at(place)
+            logits = self._logits(place)
             logits = torch.where(logits.isnan().all(1, keepdim=True), 0.0, logits)
             self._scores += (self._processors(text, logits.to(text.device)),)
         return self._scores
@@ -104,16 +83,18 @@ class Predictions:
             sequences: [B, P + L].
             lengths: [B], new tokens of each row.
         """
-        fields = {}
-        scores = self.scores(sequences)
-        if scores is not None:
-            fields["scores"] = scores
+        found = {"scores": self.scores(sequences)}
         if self._config.output_logits:
-            num_new = sequences.shape[1] - self._num_prompt
-            fields["logits"] = tuple(self.kept.at(place).to(sequences.device) for place in range(num_new))
+            places = range(sequences.shape[1] - self._num_prompt)
+            found["logits"] = tuple(self._logits(place).to(sequences.device) for place in places)
         return {
-            name: tuple(
-                values.masked_fill((lengths <= place).unsqueeze(1), math.nan) for place, values in enumerate(found)
-            )
-            for name, found in fields.items()
+            name: tuple(each.masked_fill((lengths <= n).unsqueeze(1), math.nan) for n, each in enumerate(values))
+            for name, values in found.items()
+            if values is not None
         }
+
+    def _logits(self, place: int) -> Tensor:
+        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
+        found = [own[place] if place < len(own) else None for own in self._rows]
+        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
+        return torch.stack([none if logits is None else logits for logits in found])

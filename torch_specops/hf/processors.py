@@ -36,25 +36,27 @@ from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 __all__ = ["ProcessorSampling", "commutes_with_masks", "is_warper", "read_processors"]
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
-# before it.
-_ORDER: dict[type, int] = {
-    SequenceBiasLogitsProcessor: 0,
-    RepetitionPenaltyLogitsProcessor: 1,
-    NoRepeatNGramLogitsProcessor: 1,
-    NoBadWordsLogitsProcessor: 1,
-    MinLengthLogitsProcessor: 1,
-    MinNewTokensLengthLogitsProcessor: 1,
-    # It changes logits that are not finite, whose meaning here is fixed (docs/law.md).
-    InfNanRemoveLogitsProcessor: 1,
-    SuppressTokensLogitsProcessor: 1,
-    SuppressTokensAtBeginLogitsProcessor: 1,
-    TemperatureLogitsWarper: 2,
-    TopKLogitsWarper: 3,
-    TopPLogitsWarper: 4,
-    MinPLogitsWarper: 5,
-    LogitNormalization: 6,
-}
-_FIRST_WARPER = 2
+# before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed (docs/law.md).
+_STAGES: tuple[tuple[type, ...], ...] = (
+    (SequenceBiasLogitsProcessor,),
+    (
+        RepetitionPenaltyLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        MinLengthLogitsProcessor,
+        MinNewTokensLengthLogitsProcessor,
+        InfNanRemoveLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        SuppressTokensAtBeginLogitsProcessor,
+    ),
+    (TemperatureLogitsWarper,),
+    (TopKLogitsWarper,),
+    (TopPLogitsWarper,),
+    (MinPLogitsWarper,),
+    (LogitNormalization,),
+)
+_STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
+_FIRST_WARPER = _STAGE[TemperatureLogitsWarper]
 # They remember their calls, but may answer the first questions as if they did not: before enough calls, or as long as
 # the text stays within one state of a grammar.
 _STATEFUL = SynthIDTextWatermarkLogitsProcessor
@@ -63,53 +65,48 @@ _GRAMMARS = ("llguidance", "outlines", "xgrammar")
 PADDING_MULTIPLE = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessorSampling(SamplingParams):
     """`SamplingParams` that mean what a list of transformers' processors means.
 
     Args:
         biases: the same for all rows.
-        input_ids: [B, P] the prompts with their padding, which transformers' processors take for text.
-        num_padding: [B] int64, the padding on the left.
+        padding: [B, P], the prompts' padding on the left, which transformers' processors take for text; elsewhere the
+            pad token.
+        num_padding: [B] int64.
         num_ignored: [B] int64, tokens that a repetition penalty leaves out, of padding and prompt the first; None = 0.
-        called: processors that are called as they are; None = none.
+        called: processors that are called as they are.
         pad_token_id: what they see where a row has no token.
-        asked_once: whether they are asked about each text once, as in transformers: without drafts and `output_scores`.
+        asked_once: True = they are asked about each text once, as in transformers: without drafts and `output_scores`.
     """
 
-    biases: tuple[Bias, ...] = ()
-    input_ids: Tensor | None = None
-    num_padding: Tensor | None = None
+    biases: tuple[Bias, ...]
+    padding: Tensor
+    num_padding: Tensor
     num_ignored: Tensor | None = None
-    called: list[LogitsProcessor] | None = None
-    pad_token_id: int = 0
-    asked_once: bool = True
+    called: list[LogitsProcessor]
+    pad_token_id: int
+    asked_once: bool
 
     @property
     def not_compiled(self) -> str | None:
-        """Why steps are not compiled."""
-        if self.called is None:
-            return None
-        return f"{', '.join(type(each).__name__ for each in self.called)} of logits_processor: called as they are"
+        """The reason why steps are not compiled; None if they may be."""
+        names = ", ".join(type(each).__name__ for each in self.called)
+        return f"{names} of logits_processor: called as they are" if names else None
 
     def tensors(self, batch: int, device: torch.device | str = "cpu", **prompts: Any) -> SamplingTensors:
         tensors = super().tensors(batch, device, **prompts)
-        assert self.input_ids is not None and self.num_padding is not None
-        if self.called is not None:
-            is_padding = torch.arange(self.input_ids.shape[1]) < self.num_padding.unsqueeze(1)
-            padding = torch.where(is_padding, self.input_ids, self.pad_token_id)
-            arguments = prompts["prompt_lengths"], prompts["eos"], self.pad_token_id, self.asked_once
-            return replace(tensors, processors=_Called(self.called, padding, *arguments))
         processors = tensors.processors
+        if self.called:
+            return replace(tensors, processors=_Called(self, prompts["prompt_lengths"], prompts["eos"]))
         if isinstance(processors, Processors) and self.num_ignored is not None:
             processors = replace(processors, num_ignored=self.num_ignored.to(device))
         if isinstance(processors, Processors) and processors.read_text and bool((self.num_padding > 0).any()):
             width = -(-int(self.num_padding.max()) // PADDING_MULTIPLE) * PADDING_MULTIPLE
-            padding = pad(self.input_ids, (0, max(width - self.input_ids.shape[1], 0)))[:, :width]
             processors = replace(
                 processors,
                 prompt_lengths=processors.prompt_lengths + self.num_padding,
-                padding=padding,
+                padding=pad(self.padding, (0, max(width - self.padding.shape[1], 0)))[:, :width],
                 num_padding=self.num_padding,
             )
         return replace(tensors, processors=processors)
@@ -143,21 +140,22 @@ def read_processors(
             raise _refused(processor, "remembers its calls")
     mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).cpu()
     num_padding = (mask.cumsum(1) == 0).sum(1)
+    is_padding = torch.arange(input_ids.shape[1]) < num_padding.unsqueeze(1)
     widths = num_padding + mask.sum(1)
     values = None
     num_called = -1
     while values is None:
         num_called += 1
-        values = _understood(processors[num_called:], input_ids.shape[1], widths, vocab_size, num_called > 0)
+        values = _translated(processors[num_called:], input_ids.shape[1], widths, vocab_size, num_called > 0)
     if not do_sample:
         # Temperature and filters do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0.0
     return ProcessorSampling(
         **values,
-        input_ids=input_ids.cpu(),
+        padding=torch.where(is_padding, input_ids.cpu(), pad_token_id),
         num_padding=num_padding,
-        called=processors[:num_called] or None,
+        called=processors[:num_called],
         pad_token_id=pad_token_id,
         asked_once=asked_once,
     )
@@ -165,15 +163,15 @@ def read_processors(
 
 def is_warper(processor: LogitsProcessor) -> bool:
     """True if `SamplingParams` applies it after the masks of grammars."""
-    return _ORDER.get(type(processor), -1) >= _FIRST_WARPER
+    return _STAGE.get(type(processor), -1) >= _FIRST_WARPER
 
 
 def commutes_with_masks(processor: LogitsProcessor) -> bool:
     """True if a grammar's mask before it means the same as the loop's, after the processors and before the warpers."""
-    return type(processor) in _ORDER
+    return type(processor) in _STAGE
 
 
-def _understood(
+def _translated(
     processors: list[LogitsProcessor], prompt_width: int, widths: Tensor, vocab_size: int, only_warpers: bool
 ) -> dict[str, Any] | None:
     """The fields of `ProcessorSampling` that do what these processors do; None if there are none.
@@ -186,24 +184,44 @@ def _understood(
     biases: list[Bias] = []
     last = _FIRST_WARPER if only_warpers else 0
     for processor in processors:
-        # Not isinstance: a subclass may do anything.
-        order = _ORDER.get(type(processor), -1)
-        own, own_biases = _fields_of(processor, widths), _biases_of(processor, prompt_width)
-        if order < last or own is None or own_biases is None or own.keys() & values.keys():
+        own = _fields_of(processor, prompt_width, widths, vocab_size)
+        if own is None or _STAGE[type(processor)] < last:
+            return None
+        biases += own.pop("biases", ())
+        if own.keys() & values.keys():
             return None
         values |= own
-        # transformers ignores tokens that the model cannot emit, but in a bias.
-        is_bias = isinstance(processor, SequenceBiasLogitsProcessor)
-        biases += [bias for bias in own_biases if is_bias or 0 <= bias.tokens[0] < vocab_size]
-        last = order
+        last = _STAGE[type(processor)]
     return values | {"biases": tuple(biases)}
 
 
-def _fields_of(processor: Any, widths: Tensor) -> dict[str, Any] | None:
-    """The `ProcessorSampling` fields that are exactly a processor; None if no fields are."""
-    if getattr(processor, "filter_value", -math.inf) != -math.inf:
+def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: int) -> dict[str, Any] | None:
+    """The fields of `ProcessorSampling` that are exactly a processor; None if no fields are."""
+
+    def excluded(tokens: Tensor, until: int) -> dict[str, Any]:
+        # transformers ignores tokens that the model cannot emit, but in a bias.
+        known = [token for token in tokens.flatten().tolist() if 0 <= token < vocab_size and until > 0]
+        return {"biases": [Bias((token,), -math.inf, until) for token in known]}
+
+    # Not isinstance: a subclass may do anything.
+    if type(processor) not in _STAGE or getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
+        # This is also the class of bad words, which have dropped those that are an eos token.
+        case SequenceBiasLogitsProcessor():
+            # transformers 5.17 ignores a sequence that is longer than the text, padding included.
+            if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
+                return None
+            return {"biases": [Bias(tuple(map(int, key)), value) for key, value in processor.sequence_bias.items()]}
+        case MinLengthLogitsProcessor():
+            return excluded(processor.eos_token_id, processor.min_length - prompt_width)
+        case MinNewTokensLengthLogitsProcessor():
+            fewest = processor.prompt_length_to_skip + processor.min_new_tokens
+            return excluded(processor.eos_token_id, fewest - prompt_width)
+        case SuppressTokensLogitsProcessor():
+            return excluded(processor.suppress_tokens, ALWAYS)
+        case SuppressTokensAtBeginLogitsProcessor() if processor.begin_index <= prompt_width:
+            return excluded(processor.begin_suppress_tokens, processor.begin_index - prompt_width + 1)
         case RepetitionPenaltyLogitsProcessor():
             # From transformers 5.23 on, `generate` passes the padding of each row.
             given = processor.prompt_ignore_length
@@ -221,78 +239,35 @@ def _fields_of(processor: Any, widths: Tensor) -> dict[str, Any] | None:
             return {"top_p": processor.top_p}
         case MinPLogitsWarper() if processor.min_tokens_to_keep == 1:
             return {"min_p": processor.min_p}
-        case TopPLogitsWarper() | MinPLogitsWarper():
-            return None
-    return {}
-
-
-def _biases_of(processor: Any, prompt_width: int) -> list[Bias] | None:
-    """The biases that a processor adds; None if they cannot be written so."""
-    match processor:
-        case SequenceBiasLogitsProcessor():
-            # transformers 5.17 ignores a sequence that is longer than the text, padding included.
-            if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
-                return None
-            # This is also the class of bad words, which have dropped those that are an eos token.
-            return [Bias(tuple(map(int, tokens)), value) for tokens, value in processor.sequence_bias.items()]
-        case MinLengthLogitsProcessor():
-            return _excluded(processor.eos_token_id, processor.min_length - prompt_width)
-        case MinNewTokensLengthLogitsProcessor():
-            fewest = processor.prompt_length_to_skip + processor.min_new_tokens
-            return _excluded(processor.eos_token_id, fewest - prompt_width)
-        case SuppressTokensLogitsProcessor():
-            return _excluded(processor.suppress_tokens, ALWAYS)
-        case SuppressTokensAtBeginLogitsProcessor():
-            if processor.begin_index > prompt_width:
-                return None
-            return _excluded(processor.begin_suppress_tokens, processor.begin_index - prompt_width + 1)
-    return []
-
-
-def _excluded(tokens: Tensor, until: int) -> list[Bias]:
-    return [Bias((token,), -math.inf, until) for token in tokens.flatten().tolist() if until > 0]
-
-
-# Texts [B, P + n], scores [B, V], and which rows are asked about.
-_Question = tuple[Tensor, Tensor, list[bool]]
+        case LogitNormalization() | InfNanRemoveLogitsProcessor():
+            return {}
+    return None
 
 
 class _Called:
     """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
 
-    Rows have different numbers of new tokens. All are in every call, because a processor may know its rows by index,
-    and of each call the rows with the right number are taken. The others show what can come about too: a row ahead is
+    Rows have different numbers of new tokens. Each call passes all rows, because a processor may know its rows by
+    index, and only rows with the right number keep the result. The others show what can come about too: a row ahead is
     cut, one behind has more padding on its left, and one that has ended has padding after its eos, as in transformers.
     No call is made for what follows an eos, or a draft that a call has excluded.
 
+    Unless they are asked about each text once, the processors are asked about the first texts again after others, and
+    one with another answer is refused.
+
     Args:
-        processors: functions of their arguments.
-        padding: [B, P], the prompts' padding on the left; elsewhere the pad token.
         prompt_lengths: [B], without padding.
         eos: [B, E], tokens that end a row; -1 is none.
-        pad_token_id: extends the padding.
-        asked_once: whether the processors are asked about each text once. If not, they are asked the first text again
-            behind the first draft or in the second call, and one with another answer is refused.
     """
 
-    def __init__(
-        self,
-        processors: list[LogitsProcessor],
-        padding: Tensor,
-        prompt_lengths: Tensor,
-        eos: Tensor,
-        pad_token_id: int,
-        asked_once: bool,
-    ) -> None:
-        self._processors = [self._of_rows_asked(processor) for processor in processors]
-        self._padding = padding
+    def __init__(self, sampling: ProcessorSampling, prompt_lengths: Tensor, eos: Tensor) -> None:
+        self._processors = [self._of_rows_asked(processor) for processor in sampling.called]
+        self._sampling = sampling
         self._prompt_lengths = prompt_lengths
         self._eos = eos
-        self._pad_token_id = pad_token_id
-        self._asked_once = asked_once
+        self._num_asked = 0
         # The first question and the answers to it, until it is asked again.
-        self._first: tuple[_Question, list[Tensor]] | None = None
-        self._has_answered = False
+        self._first: tuple[tuple[Tensor, Tensor, list[bool]], list[Tensor]] | None = None
         self._rows_asked: list[bool] = []
 
     @property
@@ -309,7 +284,6 @@ class _Called:
         # The longest text that each row is asked about: up to an eos, its last draft, or a draft that is excluded.
         lasts = torch.minimum(torch.where(is_end.any(1), is_end.long().argmax(1), width), lengths[:, -1])
         ended = (lasts < lengths[:, -1]) & is_eos[rows, lasts.clamp(max=width - 1)]
-        goes_on = self._has_answered or bool((lasts + ended.long() > firsts).any())
         processed = logits.to(torch.float32, copy=True)
         for count in (lengths - starts.unsqueeze(1)).unique().tolist():
             ends = starts + count
@@ -319,15 +293,15 @@ class _Called:
             places = (ends - firsts).clamp(0, logits.shape[1] - 1)
             question = self._texts(text, count, lasts, ended), processed[rows, places], asked.tolist()
             *_, scores = answers = self._answers(*question)
-            if not self._asked_once and not self._has_answered:
+            if self._num_asked == 0 and not self._sampling.asked_once:
                 self._first = question, answers
-            self._has_answered = True
+            self._num_asked += 1
             processed[rows[asked], places[asked]] = scores[asked].to(processed)
             drafts = text.gather(1, ends.clamp(max=width - 1).unsqueeze(1)).clamp(min=0)
             is_excluded = asked & (ends < lengths[:, -1]) & ~(scores.gather(1, drafts).squeeze(1) > -math.inf)
             lasts = torch.where(is_excluded, ends, lasts)
             ended = ended & ~is_excluded
-        if goes_on and self._first is not None:
+        if self._first is not None and self._num_asked > 1:
             (question, answers), self._first = self._first, None
             for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
                 # The order of a device's additions may differ from call to call.
@@ -337,7 +311,7 @@ class _Called:
 
     def _texts(self, text: Tensor, count: int, lasts: Tensor, ended: Tensor) -> Tensor:
         """[B, P + count], what the rows show in a call for those with this number of new tokens."""
-        padding = pad(self._padding, (0, count), value=self._pad_token_id).to(text.device)
+        padding = pad(self._sampling.padding, (0, count), value=self._sampling.pad_token_id).to(text.device)
         ends = self._prompt_lengths.to(text.device) + count
         shown = torch.where(ended, ends, torch.minimum(ends, lasts))
         places = torch.arange(padding.shape[1], device=text.device) - (padding.shape[1] - shown).unsqueeze(1)
@@ -352,7 +326,7 @@ class _Called:
             try:
                 answers.append(processor(texts, answers[-1].clone()))
             except Exception as error:
-                if self._asked_once or not self._has_answered:
+                if self._sampling.asked_once or self._num_asked == 0:
                     raise
                 raise _refused(processor, f"raised {type(error).__name__} on a later text") from error
         return answers[1:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from transformers.generation import (
 from ..decode.rows import BatchRule, RowRule
 from .outputs import Predictions
 
-__all__ = ["Stops", "read_criteria", "stop_string_rule"]
+__all__ = ["StopRules", "read_criteria", "stop_string_rule"]
 
 
 @dataclass(frozen=True)
-class Stops:
+class StopRules:
     """The rules that end rows.
 
     Args:
@@ -41,7 +41,7 @@ class Stops:
     batch_rules: list[BatchRule]
 
 
-def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> Stops:
+def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> StopRules:
     """Sort the criteria; `predictions` has the scores that a criterion may look at.
 
     Raises:
@@ -53,39 +53,36 @@ def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | Non
     batch_rules: list[BatchRule] = []
     for criterion in criteria:
         # Not isinstance: a subclass may do anything.
-        if type(criterion) is MaxLengthCriteria:
+        kind = type(criterion)
+        if kind is MaxLengthCriteria:
             lengths.append(criterion.max_length)
-        elif type(criterion) is EosTokenCriteria:
+        elif kind is EosTokenCriteria:
             eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
-        elif type(criterion) is StopStringCriteria:
-            row_rules.append(functools.partial(_ends_with_stop_string, criterion))
-        elif type(criterion) is MaxTimeCriteria:
-            row_rules.append(functools.partial(_is_out_of_time, criterion))
+        elif kind is StopStringCriteria:
+            row_rules.append(partial(_ask_of_rows, criterion, criterion.maximum_token_len))
+        elif kind is MaxTimeCriteria:
+            row_rules.append(partial(_ask_of_rows, criterion, 1))
         else:
-            batch_rules.append(functools.partial(_ask, criterion, predictions))
+            batch_rules.append(partial(_ask, criterion, predictions))
     if not lengths:
         raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
-    return Stops(min(lengths), eos_token_ids, row_rules, batch_rules)
+    return StopRules(min(lengths), eos_token_ids, row_rules, batch_rules)
 
 
 # The criterion keeps a tensor in a cache of transformers, where others find it.
 @torch.inference_mode(False)
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
     """A text ends with one of these strings, or inside its newest token."""
-    return functools.partial(_ends_with_stop_string, StopStringCriteria(tokenizer, list(stop_strings)))
+    criterion = StopStringCriteria(tokenizer, list(stop_strings))
+    return partial(_ask_of_rows, criterion, criterion.maximum_token_len)
 
 
-def _ends_with_stop_string(criterion: StopStringCriteria, texts: list[list[int]]) -> list[bool]:
-    # No token reaches back further, and one outside the vocabulary is part of no string.
-    width = criterion.maximum_token_len
+def _ask_of_rows(criterion: StoppingCriteria, width: int, texts: list[list[int]]) -> list[bool]:
+    """Show the criterion the newest `width` tokens of each text, which decide."""
+    # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max
     newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]
     ends: list[bool] = criterion(torch.tensor(newest), None).tolist()
-    return ends
-
-
-def _is_out_of_time(criterion: MaxTimeCriteria, texts: list[list[int]]) -> list[bool]:
-    ends: list[bool] = criterion(torch.zeros(len(texts), 1, dtype=torch.int64), None).tolist()
     return ends
 
 

@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import custom_generate, handover
+from torch_specops.hf import custom_generate, generate_patch
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 CALL: dict[str, Any] = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9, "do_sample": False}
@@ -90,6 +90,6 @@ def test_other_functions_see_no_difference() -> None:
 
 
 def test_a_release_without_the_method_is_said() -> None:
-    for mixin in (type("Mixin", (), {}), type("Mixin", (), {handover.METHOD: lambda self, kwargs: {}})):
+    for mixin in (type("Mixin", (), {}), type("Mixin", (), {generate_patch.METHOD: lambda self, kwargs: {}})):
         with pytest.warns(RuntimeWarning, match="does not hand streamer= and assistant_model= on"):
-            handover.extend(mixin)
+            generate_patch.hand_on_arguments(mixin, custom_generate)

@@ -1,0 +1,68 @@
+"""Arguments of transformers' `generate` that it withholds when `custom_generate` is a function.
+
+`generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
+without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.23). One
+of its methods sees them all before the first token, and it gets an addition here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import transformers
+
+__all__ = ["hand_on_arguments"]
+
+METHOD = "_extract_generation_mode_kwargs"
+PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer")
+
+
+def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
+    """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
+    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`. Calls with another function see no difference.
+    Warns if the mixin has no method of that name and those parameters."""
+    extract = getattr(mixin, METHOD, None)
+    if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
+        warnings.warn(
+            f"transformers {transformers.__version__} does not hand streamer= and assistant_model= on to "
+            "custom_generate; pass token_streamer= and draft_model=",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+
+    @functools.wraps(extract)
+    def extract_more(
+        self: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
+    ) -> dict[str, Any]:
+        # The function may be behind a `functools.partial`.
+        is_ours = getattr(custom_generate, "func", custom_generate) is function
+        more: dict[str, Any] = {}
+        if is_ours:
+            if kwargs.get("assistant_tokenizer") is not None:
+                raise NotImplementedError(
+                    "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"
+                )
+            heard = None if streamer is None else _after_the_prompt(streamer)
+            given = (assistant_model, "assistant_model", "draft_model"), (heard, "streamer", "token_streamer")
+            for value, given_as, name in given:
+                if value is not None and kwargs.get(name) is not None:
+                    raise ValueError(f"{given_as}: expected None beside {name}, which is the same, got {type(value)}")
+                if value is not None:
+                    more[name] = value
+            more["tokenizer"] = kwargs.get("tokenizer")
+        return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
+
+    setattr(mixin, METHOD, extract_more)
+
+
+def _after_the_prompt(streamer: Any) -> Any:
+    """A streamer that drops the first tokens: `generate` has given it the prompt already."""
+    puts = chain([lambda tokens: None], repeat(streamer.put))
+    return SimpleNamespace(put=lambda tokens: next(puts)(tokens), end=streamer.end)
