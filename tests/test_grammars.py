@@ -104,7 +104,7 @@ def test_a_bitmask_takes_tokens_away(dtype: torch.dtype, monkeypatch: pytest.Mon
         bitmask = (bits.long().unflatten(2, (-1, 32)) << torch.arange(32)).sum(3).to(torch.int32)
         expected = logits.masked_fill(~bits[..., :vocab_size], -torch.inf)
         for reads_data in (True, False):
-            # What is traced, and runs on a device, has another form.
+            # Traced calls and calls on a device take another form.
             monkeypatch.setattr(grammars, "is_eager_cpu", lambda *tensors, reads_data=reads_data: reads_data)
             found = allowed_logits(logits, bitmask)
             assert found.dtype == dtype and torch.equal(found, expected)

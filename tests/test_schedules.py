@@ -193,7 +193,7 @@ BAD_COUNTS: list[tuple[tuple[Any, Any], type[Exception], str]] = [
 def test_bad_counts(make: Any) -> None:
     schedule = make()
     assert raised(lambda counts: schedule.next(*counts), BAD_COUNTS) == []
-    # What was refused has changed nothing.
+    # A refused report has changed nothing.
     assert simulate(schedule, 0.5, 40) == simulate(make(), 0.5, 40)
 
 

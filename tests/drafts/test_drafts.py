@@ -48,7 +48,7 @@ def test_prompt_lookup_is_the_plain_loop(
 ) -> None:
     min_ngram, max_ngram = ngrams
     width = max(len(text) for text in texts) + spare
-    # What stands behind a row's length must not be read: it continues every match.
+    # Tokens behind a row's length must not be read: they continue every match.
     tokens = torch.tensor([text + [text[-1] if text else 0] * (width - len(text)) for text in texts])
     tokens = tokens.reshape(len(texts), width).long()
     lengths = torch.tensor([len(text) for text in texts])
@@ -92,7 +92,7 @@ def suffix_lookup_by_loops(texts: list[list[int]], num_draft_tokens: int, max_ng
                 length += 1
             places.append((text, end, length))
     longest = max((length for _, _, length in places), default=0)
-    # Of equal votes the newest place decides.
+    # The newest place decides between equal votes.
     agree = [(text, end) for text, end, length in reversed(places) if length == longest]
     drafts: list[int] = []
     likely = 1.0
@@ -151,7 +151,7 @@ def test_suffix_lookup_remembers_the_newest() -> None:
 
 
 def test_suffix_lookup_in_the_loop() -> None:
-    """What is decoded again is copied from memory, and the tokens are the same; traced, too."""
+    """A text that is decoded again is copied from memory, and has the same tokens; traced, too."""
     model = PairModel(TABLE)
     draft = SuffixLookup()
     decoder = torch_specops.SpeculativeDecoder(model, draft, sampling=torch_specops.SamplingParams(temperature=0.0))
@@ -188,7 +188,7 @@ def pair_logits(text: list[int]) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
     source = ModelDraft(PairModel(TABLE))
-    # What stands behind a text is garbage.
+    # Tokens behind a text are garbage.
     tokens = torch.tensor([row + [8] * (24 - len(row)) for row in ROWS])
     lengths, seeds = torch.tensor([len(row) for row in ROWS]), torch.tensor([5, 6, 7])
     source.start(tokens, lengths, 24)

@@ -47,7 +47,7 @@ def as_specforge(folder: Path, to: Path) -> Path:
 
 @pytest.mark.parametrize("name", [*HEADS, "llama, SpecForge", "llama_norms, SpecForge"])
 def test_logits_are_those_of_the_speculators_library(name: str, tmp_path: Path) -> None:
-    """Of three drafts, the second and third of which read the head's own output."""
+    """The logits of three drafts; the second and third draft read the head's own output."""
     folder = DATA / f"eagle3_{name.removesuffix(', SpecForge')}"
     expected = load_file(folder / "expected" / "outputs.safetensors")
     head = read_head(as_specforge(folder, tmp_path / "head") if "SpecForge" in name else folder, CPU, torch.float32)

@@ -72,7 +72,7 @@ def test_a_copying_task_is_drafted_from_its_input(make: type[DraftSource], side:
 
 @pytest.mark.parametrize("make", LOOKUPS)
 def test_rows_of_a_session_copy_from_their_own_input(make: type[DraftSource]) -> None:
-    """Of any length, beside rows that go on."""
+    """Inputs have any length, and stand beside rows that go on."""
     decoder = SpeculativeDecoder(Editor(), make(), num_draft_tokens=8, sampling=GREEDY)
     sources = [SOURCES[index] for index in (1, 0, 2, 1, 2)]
     requests = [
@@ -81,7 +81,7 @@ def test_rows_of_a_session_copy_from_their_own_input(make: type[DraftSource]) ->
     ]
     for completion in decoder.generate_many(requests, batch_size=2):
         assert completion.new_tokens.tolist() == answer_to(sources[completion.index]).tolist()
-    # Of an edit and the two tokens behind it two are drafted at most, of the rest nearly all.
+    # At most two of an edit and the two tokens behind it are drafted, and nearly all others.
     assert decoder.stats.acceptance_rate is not None and decoder.stats.acceptance_rate > 0.7
 
 

@@ -132,7 +132,7 @@ def test_no_cache_lags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_right_inner_drafts_save_forwards() -> None:
-    """Of a model for which the next token is certain: one more, round and round."""
+    """The draft model is certain of the next token: one more, round and round."""
     table = torch.full((V + 1, V, V), -torch.inf)
     tokens = torch.arange(V)
     table[:, tokens, (tokens + 1) % V] = 0.0

@@ -42,7 +42,7 @@ def candidates_by_loops(table: Table, text: list[int], order: int) -> list[tuple
 
 
 def batch_of(rows: list[list[int]], spare: int = 0) -> tuple[Tensor, Tensor]:
-    """What stands behind a row's length must not be read: it is a token that the texts are full of."""
+    """Rows padded with a token that the texts are full of, because nothing behind a row's length may be read."""
     width = max(len(row) for row in rows) + spare
     return torch.tensor([row + [0] * (width - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def proposals(case: dict[str, Any], **options: Any) -> tuple[Draft, Table]:
-    """What a case's tables propose, and the counts by loops."""
+    """The proposals of a case's tables, and the counts by loops."""
     limits = {name: case[name] for name in ("vocab_size", "order", "max_candidates")}
     texts = [torch.tensor(text, dtype=torch.int64) for text in case["texts"]]
     source = NGram.from_tokens(texts, **limits, probabilities="sampling" in options)

@@ -18,7 +18,7 @@ SAMPLING = {"temperature": [0.7, 0.0, 1.3], "top_k": [0, 3, 8], "top_p": [1.0, 1
 
 
 def plain_log_probabilities(model: Any, tokens: list[int], row: int, logprobs: str) -> Tensor:
-    """Of each token but the first, by a forward without a cache."""
+    """The log-probability of each token but the first, by a forward without a cache."""
     logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     temperature, top_k, top_p = (SAMPLING[name][row] for name in ("temperature", "top_k", "top_p"))
     if logprobs == "processed":

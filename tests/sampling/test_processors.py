@@ -38,7 +38,7 @@ from torch_specops.decode.state import DecodeState
 from torch_specops.drafts import ModelDraft, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 
-# Of three kinds of rows. The first mixes penalties, so that the order of biases and penalties shows; the second has
+# Three kinds of rows. The first mixes penalties, so that the order of biases and penalties shows; the second has
 # words and n-grams that prompts and drafts begin; the third may end with token 5, but not at once.
 ROWS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.9, "logit_bias": {0: 1.5, 4: -math.inf}},
@@ -58,7 +58,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def batch_params(kinds: list[int], **others: Any) -> SamplingParams:
-    """Of a batch with a row for each kind."""
+    """The parameters of a batch with a row for each kind."""
     fields = {name: [(NEUTRAL | ROWS[kind])[name] for kind in kinds] for name in NEUTRAL}
     return SamplingParams(**fields, **others)
 
