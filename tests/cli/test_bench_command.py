@@ -113,6 +113,14 @@ def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.Mon
         made.append(options)
         return SpeculativeDecoder(*arguments, **options)
 
+    numbers, generate = [], LlamaForCausalLM.generate
+
+    def watched(model: LlamaForCausalLM, **options: Any) -> Any:
+        if "assistant_early_exit" in options:
+            numbers.append(model.generation_config.num_assistant_tokens)
+        return generate(model, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", watched)
     monkeypatch.setattr(providers, "SpeculativeDecoder", recorded)
     own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "3"]
     result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1", *own)
@@ -122,17 +130,21 @@ def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.Mon
     assert len(re.findall(r"^transformers assisted.* -( +-)+ *$", result.stdout, re.MULTILINE)) == 2
     options = {"num_draft_tokens": 3, "schedule": "heuristic", "compile": False}
     assert made == [options, options | {"verify": "block"}]
+    # Transformers' default is not 3.
+    assert numbers[0] == 3 and len(set(numbers)) == 2
 
 
 def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor]]) -> None:
     """Sampling among one token is greedy decoding, with every rule."""
     batch, texts = padded(loaded[1], loaded[0].target), []
+    before = [model.generation_config for model in (loaded[0].target.model, loaded[0].draft)]
     for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         sampling = SamplingParams(temperature=0.8 if filters else 0.0, **filters)
         verify = "block" if "top_k" in filters else "exact"
         ways = providers.make_providers(loaded[0], 6, 2, verify=verify)
         texts += [way.decode(*(part[:1] for part in batch), sampling, 0).tokens for way in ways]
     assert len(texts) == 20 and texts == texts[:1] * 20
+    assert [model.generation_config for model in (loaded[0].target.model, loaded[0].draft)] == before
 
 
 def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
@@ -334,9 +346,10 @@ def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
     """And the plot of the same results is a picture."""
     pytest.importorskip("matplotlib")
     fast = Run(10**5, [1.0], 10**4, 11765, [9] * 10, [9] * 10)
+    slow = Run(10**5, [2.0], 10**4, 10**5, [100] * 4, [90, 80, 70, 60])
     ways = ("transformers generate", "transformers assisted, K = 10", *OURS)
-    names = ("a very long category", "b")
-    done = [Measurement(way, False, name, 0.7, 32, [fast]) for name in names for way in ways]
+    done = [Measurement(way, False, "a very long category", 0.7, 32, [fast]) for way in ways]
+    done += [Measurement(way, False, "b", 0.7, 32, [fast if way == OURS[0] else slow]) for way in ways]
     records, total = (results.as_results(rows) for rows in (done, results.totals(done)))
     file = io.StringIO()
     categories.print_categories(Console(file=file, width=80), records, total, 10)
@@ -344,6 +357,7 @@ def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 78
     row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100"
     assert " ".join(lines[3].split()) == row
+    assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 -"
     categories.plot_categories(records, total, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
