@@ -68,8 +68,8 @@ def test_attention_spills_nothing_and_copies_16_bytes_at_a_time(target: str, dty
     *_, build = [b for b in aot.builds() if b.kernel == "attend.parts" and b.config.startswith(f"{dtype}, D={width},")]
     result, constants = aot.compile_build(build, target), dict(build.constants)
     tile_bytes = constants["TILE"] * constants["BLOCK_D"] * (4 if dtype == "fp32" else 2)
-    # The keys of a tile, and its values.
-    assert result.spill_bytes == 0 and result.wide_loads >= 2 * tile_bytes // (16 * 32 * attention.ATTEND_WARPS)
+    # The keys of a tile and its values, in the loop and ahead of it.
+    assert result.spill_bytes == 0 and result.wide_loads >= 4 * tile_bytes // (16 * 32 * attention.ATTEND_WARPS)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
