@@ -26,10 +26,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torch_specops.drafts import EarlyExit, HierarchicalDraft, PromptLookup
+from torch_specops.drafts import Draft, DraftSource, EarlyExit, HierarchicalDraft, PromptLookup
 from torch_specops.hf import custom_generate, language_model
 from torch_specops.hf.processors import _Called
 from torch_specops.laws import chi_square
+from torch_specops.sampling import SamplingTensors
 
 NEW = 14
 
@@ -229,6 +230,17 @@ class StrictProcessor(LogitsProcessor):
 EOS = {4, 37}
 
 
+class Ending(DraftSource):
+    """Proposes some token, and then an eos, which nothing follows if the first one is forbidden."""
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        drafts = torch.full((len(lengths), num_draft_tokens), min(EOS))
+        drafts[:, 0] = lengths * 7 % VOCAB
+        return Draft(drafts)
+
+
 def restricted(automaton: Automaton, way: str) -> dict[str, Any]:
     if way == "function":
         return {"prefix_allowed_tokens_fn": automaton}
@@ -252,7 +264,8 @@ def test_only_texts_that_can_come_about_are_asked_about(side: str, way: str) -> 
     prompts = options["input_ids"], options["attention_mask"]
     rows = [row_alone(row, prompt) for row, prompt in enumerate(Automaton(*prompts).prompts)]
     assert len({len(row) for row in rows}) > 1
-    for draft in (None, PromptLookup(min_ngram=1), perturbed(target, 0.1), HierarchicalDraft(language_model(target))):
+    models = perturbed(target, 0.1), HierarchicalDraft(language_model(target))
+    for draft in (None, PromptLookup(min_ngram=1), Ending(), *models):
         automaton = Automaton(*prompts)
         found: Any = ours(target, **options, **restricted(automaton, way), draft_model=draft, num_draft_tokens=4)
         new = found[:, automaton.width :].tolist()
