@@ -132,22 +132,25 @@ def test_a_draft_goes_through_the_same() -> None:
     assert min(taken.values()) > 0.999, taken
 
 
+class Noting(LogitsProcessor):
+    """Keeps the texts of every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append(input_ids.tolist())
+        return scores
+
+
 def test_no_processor_is_called_for_what_follows_an_eos() -> None:
     """All rows that go on have equally many new tokens, because there is no draft."""
-    widths = list[int]()
-
-    class Noting(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            widths.append(input_ids.shape[1])
-            return scores
-
-    output = ours(shared_tiny("llama"), **arguments("llama"), max_new_tokens=NEW)
-    prompt = output.shape[1] - NEW
-    eos = [int(output[0, prompt + 3]), int(output[1, prompt + 6]), int(output[2, prompt + 1])]
-    output = ours(
-        shared_tiny("llama"), **arguments("llama"), **processed(Noting()), max_new_tokens=NEW, eos_token_id=eos
-    )
-    assert widths == list(range(prompt, output.shape[1])) and len(widths) > 3
+    options, noting = {**arguments("llama"), "max_new_tokens": NEW}, Noting()
+    free = ours(shared_tiny("llama"), **options)[:, -NEW:].tolist()
+    eos = [free[0][3], free[1][6], free[2][1]]
+    output = ours(shared_tiny("llama"), **options, **processed(noting), eos_token_id=eos)
+    widths = [len(texts[0]) for texts in noting.calls]
+    assert widths == list(range(options["input_ids"].shape[1], output.shape[1])) and len(widths) > 3
 
 
 def test_what_has_no_counterpart_is_called_and_says_so() -> None:
@@ -278,18 +281,12 @@ def test_only_texts_that_can_come_about_are_asked_about(side: str, way: str) -> 
 
 
 def test_no_text_is_asked_about_twice_but_the_first() -> None:
-    asked: Counter[tuple[int, ...]] = Counter()
-
-    class Noting(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            asked.update(map(tuple, input_ids.tolist()))
-            return scores
-
     prompt = torch.tensor([PROMPTS[0]])
     options: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 30}
     for draft, twice in ((None, []), (PromptLookup(min_ngram=1), [tuple(PROMPTS[0])])):
-        asked.clear()
-        output = ours(shared_tiny("llama"), **options, **processed(Noting()), draft_model=draft)
+        noting = Noting()
+        output = ours(shared_tiny("llama"), **options, **processed(noting), draft_model=draft)
+        asked = Counter(tuple(text) for (text,) in noting.calls)
         assert [text for text, count in asked.items() if count > 1] == twice and max(asked.values()) <= 2
         assert {tuple(output[0, :size].tolist()) for size in range(len(PROMPTS[0]), output.shape[1])} <= set(asked)
 

