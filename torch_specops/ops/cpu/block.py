@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from ..arguments import VerifyArguments
 from .eager_rows import Rows, inverse_of, read_rows, takes_dense_form
-from .eager_walk import Drafts, Outcome, next_tokens, output_of, parts, prefix_length, verify_greedy
+from .eager_walk import Drafts, Outcome, next_tokens, prefix_length, verify_parts
 from .filters import row_bounds, scale_kept, scale_kept_tokens
 from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 from .walk import (
@@ -28,8 +28,7 @@ from .walk import (
 def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     if takes_dense_form(given.target_logits, given.temperature):
         return dense(given)
-    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
-    return output_of(given.draft_tokens, outcomes)
+    return verify_parts(given, _verify_sampled)
 
 
 def _verify_sampled(given: VerifyArguments) -> list[Outcome]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -22,30 +22,26 @@ Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
 Outcome = tuple[int, int]
 
 
-def parts(given: Given) -> Iterator[tuple[bool, Given]]:
-    """The sequences in the runs that `runs` gives, as (True if they are sampled, their arguments)."""
-    logits = given.target_logits
+def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]]) -> tuple[Tensor, Tensor]:
+    """output_tokens [B, K+1] and num_accepted [B]. The sequences are taken in the runs that `runs` gives: sampled ones
+    by the op's own function, all others by `_verify_greedy`."""
+    logits, draft_tokens = given.target_logits, given.draft_tokens
+    outcomes: list[Outcome] = []
     for is_sampled, where in runs(logits, given.temperature):
-        if where == slice(0, len(logits)):
-            yield is_sampled, given
-        else:
-            part: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
-            yield is_sampled, given._replace(**part)
-
-
-def output_of(draft_tokens: Tensor, outcomes: Iterable[list[Outcome]]) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B], from the outcomes of each part."""
-    batch, num_drafts = draft_tokens.shape
+        part = given
+        if where != slice(0, len(logits)):
+            own: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
+            part = given._replace(**own)
+        outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
+    num_drafts = draft_tokens.shape[1]
     output: list[int] = []
-    num_accepted: list[int] = []
-    for drafts, (n, token) in zip(draft_tokens.tolist(), chain.from_iterable(outcomes), strict=True):
+    for drafts, (n, token) in zip(draft_tokens.tolist(), outcomes, strict=True):
         output += drafts[:n] + [token] + [-1] * (num_drafts - n)
-        num_accepted.append(n)
     integers = partial(torch.tensor, dtype=torch.int64, device=draft_tokens.device)
-    return integers(output).view(batch, num_drafts + 1), integers(num_accepted)
+    return integers(output).view(-1, num_drafts + 1), integers([n for n, _ in outcomes])
 
 
-def verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
+def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
     """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
     `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
     assert given.temperature is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arguments import Filters, SigmoidArguments
 from .eager_rows import draw_tokens, inverse_of, pick_rows, read_rows, takes_dense_form
-from .eager_walk import Outcome, output_of, parts, prefix_length, verify_greedy
+from .eager_walk import Outcome, prefix_length, verify_parts
 from .softmax import argmax, draw, inverse_temperature, scale, softmax_row, softmax_stats
 from .walk import accepts, apply_greedy, draft_indices, logits_of, output_rows, prefix_lengths, residual_or_target
 
@@ -17,8 +17,7 @@ from .walk import accepts, apply_greedy, draft_indices, logits_of, output_rows, 
 def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
     if takes_dense_form(given.target_logits, given.temperature):
         return dense(given)
-    outcomes = (_verify_sampled(part) if is_sampled else verify_greedy(part) for is_sampled, part in parts(given))
-    return output_of(given.draft_tokens, outcomes)
+    return verify_parts(given, _verify_sampled)
 
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
