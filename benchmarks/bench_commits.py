@@ -7,6 +7,10 @@
 Greedy and sampled calls of every batch size and number of drafts, prompts of one length, no eos. Each checkout has a
 process of its own, and they take turns call by call. Times are of whole calls, reading the prompts included. The greedy
 texts of both checkouts and of transformers must be the same.
+
+A process keeps the place of its weights in memory, and that alone makes it up to a tenth faster or slower than another
+with the same code. All processes are therefore started anew several times, and "again" is this checkout once more: a
+ratio says something where it is outside the quartiles of again / now.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4])
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--processes", type=int, default=6, help="how often all processes are started anew, at least 2")
     parser.add_argument("--compiled", nargs="+", default=["no", "yes"], choices=["no", "yes"])
     parser.add_argument(WORKER, action="store_true", help="answer the questions of another process")
     args = parser.parse_args()
@@ -49,37 +54,62 @@ def main() -> None:
     if args.before is None:
         parser.error("--before is required")
     report = Report(args.out, environment(torch.device(args.device)), options=settings_of(args) | {"before": None})
-    folders = {"before": args.before, "now": Path(__file__).parents[1]}
+    here = Path(__file__).parents[1]
+    folders = {"before": args.before, "now": here, "again": here}
     counts = [0, *(args.num_draft_tokens if args.draft != "none" else [])]
     for compiled in args.compiled:
-        workers = {name: Worker(folder, args.threads) for name, folder in folders.items()}
-        for batch, count, temperature in product(args.batch, counts, [0.0, 1.0]):
-            call = {"compiled": compiled == "yes", "batch": batch}
-            call |= {"num_draft_tokens": count, "temperature": temperature}
-            makers = {name: worker.prepare(call) for name, worker in workers.items()}
-            if compiled == "no" and batch == 1 and temperature == 0:
-                makers["transformers"] = workers["now"].prepare(call | {"transformers": True})
-            seconds: dict[str, list[float]] = {name: [] for name in makers}
-            for turn in range(args.rounds):
-                # Whoever comes first may find another clock rate.
-                for name in sorted(makers, reverse=turn % 2 > 0):
-                    seconds[name].append(makers[name]())
-            if temperature == 0 and len({worker.texts[json.dumps(call)] for worker in workers.values()}) != 1:
-                raise SystemExit(f"{call}: the texts differ")
-            # Two turns together, in which each came first once.
-            pairs = [slice(turn, turn + 2) for turn in range(0, args.rounds, 2)]
-            ratio = statistics.median(sum(seconds["before"][pair]) / sum(seconds["now"][pair]) for pair in pairs)
-            report.add([call | {"seconds": seconds, "before_over_now": ratio}])
-            print(report.records[-1], flush=True)
-        for worker in workers.values():
-            worker.end()
+        records: dict[str, dict[str, Any]] = {}
+        for _ in range(args.processes):
+            workers = {name: Worker(folder, args.threads) for name, folder in folders.items()}
+            for batch, count, temperature in product(args.batch, counts, [0.0, 1.0]):
+                call = {"compiled": compiled == "yes", "batch": batch}
+                call |= {"num_draft_tokens": count, "temperature": temperature}
+                seconds = times(call, workers, args.rounds)
+                record = records.setdefault(json.dumps(call), call | {"seconds": {name: [] for name in seconds}})
+                for name, own in seconds.items():
+                    record["seconds"][name].append(own)
+            for worker in workers.values():
+                worker.end()
+        for record in records.values():
+            for name in ("before", "again"):
+                record[f"{name}_over_now"] = statistics.quantiles(
+                    map(ratio, record["seconds"][name], record["seconds"]["now"]), n=4, method="inclusive"
+                )
+        report.add(list(records.values()))
     rows = [
-        record | {name: 1e3 * statistics.median(own) for name, own in record["seconds"].items()}
+        record
+        | {name: 1e3 * statistics.median(chain(*own)) for name, own in record["seconds"].items()}
+        | {
+            f"{name}_over_now": "{1:.3f} ({0:.3f} to {2:.3f})".format(*record[f"{name}_over_now"])
+            for name in folders
+            if name != "now"
+        }
         for record in report.records
     ]
     line = "{compiled} | {batch} | {num_draft_tokens} | {temperature} | {before:.1f} | {now:.1f} | {transformers:.1f}"
-    header = "compiled | B | K | T | before, ms | now, ms | transformers, ms | before / now"
-    print(table(header, line + " | {before_over_now:.3f}", rows, padded=True))
+    header = "compiled | B | K | T | before, ms | now, ms | transformers, ms | before / now | again / now"
+    print(table(header, line + " | {before_over_now} | {again_over_now}", rows, padded=True))
+
+
+def times(call: dict[str, Any], workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round of a call: of every worker, and of transformers where it has such a call."""
+    makers = {name: worker.prepare(call) for name, worker in workers.items()}
+    if call["temperature"] == 0 and len({worker.texts[json.dumps(call)] for worker in workers.values()}) != 1:
+        raise SystemExit(f"{call}: the texts differ")
+    if not call["compiled"] and call["batch"] == 1 and call["temperature"] == 0:
+        makers["transformers"] = workers["now"].prepare(call | {"transformers": True})
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    for turn in range(rounds):
+        # Whoever comes first may find another clock rate.
+        for name in sorted(makers, reverse=turn % 2 > 0):
+            seconds[name].append(makers[name]())
+    return seconds
+
+
+def ratio(others: list[float], now: list[float]) -> float:
+    """The median over pairs of turns, in which each came first once."""
+    pairs = [slice(turn, turn + 2) for turn in range(0, len(now), 2)]
+    return statistics.median(sum(others[pair]) / sum(now[pair]) for pair in pairs)
 
 
 class Worker:
