@@ -51,10 +51,18 @@ rehearse-gpu: $(DEV) ## run the tests and measurements for a GPU on the CPU, lin
 	@export TORCH_SPECOPS_CUDA_STAND_IN=1; $(RUN) -m pytest -n auto --dist worksteal -m gpu $(ARGS)
 	@$(RUN) benchmarks/bench_gpu.py --rehearse
 
-check: $(DEV) ## lint, format and types
+check: $(DEV) ## lint, format, types, spelling, and the docs with their links
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+	@$(RUN) -m codespell_lib
+	@$(RUN) -m mkdocs build --quiet --strict
+
+docs: $(DEV) ## build the site in build/site; a warning is an error
+	@$(RUN) -m mkdocs build --strict
+
+docs-browser: docs $(BROWSER) ## open every page of the site in Chromium: links, formulas, search, the width of a phone
+	@$(RUN) docs/site/check.py build/site $(ARGS)
 
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)

@@ -27,7 +27,7 @@ def expected_tokens_per_step(alpha: Number, num_draft_tokens: int | Tensor) -> T
         alpha: in [0, 1]; a TypeError for another type, a ValueError for another number.
         num_draft_tokens: K, integers >= 0, with the same errors; a ValueError if the shapes do not broadcast.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import expected_tokens_per_step
         >>> expected_tokens_per_step(0.5, 3)
         tensor(1.8750, dtype=torch.float64)
@@ -42,7 +42,7 @@ def walltime_factor(alpha: Number, cost_ratio: Number, num_draft_tokens: int | T
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
         cost_ratio: c, finite and >= 0, the time of one draft forward / the time of one target forward.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import walltime_factor
         >>> walltime_factor(0.75, 0.02, 7)
         tensor(3.1575, dtype=torch.float64)
@@ -58,7 +58,7 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
         operations_ratio: c^, finite and >= 0, operations per token of the draft / those of the target.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import operations_factor
         >>> operations_factor(0.8, 0.0, 5)
         tensor(1.6263, dtype=torch.float64)
@@ -76,7 +76,7 @@ def memory_access_factor(alpha: Number, num_draft_tokens: int | Tensor, memory_r
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
         memory_ratio: m, finite and >= 0, bytes read for one draft / bytes read in one target forward.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import memory_access_factor
         >>> memory_access_factor(0.8, 5)
         tensor(0.2711, dtype=torch.float64)
@@ -95,7 +95,7 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
         alpha, cost_ratio: as for `walltime_factor`, also the errors.
         maximum: the largest K considered, an int >= 0.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import optimal_num_draft_tokens
         >>> optimal_num_draft_tokens(0.8, 0.05)
         tensor(8)
@@ -123,7 +123,7 @@ def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
     accepted: an upper bound for any choice of K (section 3.5). For c > 1 it is 1 (K = 0), for alpha = 1 and c = 0
     infinite. Arguments, result and errors are those of `walltime_factor`.
 
-    Example:
+    Examples:
         >>> from torch_specops.analysis import oracle_walltime_factor
         >>> oracle_walltime_factor(0.8, 0.05)
         tensor(4.1667, dtype=torch.float64)
@@ -157,7 +157,7 @@ def acceptance_probability(
     Raises:
         TypeError, ValueError: another type, another vocabulary, shapes that do not broadcast, a number out of range.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops.analysis
         >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.8, 0.1, 0.1])
         >>> torch_specops.analysis.acceptance_probability(p.log(), q.log(), lenience=0.5)
@@ -185,7 +185,7 @@ def token_acceptance_probability(
         draft_logits: [.., V]; None = deterministic drafts: q is one-hot, and the result is min(1, p(x) / l). Where q(x)
             is 0, the result is 0 at temperatures above 0, because such a draft is never drawn.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops.analysis
         >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.8, 0.1, 0.1])
         >>> torch_specops.analysis.token_acceptance_probability(p.log(), torch.tensor([0, 1, 2]), q.log())
@@ -209,7 +209,7 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
     Args:
         num_accepted, num_proposed: int64 or int32, one shape, 0 <= num_accepted <= num_proposed; else an error.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops.analysis
         >>> torch_specops.analysis.alpha_from_counts(torch.tensor([5, 2, 0]), torch.tensor([5, 5, 5]))
         tensor(0.7778, dtype=torch.float64)
@@ -230,7 +230,7 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
     It is the total variation distance: symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
     but without cancellation where p and q are close. Arguments and errors are as there.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops.analysis
         >>> torch_specops.analysis.divergence(torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.8, 0.1, 0.1]).log())
         tensor(0.4000, dtype=torch.float64)

@@ -25,7 +25,7 @@ class Grammar(Protocol):
     The text is that of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
     call needs an object of its own.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> class Alternating:
         ...     "Token 3, token 4, token 3, ..."
@@ -75,7 +75,7 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
         ModuleNotFoundError: xgrammar is not installed.
         TypeError: no compiled grammar.
 
-    Example:
+    Examples:
         >>> import torch, xgrammar, torch_specops
         >>> info = xgrammar.TokenizerInfo(["a", "b", "ab", "</s>"], stop_token_ids=[3])
         >>> compiled = xgrammar.GrammarCompiler(info).compile_regex("a(ba)*")
@@ -106,7 +106,7 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
         TypeError: no such tokenizer.
         ValueError: no such grammar.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> from importlib.resources import files
         >>> from llguidance import LLMatcher

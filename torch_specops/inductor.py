@@ -64,7 +64,7 @@ def install(*, any_temperature: bool = False) -> None:
     """Run the pass, after others at its hook, on everything that this thread compiles from now on; arguments as in
     `absorb`.
 
-    Example:
+    Examples:
         >>> import torch_specops.inductor
         >>> torch_specops.inductor.install()
         >>> torch_specops.inductor.uninstall()
@@ -89,7 +89,7 @@ def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
         How many steps were absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted
             (with torch 2.13 and later).
 
-    Example:
+    Examples:
         >>> import torch, torch_specops.inductor
         >>> def draw(logits, u):
         ...     return torch_specops.sample(logits.float() / 2, u)[0]

@@ -96,7 +96,7 @@ class Constant(Schedule):
     Args:
         num_draft_tokens: K >= 0.
 
-    Example:
+    Examples:
         >>> from torch_specops.schedules import Constant
         >>> Constant(4).next([4, 4], [0, 2])
         4
@@ -129,7 +129,7 @@ class Heuristic(Schedule):
         num_draft_tokens: the first K, from 1 to `maximum`.
         maximum: the largest K; Hugging Face has none.
 
-    Example:
+    Examples:
         >>> from torch_specops.schedules import Heuristic
         >>> schedule = Heuristic()
         >>> schedule.first(), schedule.next([5], [5]), schedule.next([7], [7]), schedule.next([9], [3])
@@ -181,7 +181,7 @@ class Optimal(Schedule):
     Attributes:
         alpha: the measured acceptance rate, in [0, 1].
 
-    Example:
+    Examples:
         >>> from torch_specops.schedules import Optimal
         >>> schedule = Optimal(cost_ratio=0.1)
         >>> schedule.first()

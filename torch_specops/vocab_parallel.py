@@ -72,7 +72,7 @@ def verify_exact(
         ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
             process group. An error that only some ranks raise leaves the others waiting.
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch, torch_specops.vocab_parallel
         >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -204,7 +204,7 @@ def sample(
     Raises:
         TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch, torch_specops.vocab_parallel
         >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

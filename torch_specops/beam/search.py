@@ -93,7 +93,7 @@ def beam_search(
     Raises:
         TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.
 
-    Example:
+    Examples:
         >>> import torch, transformers
         >>> from torch_specops.beam import beam_search
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

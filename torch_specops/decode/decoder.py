@@ -56,7 +56,7 @@ def generate(
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
     filters and penalties. Beam search is `torch_specops.beam.beam_search`.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         RuntimeError: from any method, while another thread uses this decoder or one with the same `LanguageModel` as
             its target. Decoders in several threads may share transformers models.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)

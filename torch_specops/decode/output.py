@@ -138,7 +138,7 @@ class GenerationOutput:
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> output = torch_specops.GenerationOutput(
         ...     sequences=torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]]), prompt_lengths=torch.tensor([2, 1]),

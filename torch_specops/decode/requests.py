@@ -37,7 +37,7 @@ class Request:
         inputs: the input of the target's encoder, by name, with a batch of one.
         grammar: a `Grammar`, which belongs to this request alone.
 
-    Example:
+    Examples:
         >>> import transformers, torch_specops
         >>> from torch_specops import Request, SamplingParams
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -79,7 +79,7 @@ class Completion:
         error: why the request was refused or ended early; None = it ended normally or was cancelled.
         top_logprobs: the most likely tokens [n, N] in the place of every new token; None if not asked for.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> tokens = torch.tensor([5, 6, 7, 2])
         >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos").error is None

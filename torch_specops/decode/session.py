@@ -36,7 +36,7 @@ class Session:
     rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). An error of a model ends all
     requests and closes the session; that of one request is in its completion. `with` closes the session at its end.
 
-    Example:
+    Examples:
         >>> import threading, transformers, torch_specops
         >>> from torch_specops import Request, SamplingParams
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

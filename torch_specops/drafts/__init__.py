@@ -1,7 +1,7 @@
 """Where draft tokens come from, one file per draft. Each is a `DraftSource`; one of your own derives from it and needs
 only `propose`.
 
-Example:
+Examples:
     >>> import torch
     >>> from torch_specops.drafts import Draft, DraftSource
     >>> class Repeat(DraftSource):

@@ -33,7 +33,7 @@ class Eagle3(SequentialDraft):
     Args:
         head: the network.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> from torch_specops.drafts.eagle3 import Eagle3
         >>> from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head

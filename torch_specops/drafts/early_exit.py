@@ -26,7 +26,7 @@ class EarlyExit(ModelDraft):
         TypeError: `num_layers` is not an int; from `bind`, a target without `first_layers`.
         ValueError: `num_layers` is below 1; from `bind`, above the target's.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)

@@ -44,7 +44,7 @@ class HierarchicalDraft(ModelDraft):
         TypeError: a number that is not an int, an `inner` that is neither a model nor a source.
         ValueError: a number below 1; an inner source with another vocabulary or device, or that reads hidden states.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> from torch_specops.drafts.hierarchical import HierarchicalDraft
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

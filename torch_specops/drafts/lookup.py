@@ -79,7 +79,7 @@ class PromptLookup(_Lookup):
         min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
         repeat: if fewer than K tokens follow the match, repeat them from the match's end.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.drafts import PromptLookup
         >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6]])
@@ -134,7 +134,7 @@ class SuffixLookup(_Lookup):
         min_probability: in [0, 1]. Drafts end before the product of their probabilities falls below it.
         memory: tokens of finished sequences that are remembered, >= 0; the oldest are forgotten first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.drafts import SuffixLookup
         >>> tokens = torch.tensor([[5, 6, 7, 8, 4, 5, 6, 7, 9, 3, 4, 5, 6, 7]])

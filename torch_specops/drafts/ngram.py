@@ -31,7 +31,7 @@ class NGram(DraftSource):
     bytes each, and 8 for each of their at most `max_candidates` continuations. `propose` with probabilities writes
     float32 logits [B, K, V]. Building takes about 100 bytes per token and length.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.drafts.ngram import NGram
         >>> from torch_specops.sampling import SamplingTensors

@@ -38,7 +38,7 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
         ValueError: an unknown `weights`; a group_size that is below 1 or does not divide a layer's inputs; a dtype that
             torchao does not quantise; a model whose weights are mostly outside Linear layers.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> from torch_specops.drafts.quantised import quantised_copy
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

@@ -34,7 +34,7 @@ class TokenMap:
         ValueError: a map that is not one-dimensional, names a token outside the draft's vocabulary or no token at all;
             an `unknown` out of range.
 
-    Example:
+    Examples:
         >>> import torch, transformers
         >>> from torch_specops.drafts import ModelDraft
         >>> from torch_specops.drafts.token_map import TokenMap, twin_tokens

@@ -97,7 +97,7 @@ def custom_generate(
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
             model that this loop would not read.
 
-    Example:
+    Examples:
         >>> import torch, transformers, torch_specops
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)

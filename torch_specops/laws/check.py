@@ -74,7 +74,7 @@ def check_law(
         ValueError: a number or a shape out of range, a token outside [0, V) or after a -1, logits without a law, or a
             `step_fn` that does not use its seeds.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.laws import check_law, markov_pair
         >>> target, draft = markov_pair()
@@ -149,7 +149,7 @@ def check_engine(
         ValueError: a number out of range, no setting or prompt, rows that do not fit the requests, or an engine that
             repeats itself.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops import SamplingParams
         >>> from torch_specops.laws import check_engine, markov_pair

@@ -20,7 +20,7 @@ class MarkovModel:
         TypeError: `table` is not a floating point tensor.
         ValueError: a table of another shape, or a text too short for a table without entries for missing tokens.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.laws import MarkovModel
         >>> model = MarkovModel(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
@@ -73,7 +73,7 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
     Raises:
         ValueError: a number out of range.
 
-    Example:
+    Examples:
         >>> from torch_specops.laws import markov_pair
         >>> target, draft = markov_pair(vocab_size=8)
         >>> target.table.shape

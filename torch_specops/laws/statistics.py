@@ -79,7 +79,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     Raises:
         ValueError: shapes that differ, probabilities whose sum is not one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch_specops.laws import chi_square
         >>> round(chi_square(torch.tensor([48, 52]), torch.tensor([0.5, 0.5])), 4)

@@ -93,7 +93,7 @@ def verify_exact(
         TypeError: an argument that is not a tensor, number or bool, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> target = torch.full((1, 3, 4), -torch.inf)
         >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
@@ -158,7 +158,7 @@ def verify_block(
         ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
             than 1.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
         >>> rows = (p.expand(1, 3, 2), torch.tensor([[0, 1]]), q.expand(1, 2, 2))
@@ -212,7 +212,7 @@ def verify_sigmoid(
         TypeError: an argument that is not a tensor or number, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> logits = torch.zeros(1, 3, 4)
         >>> out, n = torch_specops.verify_sigmoid(
@@ -268,7 +268,7 @@ def sample(
         TypeError: an argument that is not a tensor or number, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
         >>> torch_specops.sample(logits, torch.tensor([0.75, 0.5]), temperature=torch.tensor([1.0, 0.0]))
@@ -317,7 +317,7 @@ def filter_logits(
         TypeError: an argument that is not a tensor or number, or has another dtype.
         ValueError: a shape that does not fit, tensors on several devices, a number out of range.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0]])
         >>> torch_specops.filter_logits(logits, top_k=torch.tensor([2, 0]), top_p=torch.tensor([1.0, 0.7]))

@@ -51,7 +51,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         TypeError: a tensor of another dtype, or an `n` that is not an int.
         ValueError: a wrong shape or device, a negative `n`, or an unknown stream.
 
-    Example:
+    Examples:
         >>> import torch, torch_specops
         >>> seeds, positions = torch.tensor([7, 8]), torch.tensor([0, 0])
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape

@@ -89,7 +89,7 @@ class SamplingParams:
             of another form.
         ValueError: a number that is out of range or not finite, in float32 too; a token below 0.
 
-    Example:
+    Examples:
         >>> import torch_specops
         >>> torch_specops.SamplingParams(temperature=[0.0, 0.7]).tensors(batch=2).temperature
         tensor([0.0000, 0.7000])
@@ -144,7 +144,7 @@ class SamplingParams:
             TypeError: no `GenerationConfig`.
             ValueError: fields that change the law of the text in other ways, by name; a value out of range.
 
-        Example:
+        Examples:
             >>> import transformers, torch_specops
             >>> config = transformers.GenerationConfig(do_sample=True, temperature=0.7, repetition_penalty=1.05)
             >>> params = torch_specops.SamplingParams.from_generation_config(config)

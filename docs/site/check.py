@@ -1,0 +1,105 @@
+"""Open every page of the built site in Chromium, as a reader does.
+
+    python docs/site/check.py build/site
+    python docs/site/check.py build/site --screenshots FOLDER
+
+Each page is asked for by its links from the first page on. An error is a link or an anchor that leads nowhere, a file that
+is asked of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, and a
+search without a result. Playwright's own Chromium is used, or the one that CHROMIUM names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urldefrag, urljoin
+
+from playwright.sync_api import Page, sync_playwright
+
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+SHOWN = ("/", "/math/", "/api/ops/", "/examples/quickstart/", "/drafts/", "/evidence_leviathan/")
+# Text outside code that looks like a formula in its source.
+UNRENDERED = r"""() => {
+    const walker = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
+    const found = [];
+    while (walker.nextNode()) {
+        const node = walker.currentNode;
+        if (!node.parentElement.closest('code, pre') && /\\\(|\\\[|\$\$|\\[a-z]{2,}/.test(node.data)) found.push(node.data);
+    }
+    return found;
+}"""
+LINKS = "() => [...document.querySelectorAll('a[href]')].map(a => a.href)"
+IDS = "() => [...document.querySelectorAll('[id], a[name]')].map(each => each.id || each.name)"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
+    errors: list[str] = []
+    here = root
+    page.on("pageerror", lambda error: errors.append(f"{here}: {error}"))
+    page.on("requestfailed", lambda request: errors.append(f"{here}: {request.url} failed"))
+    page.on("response", lambda answer: answer.status < 400 or errors.append(f"{here}: {answer.url}: {answer.status}"))
+    page.on("request", lambda each: each.url.startswith(root) or errors.append(f"{here}: asks {each.url}"))
+    ids: dict[str, set[str]] = {}
+    links: list[tuple[str, str]] = []
+    waiting = [root]
+    while waiting:
+        here = waiting.pop()
+        page.set_viewport_size(DESK)
+        page.goto(here)
+        ids[here] = set(page.evaluate(IDS))
+        errors += [f"{here}: not rendered: {text!r}" for text in page.evaluate(UNRENDERED)]
+        for link in page.evaluate(LINKS):
+            if link.startswith(root):
+                links.append((here, link))
+                place = urldefrag(link).url
+                if place not in ids and place not in waiting:
+                    waiting.append(place)
+        if screenshots is not None and f"/{here.removeprefix(root)}" in SHOWN:
+            page.screenshot(path=screenshots / f"{here.removeprefix(root).replace('/', '_')}desk.png")
+        page.set_viewport_size(PHONE)
+        width = page.evaluate("() => document.documentElement.scrollWidth")
+        if width > PHONE["width"]:
+            errors.append(f"{here}: is {width} pixels wide on a phone of {PHONE['width']}")
+        if screenshots is not None and f"/{here.removeprefix(root)}" in SHOWN:
+            page.screenshot(path=screenshots / f"{here.removeprefix(root).replace('/', '_')}phone.png")
+    for here, link in links:
+        place, anchor = urldefrag(link)
+        if anchor and anchor not in ids[place]:
+            errors.append(f"{here}: a link leads to {link}, which has no such anchor")
+    page.set_viewport_size(DESK)
+    page.goto(root)
+    page.locator("[data-md-component=search-query]").fill("verify_exact")
+    page.wait_for_selector(".md-search-result__link", timeout=10_000)
+    if screenshots is not None:
+        page.screenshot(path=screenshots / "search.png")
+    print(f"{len(ids)} pages, {len(links)} links")
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--screenshots", type=Path, help="a folder for pictures of some pages")
+    args = parser.parse_args()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(args.site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox"])
+        errors = check(browser.new_page(), urljoin(f"http://127.0.0.1:{server.server_port}", "/"), args.screenshots)
+        browser.close()
+    print("\n".join(errors))
+    sys.exit(bool(errors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Pages of the site that come from files outside docs/, links between them, and formulas as MathML.
+
+mkdocs calls the functions whose names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import posixpath
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+# From a file of the repository to its page.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "examples/vllm_plugin/README.md": "examples/vllm_plugin.md",
+    "examples": "examples/index.md",
+}
+PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
+SOURCES = {page: source for source, page in PAGES.items()}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, page in PAGES.items():
+        path = ROOT / source
+        if path.is_dir():
+            text = examples_list()
+        else:
+            text = example(path) if path.suffix == ".py" else path.read_text()
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def example(path: Path) -> str:
+    """The page of a script: what it does, what it prints, and its source."""
+    source = path.read_text()
+    first, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
+    # In the docstrings commands are indented, which Markdown shows as code.
+    parts = [f"# {first.rstrip('.').replace(chr(10), ' ')}", rest]
+    printed = path.parent / "outputs" / f"{path.stem}.txt"
+    if printed.exists():
+        parts += ["## Output", f"```text\n{printed.read_text()}```"]
+    parts += ["## Source", f"```python\n{source}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def examples_list() -> str:
+    lines = ["# Examples", "One file per use; the tests run each of them.", ""]
+    for source in PAGES:
+        path = ROOT / source
+        if path.suffix == ".py":
+            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+            lines.append(f"- [{path.name}]({source}): {summary}")
+    lines.append("- [vllm_plugin](examples/vllm_plugin/README.md): the exact op in vLLM's V1 engine.")
+    return "\n".join(lines) + "\n"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = page.file.src_uri
+    source = SOURCES.get(here, f"docs/{here}")
+    # GitHub chooses one of two pictures by the reader's colour scheme, and the site by its own switch.
+    markdown = re.sub(
+        r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>',
+        r"![\2](\3#only-light) ![\2](\1#only-dark)",
+        markdown,
+    )
+
+    def moved(link: re.Match[str]) -> str:
+        text, path, anchor = link[1], link[2], link[3] or ""
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
+        page = PAGES.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
+        if page is not None:
+            return f"[{text}]({posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor})"
+        if not (ROOT / place).exists():
+            raise FileNotFoundError(f"{source}: a link leads to {place}, which does not exist")
+        # A file without a page can be shown where the repository is, if that is known.
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{place})" if config.repo_url else text
+
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)", moved, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Formulas as MathML, which browsers show without a script or a font of ours."""
+
+    def mathml(formula: re.Match[str]) -> str:
+        is_block = formula[1] == "["
+        return convert(html.unescape(formula[2]).strip(), display="block" if is_block else "inline")
+
+    return re.sub(r"\\([(\[])(.*?)\\[)\]](?=</(?:span|div)>)", mathml, content, flags=re.DOTALL)

@@ -1,0 +1,200 @@
+"""Draw the README's pictures, for light and for dark pages, and print its table of speeds.
+
+    python docs/site/pictures.py
+    python docs/site/pictures.py --record-step
+
+The speeds are those of five result files of `torch-specops bench`. The step is one of the byte-level models that come
+with the package; --record-step takes it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+ROOT = Path(__file__).parents[2]
+FIGURES = ROOT / "docs" / "figures"
+RESULTS = ROOT / "benchmarks" / "results"
+DATE = "2026-11-25"
+SMOLLM2, BYTES = "SmolLM2-135M, prompt lookup", "byte-level models, K = 4"
+# (target and draft, what is decoded, batch size, the file, the file of the compiled run)
+SETTINGS = (
+    (f"{SMOLLM2}: code to copy", 1, "smollm2", "smollm2-compiled"),
+    (f"{SMOLLM2}: a story", 1, "smollm2-story", None),
+    (f"{SMOLLM2}: a batch", 8, "smollm2", None),
+    (BYTES, 1, "austen-bytes", "austen-bytes-compiled"),
+    (f"{BYTES}: a batch", 8, "austen-bytes", "austen-bytes-compiled"),
+)
+# Label of a bar, name of the provider, whether compiled, colour.
+WAYS = (
+    ("transformers generate", "transformers generate", False, "#9aa4af"),
+    ("transformers assisted", "transformers assisted, K = ", False, "#6b7682"),
+    ("torch_specops", "specops", False, "#f0794b"),
+    ("torch_specops, compiled", "specops", True, "#d9480f"),
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    suffix: str
+    ink: str
+    faint: str
+    accepted: str
+    own: str
+    rejected: str
+
+
+LIGHT = Scheme("", "#1f2328", "#d0d7de", "#1a7f37", "#9a6700", "#cf222e")
+DARK = Scheme("_dark", "#e6edf3", "#3d444d", "#3fb950", "#d29922", "#f85149")
+
+
+def speeds() -> list[dict[str, Any]]:
+    """Tokens per second of each way in each setting."""
+    found = []
+    for setting, batch, *names in SETTINGS:
+        record: dict[str, Any] = {"setting": setting, "batch": batch}
+        for compiled, name in enumerate(names):
+            if name is None:
+                continue
+            for result in json.loads((RESULTS / f"{DATE}-cpu-readme-{name}.json").read_text())["results"]:
+                for label, provider, is_compiled, _ in WAYS:
+                    is_way = result["provider"].startswith(provider) and result["provider"] != "specops, no draft"
+                    if is_way and result["batch_size"] == batch and compiled == is_compiled:
+                        record[label] = result["tokens_per_second"]
+        found.append(record)
+    return found
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    lines = ["| tokens/s | B | " + " | ".join(label for label, *_ in WAYS) + " |", "| --- |" * 1 + " --- |" * (1 + len(WAYS))]
+    for record in records:
+        cells = (f"{record[label]:.0f}" if label in record else "" for label, *_ in WAYS)
+        lines.append(f"| {record['setting']} | {record['batch']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
+    figure = Figure(figsize=(9.6, 2.6), layout="constrained")
+    for panel, record in zip(figure.subplots(1, 3), (records[0], records[1], records[3]), strict=True):
+        ways = [(label, record[label], colour) for label, *_, colour in WAYS if label in record]
+        for place, (label, speed, colour) in enumerate(ways):
+            panel.barh(-place, speed, color=colour, height=0.72)
+            panel.text(speed, -place, f" {speed:.0f}", va="center", color=scheme.ink, fontsize=10)
+            panel.text(0, -place, f" {label}", va="center", color="#ffffff", fontsize=8)
+        panel.set_title(record["setting"].replace(": ", "\n"), loc="left", color=scheme.ink, fontsize=10)
+        panel.set_xlim(0, 1.16 * max(speed for _, speed, _ in ways))
+        panel.set_yticks([])
+        panel.set_xticks([])
+        panel.spines[:].set_visible(False)
+    save(figure, f"speed{scheme.suffix}.svg")
+
+
+def record_step() -> dict[str, Any]:
+    """A step in which drafts are accepted and one is rejected, with the numbers that decided."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import torch_specops
+
+    folder = files("torch_specops") / "data" / "austen_bytes"
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("target", "draft"))
+    prompt, num_draft_tokens = "She was determined to be ", 6
+    text = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    start = torch.tensor([text.shape[1]])
+    for seed in range(1000):
+        seeds, tokens, rows = torch.tensor([seed]), text, []
+        for index in range(num_draft_tokens):
+            logits = draft(tokens).logits[:, -1]
+            number = torch_specops.uniforms(seeds, start, num_draft_tokens, "propose")[:, index]
+            rows.append(logits)
+            tokens = torch.cat([tokens, torch_specops.sample(logits, number)[0].unsqueeze(1)], 1)
+        drafts = tokens[:, text.shape[1] :]
+        target_logits = target(tokens).logits[:, text.shape[1] - 1 :]
+        accept = torch_specops.uniforms(seeds, start, num_draft_tokens, "accept")
+        last = torch_specops.uniforms(seeds, start, 1, "sample")[:, 0]
+        output, num_accepted = torch_specops.verify_exact(target_logits, drafts, torch.stack(rows, 1), accept, last)
+        if num_accepted == num_draft_tokens - 2:
+            break
+    p, q = target_logits.softmax(2), torch.stack(rows, 1).softmax(2)
+    return {
+        "prompt": prompt,
+        "drafts": [tokenizer.decode(token) for token in drafts[0]],
+        "p": p[:, :-1].gather(2, drafts.unsqueeze(2)).flatten().tolist(),
+        "q": q.gather(2, drafts.unsqueeze(2)).flatten().tolist(),
+        "u": accept[0].tolist(),
+        "num_accepted": int(num_accepted),
+        "next": tokenizer.decode(output[0, num_accepted]),
+    }
+
+
+def draw_step(step: dict[str, Any], scheme: Scheme) -> None:
+    figure = Figure(figsize=(9.6, 3.5), layout="constrained")
+    panel = figure.subplots()
+    panel.set_xlim(-4.4, len(step["drafts"]) + 2.6)
+    panel.set_ylim(-3.75, 0.6)
+    panel.axis("off")
+    count = step["num_accepted"]
+    rows = ("draft", "verify", "accept", "resample")
+    hints = (
+        f"a cheap model guesses {len(step['drafts'])} tokens",
+        "the target reads them all in one forward",
+        "while u q(x) < p(x)",
+        "the next token from (p \N{MINUS SIGN} q)\N{SUBSCRIPT PLUS SIGN}",
+    )
+    for row, (name, hint) in enumerate(zip(rows, hints, strict=True)):
+        panel.text(-4.4, 0.12 - row, name, color=scheme.ink, fontsize=12, weight="bold", va="center")
+        panel.text(-4.4, -0.2 - row, hint, color=scheme.ink, fontsize=8.5, va="center")
+    for index, token in enumerate(step["drafts"]):
+        colour = scheme.accepted if index < count else scheme.rejected if index == count else scheme.faint
+        box(panel, index, 0, token, scheme.ink, scheme.faint)
+        panel.text(index + 0.5, -1.02, f"p {step['p'][index]:.2f}\nq {step['q'][index]:.2f}", color=scheme.ink, fontsize=8.5, ha="center", va="center")
+        sign = "<" if index < count else "\N{GREATER-THAN OR EQUAL TO}"
+        box(panel, index, -2, token, colour, colour)
+        if index <= count:
+            compared = f"{step['u'][index] * step['q'][index]:.2f} {sign} {step['p'][index]:.2f}"
+            panel.text(index + 0.5, -2.5, compared, color=colour, fontsize=7.5, ha="center", va="center")
+        if index < count:
+            box(panel, index, -3.2, token, scheme.accepted, scheme.accepted)
+    box(panel, count, -3.2, step["next"], scheme.own, scheme.own)
+    save(figure, f"step{scheme.suffix}.svg")
+
+
+def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None:
+    shape = FancyBboxPatch((x + 0.12, y - 0.28), 0.76, 0.56, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
+    shape.set(edgecolor=edge, linewidth=1.6)
+    panel.add_patch(shape)
+    panel.text(x + 0.5, y, text.replace(" ", "\N{OPEN BOX}"), color=ink, fontsize=12, family="monospace", ha="center", va="center")
+
+
+def save(figure: Figure, name: str) -> None:
+    # Without a date and with fixed ids, the same data give the same file.
+    figure.savefig(FIGURES / name, transparent=True, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record-step", action="store_true")
+    file = FIGURES / "step.json"
+    if parser.parse_args().record_step:
+        file.write_text(json.dumps(record_step(), indent=2) + "\n")
+    records = speeds()
+    for scheme in (LIGHT, DARK):
+        draw_speeds(records, scheme)
+        draw_step(json.loads(file.read_text()), scheme)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "torch_specops"
+    main()
