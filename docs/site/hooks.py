@@ -96,7 +96,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     """Formulas as MathML, which browsers show without a script or a font of ours."""
 
     def mathml(formula: re.Match[str]) -> str:
-        is_block = formula[1] == "["
-        return convert(html.unescape(formula[2]).strip(), display="block" if is_block else "inline")
+        found = convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "[" else "inline")
+        # A minus at the beginning, or behind "(", ",", "[" or a relation, is a sign, which has no space behind it.
+        sign = r"(<mrow>|<mo[^>]*>&#x0(?:0028|002C|003C|003D|003E|005B|2208|2264|2265);</mo>)<mo>&#x02212;</mo>"
+        return re.sub(sign, r'\1<mo form="prefix">&#x02212;</mo>', found)
 
     return re.sub(r"\\([(\[])(.*?)\\[)\]](?=</(?:span|div)>)", mathml, content, flags=re.DOTALL)

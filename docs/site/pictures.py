@@ -83,21 +83,24 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
-    figure = Figure(figsize=(9.6, 2.6), layout="constrained")
-    for panel, record in zip(figure.subplots(1, 3), (records[0], records[1], records[3]), strict=True):
-        ways = [(label, record[label], colour) for label, *_, colour in WAYS if label in record]
-        for place, (label, speed, colour) in enumerate(ways):
+    figure = Figure(figsize=(9.6, 2.3), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for panel, record in zip(panels, (records[0], records[3], records[1]), strict=True):
+        speeds = [record.get(label, 0.0) for label, *_ in WAYS]
+        for place, ((*_, colour), speed) in enumerate(zip(WAYS, speeds, strict=True)):
             panel.barh(-place, speed, color=colour, height=0.72)
-            panel.text(speed, -place, f" {speed:.0f}", va="center", color=scheme.ink, fontsize=10)
-            panel.text(0, -place, f" {label}", va="center", color="#ffffff", fontsize=8)
+            panel.text(speed, -place, f" {speed:,.0f}" if speed else "", va="center", color=scheme.ink, fontsize=10)
         panel.set_title(record["setting"].replace(": ", "\n"), loc="left", color=scheme.ink, fontsize=10)
-        panel.set_xlim(0, 1.16 * max(speed for _, speed, _ in ways))
-        panel.set_yticks([])
+        panel.set_xlim(0, 1.25 * max(speeds))
+        panel.set_yticks([-place for place in range(len(WAYS))], [label for label, *_ in WAYS], color=scheme.ink)
+        panel.tick_params(length=0)
         panel.set_xticks([])
         panel.spines[:].set_visible(False)
+    figure.supxlabel("tokens per second, one sequence", color=scheme.ink, fontsize=9)
     save(figure, f"speed{scheme.suffix}.svg")
 
 
+@torch.inference_mode()
 def record_step() -> dict[str, Any]:
     """A step in which drafts are accepted and one is rejected, with the numbers that decided."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,23 +110,19 @@ def record_step() -> dict[str, Any]:
     folder = files("torch_specops") / "data" / "austen_bytes"
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target, draft = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("target", "draft"))
-    prompt, num_draft_tokens = "She was determined to be ", 6
+    prompt, num_draft_tokens, seeds = "He could not help ", 6, torch.tensor([107])
     text = tokenizer(prompt, return_tensors="pt")["input_ids"]
     start = torch.tensor([text.shape[1]])
-    for seed in range(1000):
-        seeds, tokens, rows = torch.tensor([seed]), text, []
-        for index in range(num_draft_tokens):
-            logits = draft(tokens).logits[:, -1]
-            number = torch_specops.uniforms(seeds, start, num_draft_tokens, "propose")[:, index]
-            rows.append(logits)
-            tokens = torch.cat([tokens, torch_specops.sample(logits, number)[0].unsqueeze(1)], 1)
-        drafts = tokens[:, text.shape[1] :]
-        target_logits = target(tokens).logits[:, text.shape[1] - 1 :]
-        accept = torch_specops.uniforms(seeds, start, num_draft_tokens, "accept")
-        last = torch_specops.uniforms(seeds, start, 1, "sample")[:, 0]
-        output, num_accepted = torch_specops.verify_exact(target_logits, drafts, torch.stack(rows, 1), accept, last)
-        if num_accepted == num_draft_tokens - 2:
-            break
+    tokens, rows = text, []
+    for index in range(num_draft_tokens):
+        rows.append(draft(tokens).logits[:, -1])
+        number = torch_specops.uniforms(seeds, start, num_draft_tokens, "propose")[:, index]
+        tokens = torch.cat([tokens, torch_specops.sample(rows[-1], number)[0].unsqueeze(1)], 1)
+    drafts = tokens[:, text.shape[1] :]
+    target_logits = target(tokens).logits[:, text.shape[1] - 1 :]
+    accept = torch_specops.uniforms(seeds, start, num_draft_tokens, "accept")
+    last = torch_specops.uniforms(seeds, start, 1, "sample")[:, 0]
+    output, num_accepted = torch_specops.verify_exact(target_logits, drafts, torch.stack(rows, 1), accept, last)
     p, q = target_logits.softmax(2), torch.stack(rows, 1).softmax(2)
     return {
         "prompt": prompt,
@@ -137,34 +136,35 @@ def record_step() -> dict[str, Any]:
 
 
 def draw_step(step: dict[str, Any], scheme: Scheme) -> None:
-    figure = Figure(figsize=(9.6, 3.5), layout="constrained")
+    figure = Figure(figsize=(9.6, 3.0), layout="constrained")
     panel = figure.subplots()
-    panel.set_xlim(-4.4, len(step["drafts"]) + 2.6)
-    panel.set_ylim(-3.75, 0.6)
+    count, last = step["num_accepted"], len(step["drafts"])
+    panel.set_xlim(-5.2, last)
+    panel.set_ylim(-3.9, 0.4)
     panel.axis("off")
-    count = step["num_accepted"]
-    rows = ("draft", "verify", "accept", "resample")
-    hints = (
-        f"a cheap model guesses {len(step['drafts'])} tokens",
-        "the target reads them all in one forward",
-        "while u q(x) < p(x)",
-        "the next token from (p \N{MINUS SIGN} q)\N{SUBSCRIPT PLUS SIGN}",
-    )
-    for row, (name, hint) in enumerate(zip(rows, hints, strict=True)):
-        panel.text(-4.4, 0.12 - row, name, color=scheme.ink, fontsize=12, weight="bold", va="center")
-        panel.text(-4.4, -0.2 - row, hint, color=scheme.ink, fontsize=8.5, va="center")
+    rows = {
+        0.0: ("draft", f"a cheap model guesses {last} tokens"),
+        -1.0: ("verify", "the target reads all of them in one forward"),
+        -2.2: ("accept", "while u q(x) < p(x), u uniform in [0, 1)"),
+        -3.5: ("resample", "the next token, from max(p \N{MINUS SIGN} q, 0)"),
+    }
+    for height, (name, hint) in rows.items():
+        panel.text(-5.2, height + 0.17, name, color=scheme.ink, fontsize=12, weight="bold", va="center")
+        panel.text(-5.2, height - 0.2, hint, color=scheme.ink, fontsize=8.5, va="center")
+    panel.text(-0.1, 0, step["prompt"], color=scheme.ink, ha="right", va="center")
     for index, token in enumerate(step["drafts"]):
+        p, q, u = (step[name][index] for name in "pqu")
         colour = scheme.accepted if index < count else scheme.rejected if index == count else scheme.faint
+        small = {"fontsize": 8.5, "ha": "center", "va": "center"}
         box(panel, index, 0, token, scheme.ink, scheme.faint)
-        panel.text(index + 0.5, -1.02, f"p {step['p'][index]:.2f}\nq {step['q'][index]:.2f}", color=scheme.ink, fontsize=8.5, ha="center", va="center")
-        sign = "<" if index < count else "\N{GREATER-THAN OR EQUAL TO}"
-        box(panel, index, -2, token, colour, colour)
+        panel.text(index + 0.5, -1, f"p = {p:.2f}\nq = {q:.2f}", color=scheme.ink, **small)
+        box(panel, index, -2.1, token, colour, colour)
         if index <= count:
-            compared = f"{step['u'][index] * step['q'][index]:.2f} {sign} {step['p'][index]:.2f}"
-            panel.text(index + 0.5, -2.5, compared, color=colour, fontsize=7.5, ha="center", va="center")
+            sign = "<" if index < count else "\N{GREATER-THAN OR EQUAL TO}"
+            panel.text(index + 0.5, -2.62, f"{u * q:.2f} {sign} {p:.2f}", color=colour, **small)
         if index < count:
-            box(panel, index, -3.2, token, scheme.accepted, scheme.accepted)
-    box(panel, count, -3.2, step["next"], scheme.own, scheme.own)
+            box(panel, index, -3.4, token, scheme.accepted, scheme.accepted)
+    box(panel, count, -3.4, step["next"], scheme.own, scheme.own)
     save(figure, f"step{scheme.suffix}.svg")
 
 
