@@ -3,9 +3,9 @@
     python docs/site/check.py build/site
     python docs/site/check.py build/site --screenshots FOLDER
 
-Each page is asked for by its links from the first page on. An error is a link or an anchor that leads nowhere, a file that
-is asked of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, and a
-search without a result. Playwright's own Chromium is used, or the one that CHROMIUM names.
+Pages are found by links from the first one on. An error is a link or an anchor that leads nowhere, a file that is asked
+of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, and a search
+without a result. Playwright's own Chromium is used, or the one that CHROMIUM names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ UNRENDERED = r"""() => {
     const found = [];
     while (walker.nextNode()) {
         const node = walker.currentNode;
-        if (!node.parentElement.closest('code, pre') && /\\\(|\\\[|\$\$|\\[a-z]{2,}/.test(node.data)) found.push(node.data);
+        if (node.parentElement.closest('code, pre')) continue;
+        if (/\\\(|\\\[|\$\$|\\[a-z]{2,}/.test(node.data)) found.push(node.data);
     }
     return found;
 }"""

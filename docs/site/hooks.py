@@ -33,18 +33,17 @@ SOURCES = {page: source for source, page in PAGES.items()}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
-        path = ROOT / source
-        if path.is_dir():
-            text = examples_list()
-        else:
-            text = example(path) if path.suffix == ".py" else path.read_text()
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=content(ROOT / source)))
     return files
 
 
-def example(path: Path) -> str:
-    """The page of a script: what it does, what it prints, and its source."""
+def content(path: Path) -> str:
+    """The page of a file; that of a script has what it does, what it prints, and its source."""
+    if path.is_dir():
+        return examples_list()
     source = path.read_text()
+    if path.suffix != ".py":
+        return source
     first, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
     # In the docstrings commands are indented, which Markdown shows as code.
     parts = [f"# {first.rstrip('.').replace(chr(10), ' ')}", rest]

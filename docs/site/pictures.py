@@ -3,7 +3,7 @@
     python docs/site/pictures.py
     python docs/site/pictures.py --record-step
 
-The speeds are those of five result files of `torch-specops bench`. The step is one of the byte-level models that come
+The speeds are those of four result files of `torch-specops bench`. The step is one of the byte-level models that come
 with the package; --record-step takes it anew.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -26,20 +27,22 @@ FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 DATE = "2026-11-25"
 SMOLLM2, BYTES = "SmolLM2-135M, prompt lookup", "byte-level models, K = 4"
-# (target and draft, what is decoded, batch size, the file, the file of the compiled run)
+# (target and draft, B, result file); all of a line was measured in turns.
 SETTINGS = (
-    (f"{SMOLLM2}: code to copy", 1, "smollm2", "smollm2-compiled"),
-    (f"{SMOLLM2}: a story", 1, "smollm2-story", None),
-    (f"{SMOLLM2}: a batch", 8, "smollm2", None),
-    (BYTES, 1, "austen-bytes", "austen-bytes-compiled"),
-    (f"{BYTES}: a batch", 8, "austen-bytes", "austen-bytes-compiled"),
+    (f"{SMOLLM2}: code to copy", 1, "smollm2"),
+    ("the same, compiled", 1, "smollm2-compiled"),
+    (f"{SMOLLM2}: a story", 1, "smollm2-story"),
+    (f"{SMOLLM2}: eight prompts", 8, "smollm2"),
+    (BYTES, 1, "austen-bytes"),
+    (f"{BYTES}: compiled", 1, "austen-bytes-compiled"),
+    (f"{BYTES}: compiled", 8, "austen-bytes-compiled"),
 )
-# Label of a bar, name of the provider, whether compiled, colour.
+# Name of a way to decode, a pattern of the provider's name in the files, colour.
 WAYS = (
-    ("transformers generate", "transformers generate", False, "#9aa4af"),
-    ("transformers assisted", "transformers assisted, K = ", False, "#6b7682"),
-    ("torch_specops", "specops", False, "#f0794b"),
-    ("torch_specops, compiled", "specops", True, "#d9480f"),
+    ("transformers generate", "transformers generate", "#9aa4af"),
+    ("transformers assisted", r"transformers assisted, K = \d+", "#6b7682"),
+    ("torch_specops, no draft", "specops, no draft(, compiled)?", "#f5a97f"),
+    ("torch_specops", "specops(, compiled)?", "#e8590c"),
 )
 
 
@@ -60,24 +63,21 @@ DARK = Scheme("_dark", "#e6edf3", "#3d444d", "#3fb950", "#d29922", "#f85149")
 def speeds() -> list[dict[str, Any]]:
     """Tokens per second of each way in each setting."""
     found = []
-    for setting, batch, *names in SETTINGS:
+    for setting, batch, file in SETTINGS:
+        results = json.loads((RESULTS / f"{DATE}-cpu-readme-{file}.json").read_text())["results"]
+        speed = {each["provider"]: each["tokens_per_second"] for each in results if each["batch_size"] == batch}
         record: dict[str, Any] = {"setting": setting, "batch": batch}
-        for compiled, name in enumerate(names):
-            if name is None:
-                continue
-            for result in json.loads((RESULTS / f"{DATE}-cpu-readme-{name}.json").read_text())["results"]:
-                for label, provider, is_compiled, _ in WAYS:
-                    is_way = result["provider"].startswith(provider) and result["provider"] != "specops, no draft"
-                    if is_way and result["batch_size"] == batch and compiled == is_compiled:
-                        record[label] = result["tokens_per_second"]
+        for name, value in speed.items():
+            record |= {way: value for way, pattern, _ in WAYS if re.fullmatch(pattern, name)}
         found.append(record)
     return found
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    lines = ["| tokens/s | B | " + " | ".join(label for label, *_ in WAYS) + " |", "| --- |" * 1 + " --- |" * (1 + len(WAYS))]
+    ways = [way for way, *_ in WAYS]
+    lines = [f"| target, draft | B | {' | '.join(ways)} |", "| --- " * (2 + len(ways)) + "|"]
     for record in records:
-        cells = (f"{record[label]:.0f}" if label in record else "" for label, *_ in WAYS)
+        cells = (f"{record[way]:.0f}" if way in record else "refused" for way in ways)
         lines.append(f"| {record['setting']} | {record['batch']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -85,14 +85,14 @@ def table(records: list[dict[str, Any]]) -> str:
 def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
     figure = Figure(figsize=(9.6, 2.3), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    for panel, record in zip(panels, (records[0], records[3], records[1]), strict=True):
-        speeds = [record.get(label, 0.0) for label, *_ in WAYS]
+    for panel, record in zip(panels, (records[0], records[5], records[2]), strict=True):
+        speeds = [record[way] for way, *_ in WAYS]
         for place, ((*_, colour), speed) in enumerate(zip(WAYS, speeds, strict=True)):
             panel.barh(-place, speed, color=colour, height=0.72)
-            panel.text(speed, -place, f" {speed:,.0f}" if speed else "", va="center", color=scheme.ink, fontsize=10)
+            panel.text(speed, -place, f" {speed:,.0f}", va="center", color=scheme.ink, fontsize=10)
         panel.set_title(record["setting"].replace(": ", "\n"), loc="left", color=scheme.ink, fontsize=10)
         panel.set_xlim(0, 1.25 * max(speeds))
-        panel.set_yticks([-place for place in range(len(WAYS))], [label for label, *_ in WAYS], color=scheme.ink)
+        panel.set_yticks([-place for place in range(len(WAYS))], [way for way, *_ in WAYS], color=scheme.ink)
         panel.tick_params(length=0)
         panel.set_xticks([])
         panel.spines[:].set_visible(False)
@@ -172,7 +172,16 @@ def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None
     shape = FancyBboxPatch((x + 0.12, y - 0.28), 0.76, 0.56, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
     shape.set(edgecolor=edge, linewidth=1.6)
     panel.add_patch(shape)
-    panel.text(x + 0.5, y, text.replace(" ", "\N{OPEN BOX}"), color=ink, fontsize=12, family="monospace", ha="center", va="center")
+    panel.text(
+        x + 0.5,
+        y,
+        text.replace(" ", "\N{OPEN BOX}"),
+        color=ink,
+        fontsize=12,
+        family="monospace",
+        ha="center",
+        va="center",
+    )
 
 
 def save(figure: Figure, name: str) -> None:
