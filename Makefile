@@ -56,12 +56,12 @@ check: $(DEV) ## lint, format, types, spelling, and the docs with their links
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 	@$(RUN) -m codespell_lib
-	@$(RUN) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --quiet --strict
 
 docs: $(DEV) ## build the site in build/site; a warning is an error
-	@$(RUN) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --strict
 
-docs-browser: docs $(BROWSER) ## open every page of the site in Chromium: links, formulas, search, the width of a phone
+docs-browser: docs ## open every page of the site in Chromium (needs playwright): links, formulas, search, a phone
 	@$(RUN) docs/site/check.py build/site $(ARGS)
 
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
@@ -97,4 +97,4 @@ $(VLLM_VENV)/.installed: pyproject.toml examples/vllm_plugin/pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check bench bench-gpu evidence
+.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check docs docs-browser bench bench-gpu evidence

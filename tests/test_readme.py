@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -140,3 +142,32 @@ def test_public_names_have_an_example() -> None:
     finder = doctest.DocTestFinder(recurse=False)
     names = [name for name in torch_specops.__all__ if name not in ("grammars", "ops")]
     assert [name for name in names if not finder.find(getattr(torch_specops, name))[0].examples] == []
+
+
+def test_every_public_name_has_a_place_in_the_api_pages() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)\.(\w+)$", pages, re.MULTILINE)
+    objects = {id(getattr(importlib.import_module(module), name)) for module, name in shown}
+    modules = (
+        "",
+        ".beam",
+        ".decode",
+        ".drafts",
+        ".grammars",
+        ".hf",
+        ".inductor",
+        ".laws",
+        ".schedules",
+        ".vocab_parallel",
+    )
+    for module in (importlib.import_module(f"torch_specops{name}") for name in modules):
+        public = {name: getattr(module, name) for name in module.__all__}
+        missing = [name for name, value in public.items() if id(value) not in objects and not inspect.ismodule(value)]
+        assert missing == [], module.__name__
+
+
+def test_the_table_of_speeds_is_that_of_the_result_files() -> None:
+    pytest.importorskip("matplotlib")
+    pictures = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
+    assert pictures["table"](pictures["speeds"]()) in README
+    assert len(README.splitlines()) <= 120

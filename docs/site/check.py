@@ -52,19 +52,24 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
     page.on("request", lambda each: each.url.startswith(root) or errors.append(f"{here}: asks {each.url}"))
     ids: dict[str, set[str]] = {}
     links: list[tuple[str, str]] = []
-    waiting = [root]
+    # Pages to open, each with the page that leads there.
+    waiting = {root: root}
     while waiting:
-        here = waiting.pop()
+        here, origin = waiting.popitem()
         page.set_viewport_size(DESK)
-        page.goto(here)
+        answer = page.goto(here)
+        if answer is None or answer.status >= 400:
+            errors.append(f"{origin}: a link leads to {here}")
+            ids[here] = set()
+            continue
         ids[here] = set(page.evaluate(IDS))
         errors += [f"{here}: not rendered: {text!r}" for text in page.evaluate(UNRENDERED)]
         for link in page.evaluate(LINKS):
             if link.startswith(root):
                 links.append((here, link))
                 place = urldefrag(link).url
-                if place not in ids and place not in waiting:
-                    waiting.append(place)
+                if place not in ids:
+                    waiting.setdefault(place, here)
         if screenshots is not None and f"/{here.removeprefix(root)}" in SHOWN:
             page.screenshot(path=screenshots / f"{here.removeprefix(root).replace('/', '_')}desk.png")
         page.set_viewport_size(PHONE)

@@ -84,7 +84,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not (ROOT / place).exists():
             raise FileNotFoundError(f"{source}: a link leads to {place}, which does not exist")
         # A file without a page can be shown where the repository is, if that is known.
-        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{place})" if config.repo_url else text
+        repository = config.extra["repository"]
+        return f"[{text}]({repository}/blob/main/{place})" if repository else text
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)", moved, part) for part in parts[::2]]
