@@ -56,6 +56,10 @@ check: $(DEV) ## lint, format and types
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
+dist: $(DEV) ## build wheel and sdist in dist/, and try the wheel in a new environment outside of the checkout
+	@rm -rf dist
+	@$(RUN) .ci/check_dist.py
+
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
@@ -89,4 +93,4 @@ $(VLLM_VENV)/.installed: pyproject.toml examples/vllm_plugin/pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check bench bench-gpu evidence
+.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check dist bench bench-gpu evidence
