@@ -22,7 +22,7 @@ DEMO = "demo --target austen-bytes --draft austen-bytes-draft --max-new-tokens 2
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
-    """What a command prints. The checkout is on no path, and pip keeps to the constraints when it builds too."""
+    """What a command prints. No PYTHONPATH reaches it, and pip keeps to the constraints in builds too."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     own |= {"PIP_CONSTRAINT": str(CONSTRAINTS), "PIP_DISABLE_PIP_VERSION_CHECK": "1"} | environment
     line = [str(part) for part in command]
