@@ -64,6 +64,10 @@ docs: $(DEV) ## build the site in build/site; a warning is an error
 docs-browser: docs ## open every page of the site in Chromium (needs playwright): links, formulas, search, a phone
 	@$(RUN) docs/site/check.py build/site $(ARGS)
 
+dist: $(DEV) ## build wheel and sdist in dist/, and try the wheel in a new environment outside of the checkout
+	@rm -rf dist
+	@$(RUN) .ci/check_dist.py
+
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
@@ -97,4 +101,4 @@ $(VLLM_VENV)/.installed: pyproject.toml examples/vllm_plugin/pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check docs docs-browser bench bench-gpu evidence
+.PHONY: help demo test test-all test-latest test-oldest test-gpu test-vllm rehearse-gpu check docs docs-browser dist bench bench-gpu evidence

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from benchmark_scripts import needs_benchmarks
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -94,6 +95,7 @@ TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 
 
+@needs_benchmarks
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(document: Path) -> None:
     text = document.read_text()
@@ -120,6 +122,10 @@ def test_the_changelog_opens_with_this_version() -> None:
     newest = re.search(r"^## \[?([\w.]+)", changelog, re.MULTILINE)
     assert newest is not None
     assert newest[1] in ("Unreleased", torch_specops.__version__)
+    # The citation is that of the newest release.
+    released = re.search(r"^## \[([\d.]+)\] - ([\d-]+)$", changelog, re.MULTILINE)
+    citation = re.search(r"^version: (\S+)\ndate-released: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert released is not None and citation is not None and citation.groups() == released.groups()
 
 
 # Kernels need Triton at import, and a command is no library.

@@ -18,7 +18,7 @@ from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmo
 from .ops.uniforms import uniforms
 from .sampling import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Completion",
     "GenerationOutput",

@@ -317,6 +317,10 @@ def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str, m
         ('{"turns": [" "]}', f"prompts: {file}, line 1: expected 'turns' to be a list of texts, none of them empty"),
         ('{"turns": ["a"], "category": 3}', f"prompts: {file}, line 1: expected 'category' to be a name, got 3"),
         (
+            '{"turns": ["a"], "category": "\\u001b[2J"}',
+            f"prompts: {file}, line 1: expected 'category' to be a name, got \"\\u001b[2J\"",
+        ),
+        (
             right + json.dumps({"turns": ["\u2028 long" * 99]}),
             f"prompts: {file}, line 2: expected a prompt and new tokens within",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, load: Callable[[Pa
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no model")
     assert raised(load, [(tmp_path, ValueError, one_line)]) == []
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if somebody at a terminal would allow it."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker, folder = tmp_path / "marker", tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": [None, "own.Tokenizer"]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokenizer", "auto_map": code}))
+    refused = r"(model|tokenizer): cannot load '.*': [^\n]* contains custom code [^\n]*$"
+    for load in (load_model, load_tokenizer):
+        assert raised(load, [(folder, ValueError, refused)]) == []
+    assert not marker.exists()
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from .results import as_results, print_differences, print_tables, totals
 # Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
     PROMPT,
-    "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, becuase it was the "
-    "fastest fox of the forrest and the dog was asleep on the warm stones behind the old mill.",
+    "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, "
+    "becuase it was the fastest fox of the forrest and the dog "  # codespell:ignore
+    "was asleep on the warm stones behind the old mill.",
     "Write a Python function that returns the n-th Fibonacci number.",
     "Repeat this list, sorted: pear, apple, quince, plum, cherry, apricot, peach, lemon, lime, orange.",
     "Turn this into JSON: name Ada, born 1815, city London; name Alan, born 1912, city London; name Grace, born 1906, "

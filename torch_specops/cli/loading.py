@@ -122,7 +122,8 @@ def _load(what: str, kind: Any, name: str | os.PathLike[str], **options: Any) ->
     try:
         # Progress bars are for downloads; reading a folder takes seconds.
         with _no_progress_bars() if is_here else nullcontext():
-            return kind.from_pretrained(path, **options)
+            # None would let transformers ask at a terminal whether to run the model's code.
+            return kind.from_pretrained(path, trust_remote_code=False, **options)
     # A damaged, missing or wrong file raises whatever its reader raises.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -52,6 +52,7 @@ def _question(line: str, place: str) -> Question:
     turns, category = found["turns"], found.get("category", ALL)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{expected}'turns' to be a list of texts, none of them empty, got {json.dumps(turns)[:40]}")
-    if not isinstance(category, str) or not category.strip():
+    # Tables show the name, and a terminal obeys control characters.
+    if not isinstance(category, str) or not category.strip() or not category.isprintable():
         raise ValueError(f"{expected}'category' to be a name, got {json.dumps(category)[:40]}")
     return Question(turns[0], category, place, len(turns) - 1)
