@@ -30,6 +30,7 @@ from torch_specops.decode import Step
 from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import custom_generate
+from torch_specops.hf.architecture import cache_argument
 from torch_specops.hf.generate import _kept
 from torch_specops.laws import chi_square
 
@@ -278,7 +279,10 @@ def test_what_is_not_done_is_an_error() -> None:
             {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
             "assistant_early_exit: expected None beside prompt_lookup_num_tokens, got 1",
         ),
-        ({"past_key_values": DynamicCache()}, "past_key_values: the loop has a cache of its own"),
+        (
+            {cache_argument(shared_tiny("llama")): DynamicCache()},
+            "(past_key_values|cache): the loop has a cache of its own",
+        ),
         ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
         ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
     ]

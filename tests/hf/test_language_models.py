@@ -304,7 +304,7 @@ def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
     right = model.forward
 
     def wrong(**arguments: object) -> object:
-        if arguments.get("past_key_values") is not None:
+        if arguments["use_cache"]:
             arguments["position_ids"] = torch.zeros_like(arguments["position_ids"])
         return right(**arguments)
 

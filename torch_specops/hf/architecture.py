@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
 
-__all__ = ["check_can_decode", "layers_of", "max_length", "unwrapped", "why_not_compiled", "windows"]
+__all__ = ["cache_argument", "check_can_decode", "layers_of", "max_length", "unwrapped", "why_not_compiled", "windows"]
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -33,6 +34,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers model, got {type(model)}")
     return model
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of the cache in a forward. transformers renamed it in 5.24; models with code of their own keep the old one."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def check_can_decode(model: PreTrainedModel) -> None:

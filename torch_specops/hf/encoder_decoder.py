@@ -148,7 +148,7 @@ class EncoderDecoderModel(TransformersModel):
             "decoder_input_ids": tokens,
             "decoder_attention_mask": mask,
             "encoder_outputs": (self._encoder_states,),
-            "past_key_values": self._both,
+            self._cache_argument: self._both,
         }
 
     def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
@@ -171,7 +171,7 @@ class WhisperDecoder(EncoderDecoderModel):
             "attention_mask": mask,
             "position_ids": self._position_ids(positions),
             "encoder_outputs": (self._encoder_states,),
-            "past_key_values": self._both,
+            self._cache_argument: self._both,
         }
 
 

@@ -234,13 +234,16 @@ def check_ensemble_weight(weight: float | None) -> None:
 
 # Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
 _PREPARED = {"cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
-_PREPARED |= {"past_key_values", "use_cache"}
+# The cache has its second name since transformers 5.24.
+_CACHES = ("past_key_values", "cache")
+_PREPARED |= {*_CACHES, "use_cache"}
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
     """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ValueError("past_key_values: the loop has a cache of its own and would neither read nor fill this one")
+    for name in _CACHES:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise ValueError(f"{name}: the loop has a cache of its own and would neither read nor fill this one")
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
         raise ValueError(
             "model: a wrapper (PEFT's prompt tuning) changes its inputs, and this loop would not call that"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
-from .architecture import check_can_decode, layers_of, max_length, why_not_compiled, windows
+from .architecture import cache_argument, check_can_decode, layers_of, max_length, why_not_compiled, windows
 from .attention import use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
@@ -77,6 +77,7 @@ class TransformersModel:
             raise ValueError(f"num_layers: expected 1 to {len(layers_of(model))}, got {num_layers}")
         self.model = model
         self._first_layers = num_layers
+        self._cache_argument = cache_argument(model)
         self._additive_mask = attention == "eager"
         self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not self.reads_inputs
         self.supports_spans = attention == "sdpa" and self._is_tested_decoder
@@ -247,7 +248,7 @@ class TransformersModel:
             "input_ids": tokens,
             "attention_mask": mask,
             "position_ids": self._position_ids(positions),
-            "past_key_values": self._require_cache(),
+            self._cache_argument: self._require_cache(),
             "logits_to_keep": num_logits or 0,
         }
 
