@@ -37,7 +37,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name of the cache in a forward. transformers renamed it in 5.24; models with code of their own keep the old one."""
+    """The name of the cache in a forward. transformers renamed it in 5.24, code of others may not."""
     parameters = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in parameters and "past_key_values" not in parameters else "past_key_values"
 
