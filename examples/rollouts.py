@@ -1,13 +1,11 @@
-"""Sample answers for a training step, with the log-probabilities that the sampler gave them, and take the step.
+"""A step of reinforcement learning: sample answers with drafts, and train on their log-probabilities.
 
     python examples/rollouts.py
     python examples/rollouts.py --target ./model --draft ./small-model --samples 8
 
-A prompt gets several samples. They have exactly the target's distribution, whatever the draft, so that the policy that
-is trained is the one that was sampled: the ratio of the two probabilities, which PPO and GRPO clip, begins at 1.
+The answers have exactly the policy's distribution, whatever the draft: the ratio of the new and the old probability,
+which PPO and GRPO clip, begins at 1. By default a token is a byte, and the reward is the number of words.
 """
-
-from __future__ import annotations
 
 import argparse
 from importlib.resources import files
@@ -15,53 +13,57 @@ from importlib.resources import files
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torch_specops
+from torch_specops import SpeculativeDecoder
+
+folder = files("torch_specops") / "data" / "austen_bytes"
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--target", default=folder / "target")
+parser.add_argument("--draft", default=folder / "draft")
+parser.add_argument("--prompt", default="It was not to be ")
+parser.add_argument("--samples", type=int, default=4)
+parser.add_argument("--new-tokens", type=int, default=32)
+args = parser.parse_args()
+tokenizer = AutoTokenizer.from_pretrained(args.target)
+policy = AutoModelForCausalLM.from_pretrained(args.target)
+draft = AutoModelForCausalLM.from_pretrained(args.draft)
+
+# Sample several answers to the prompt. `logprobs` [B, L] is NaN where no token was generated.
+decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=4)
+prompt = tokenizer(args.prompt, return_tensors="pt")["input_ids"]
+options = {"max_new_tokens": args.new_tokens, "logprobs": "raw"}
+rollout = decoder.generate(prompt, num_return_sequences=args.samples, seed=0, **options)
+answers = [tokenizer.decode(rollout.new_tokens(row)) for row in range(args.samples)]
+for answer in answers:
+    print(repr(answer))
+print(f"{rollout.stats.num_tokens} tokens, {rollout.stats.mean_acceptance_length:.2f} per row and step")
+
+# Each answer has a seed of its own, which repeats it without the others.
+again = decoder.generate(prompt, seed=rollout.stats.seeds[-1:], **options)
+print(f"the last answer again, alone: {again.new_tokens(0) == rollout.new_tokens(-1)}")
 
 
-def main(arguments: list[str] | None = None) -> float:
-    folder = files("torch_specops") / "data" / "austen_bytes"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=folder / "target")
-    parser.add_argument("--draft", default=folder / "draft")
-    parser.add_argument("--prompt", default="It was not to be ")
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    args = parser.parse_args(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    policy = AutoModelForCausalLM.from_pretrained(args.target)
-    draft = AutoModelForCausalLM.from_pretrained(args.draft)
-
-    # Each sample has a seed of its own, which repeats it: output.stats.seeds.
-    decoder = torch_specops.SpeculativeDecoder(policy, draft, num_draft_tokens=4)
-    output = decoder.generate(
-        tokenizer(args.prompt, return_tensors="pt")["input_ids"],
-        num_return_sequences=args.samples,
-        max_new_tokens=args.new_tokens,
-        seed=0,
-        logprobs="raw",
-    )
-    is_new = ~output.logprobs.isnan()
-
-    # A stand-in for a reward: how many words. The advantage is over the mean of the samples.
-    words = [len(tokenizer.decode(output.new_tokens(row)).split()) for row in range(args.samples)]
-    reward = torch.tensor(words, dtype=torch.float32)
-    advantage = reward - reward.mean()
-
-    policy.train()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
-    logits = policy(output.sequences[:, :-1]).logits
-    new = torch.log_softmax(logits.float(), -1).gather(2, output.sequences[:, 1:].unsqueeze(2)).squeeze(2)
-    old = output.logprobs[:, 1:]
-    ratio = (new - old)[is_new[:, 1:]].exp()
-    loss = -(ratio * advantage.repeat_interleave(is_new.sum(1))).mean()
-    loss.backward()
-    optimizer.step()
-
-    largest = float((ratio.detach() - 1).abs().max())
-    print(f"{int(is_new.sum())} tokens, {output.stats.mean_acceptance_length:.2f} per step, {reward.mean():.1f} words")
-    print(f"new / old probability before the step: 1 to within {largest:.0e}")
-    return largest
+def training_logprobs():
+    """The log-probability of each new token by a training forward: the logits at a token are for the next one. Padding
+    stands at the end, where no token sees it."""
+    logits = policy(rollout.sequences[:, :-1]).logits
+    return torch.log_softmax(logits, -1).gather(2, rollout.sequences[:, 1:, None]).squeeze(2)[is_new]
 
 
-if __name__ == "__main__":
-    main()
+# The sampler's log-probabilities are those of the training forward, up to rounding.
+is_new = ~rollout.logprobs[:, 1:].isnan()
+old = rollout.logprobs[:, 1:][is_new]
+policy.train()
+new = training_logprobs()
+print(f"equal to the log-probabilities of the training forward: {torch.allclose(new, old, rtol=0, atol=1e-4)}")
+
+# One policy-gradient step. An answer's advantage is its reward over the mean, for each of its tokens.
+reward = torch.tensor([float(len(answer.split())) for answer in answers])
+advantage = (reward - reward.mean()).unsqueeze(1).expand_as(is_new)[is_new]
+loss = -((new - old).exp() * advantage).mean()
+loss.backward()
+torch.optim.SGD(policy.parameters(), lr=0.1).step()
+
+# The best answer is more likely now. The decoder reads the new weights in its next call.
+best = advantage == advantage.max()
+before, after = old[best].sum(), training_logprobs()[best].sum()
+print(f"log-probability of the answer with the most words: {before:.1f}, after the step {after:.1f}")

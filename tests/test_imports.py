@@ -42,6 +42,7 @@ ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
     "triton": {"ops/cuda"},
     "transformers": {"cli", "hf"},
+    "tokenizers": {"cli"},
     "torchao": {"drafts"},
     "matplotlib": {"cli"},
     "safetensors": {"drafts"},

