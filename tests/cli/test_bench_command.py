@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from typer.testing import Result
 
-from torch_specops.cli import categories, loading, models, providers, results
+from torch_specops.cli import categories, loading, models, plot, providers, results
 from torch_specops.cli.comparison import Case, Comparison, Measurement, Run, padded
 from torch_specops.cli.prompts import read_questions
 from torch_specops.decode import SpeculativeDecoder
@@ -58,7 +58,7 @@ def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[s
     two = ["transformers generate", *OURS]
     assert [name for name, _ in lines] == ["T = 0, batch 1", *one, "T = 0, batch 2", *two]
     assert {mark for name, mark in lines if not name.startswith("T")} == {" ="}
-    assert "=: identical to plain greedy decoding" in result.stdout
+    assert "=: identical to plain greedy decoding" in result.stdout and " left" not in result.stdout
     assert document["versions"]["torch"] == torch.__version__ and not document["interrupted"]
     assert document["totals"] == []
     assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
@@ -76,14 +76,17 @@ def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[s
 
 
 def test_the_tables_fit_into_80_columns() -> None:
-    """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
+    """With everything that may be in them: long names, large numbers, compiled steps, CUDA. A narrower terminal cuts
+    nothing off."""
     counts = (10**4, 11765, [9], [9], 123.0)
     slow, fast = Run(10**5, [1.1], *counts), Run(10**5, [0.1, 1.0, 9.0], *counts, 42.0, 10**11)
     slow.greedy, fast.greedy = "near ties", "different"
     names = ("transformers assisted, own K", slow), ("specops, no draft, compiled", fast)
     measurements = [Measurement(name, True, "", 0.7, 32, [run]) for name, run in names]
     file = io.StringIO()
-    results.print_tables(Console(file=file, width=80), results.as_results(measurements))
+    console, records = Console(file=file, width=60), results.as_results(measurements)
+    results.print_providers(console, records)
+    results.print_legend(console, results.PROVIDERS_LEGEND, records, [])
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 78
     table = [line.split() for line in lines[1:4]]
@@ -178,30 +181,57 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
 
 
-@pytest.mark.parametrize("early_end", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=str)
-def test_an_early_end_shows_the_rounds_done_so_far(
-    early_end: BaseException, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("early_end", "by_category"),
+    [(KeyboardInterrupt(), True), (torch.OutOfMemoryError("out of memory"), False)],
+    ids=str,
+)
+def test_tables_come_as_they_are_measured_and_once_after_an_early_end(
+    early_end: BaseException, by_category: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_all = Comparison.run
 
-    def ended(self: Comparison) -> Iterator[str]:
-        for label in run_all(self):
-            if label.startswith("T = 0, batch 1, round 2"):
+    def ended(self: Comparison) -> Iterator[tuple[Case, str]]:
+        for case, label in run_all(self):
+            if label.startswith("T = 0, batch 2") and ", round 2" in label:
                 raise early_end
-            yield label
+            yield case, label
+            print(label)
 
     monkeypatch.setattr(Comparison, "run", ended)
     file = tmp_path / "out.json"
-    result = bench(target, "--json", str(file))
+    prompts = ["--prompts", questions(tmp_path), "--temperature", "0"] if by_category else ["--prompt", TEXT]
+    options = ["--batch-sizes", "1,2", "--max-new-tokens", "6", "--rounds", "2", "--json", str(file)]
+    result = run("bench", "--target", target, *prompts, *options)
     document = json.loads(file.read_text())
-    assert "tok/s" in result.stdout
+    second = "T = 0, batch 2, plain" if by_category else "T = 0, batch 2"
+    legend = "undrafted, asst" if by_category else "tok/s:"
+    shown = re.findall(rf"^T = 0, batch \d(?= *$|  )|^{second}, warming up: tr|^{legend}", result.stdout, re.M)
+    assert shown == ["T = 0, batch 1", f"{second}, warming up: tr", "T = 0, batch 2", legend]
     if isinstance(early_end, KeyboardInterrupt):
         assert result.exit_code == 130 and "interrupted: " in result.stdout
         assert document["interrupted"] and document["error"] is None
     else:
         assert (result.exit_code, result.stderr) == (2, "torch-specops: error: out of memory\n")
         assert document["error"] == "out of memory" and not document["interrupted"]
-    assert {len(seconds) for row in document["results"] for seconds in row["seconds"]} == {1}
+    rounds = {(row["batch_size"], len(seconds)) for row in document["results"] for seconds in row["seconds"]}
+    assert rounds == {(1, 2), (2, 1)}
+
+
+def test_the_time_left_is_that_of_the_last_runs(loaded: tuple[models.Models, list[Tensor]]) -> None:
+    found, prompts = loaded
+    greedy, ways = SamplingParams(temperature=0.0), providers.make_providers(found, 4, 2)[-3:]
+    cases = [Case([prompts[:1]] * 2, greedy), Case([prompts[:1]], greedy), Case([prompts[:1] * 8], greedy)]
+    comparison = Comparison(found.target, ways, cases, 4, rounds=3)
+    # The first run of each is one more.
+    assert comparison.runs_left == {(way, 1): 13 for way in [ASSISTED[1], *OURS]} | {(way, 8): 4 for way in OURS}
+    assert comparison.seconds_left() is None
+    comparison.last_seconds |= {(OURS[0], 8): 8.0, (OURS[1], 1): 1.0}
+    # A batch of 8 is taken for four prompts; what did not run yet, for the slowest.
+    assert comparison.seconds_left() == pytest.approx(13 * 2.0 + (13 * 2.0 + 4 * 8.0) + (13 * 1.0 + 4 * 4.0))
+    comparison.last_seconds |= {(ASSISTED[1], 1): 0.5, (OURS[1], 8): 5.0}
+    comparison.runs_left[OURS[0], 1] = 0
+    assert comparison.seconds_left() == pytest.approx(13 * 0.5 + 4 * 8.0 + (13 * 1.0 + 4 * 5.0))
 
 
 def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> None:
@@ -214,8 +244,8 @@ def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> Non
     greedy = SamplingParams(temperature=0.0)
     cases = [Case([prompts[:1], prompts[1:]], greedy, "one"), Case([prompts], greedy, "two")]
     comparison = Comparison(found.target, providers.make_providers(found, 4, 2), cases, 4, 2)
-    labels, numbers = [], set()
-    for label in comparison.run():
+    labels, numbers, num_runs = [], set(), comparison.runs_left.total()
+    for _, label in comparison.run():
         labels.append(label)
         # Whenever it is interrupted, all providers of a case have results for the same batches.
         rows = comparison.measurements
@@ -223,8 +253,8 @@ def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> Non
         numbers.add(tuple(sorted((row.category, len(row.runs)) for row in rows)))
     one, two = (tuple([("one", count)] * 5) for count in (1, 2))
     assert numbers == {(), one, two, two + (("two", 1),) * 3}
-    # The progress bar counts every run.
-    assert len(labels) == comparison.num_runs == 2 * (5 * 3 + 1) + 3 * 3 + 1
+    # Besides, each provider warms up in a run of its own, and greedy outputs of three batches are compared.
+    assert num_runs + 3 == len(labels) + 5 and comparison.runs_left.total() == 0
     # No provider is always first.
     first = [label for label in labels if label.startswith("T = 0, batch 2, two, round")][::3]
     assert [label.split(": ")[1] for label in first] == ["specops, no draft", "specops"]
@@ -288,9 +318,11 @@ def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
         assert own["num_steps"] == theirs["num_steps"]
         rates = own["acceptance_rate_per_position"]
         assert len(rates) == 3 and rates == sorted(rates, reverse=True) and 0 < rates[0] < 1
-    tables = re.findall(r"^T = (\d), batch (\d)\ncategory.* 1 +2\nplain .*\nother .*\ntotal ", result.stdout, re.M)
-    assert tables == [(str(t), str(size)) for t, size in cases]
-    assert "outputs at T = 0: identical to plain greedy decoding" in result.stdout
+    tables = re.findall(
+        r"^T = (\d), batch (\d)\ncategory.* 1 +2 *\nplain .*?(=?) *\nother .*?\3 *\ntotal .*?\3 *$", result.stdout, re.M
+    )
+    assert tables == [(str(t), str(size), "" if t else "=") for t, size in cases]
+    assert "=: identical to plain greedy decoding\nsampled outputs are not compared\n" in result.stdout
 
 
 def test_the_example_is_such_a_file() -> None:
@@ -337,7 +369,6 @@ def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str, m
     monkeypatch.setattr("torch_specops.cli.bench.find_spec", lambda name: None)
     for arguments, message in (
         (["--prompt", TEXT], "prompts: expected --prompts or --prompt, got both"),
-        (["--plot", "out.txt"], "plot: expected a file that ends in .png, .svg, .pdf, got 'out.txt'"),
         (["--plot", "out.png"], "plot: matplotlib is missing; run: pip install 'torch_specops[bench]'"),
     ):
         result = run("bench", "--target", target, "--prompts", questions(tmp_path), *arguments)
@@ -347,23 +378,55 @@ def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str, m
 
 
 def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
-    """And the plot of the same results is a picture."""
+    """Also on a narrower terminal. And the plot of the same results is a picture."""
     pytest.importorskip("matplotlib")
     fast = Run(10**5, [1.0], 10**4, 11765, [9] * 10, [9] * 10)
     slow = Run(10**5, [2.0], 10**4, 10**5, [100] * 4, [90, 80, 70, 60])
+    fast.greedy, slow.greedy = "identical", "near ties"
     ways = ("transformers generate", "transformers assisted, K = 10", *OURS)
     done = [Measurement(way, False, "a very long category", 0.7, 32, [fast]) for way in ways]
     done += [Measurement(way, False, "b", 0.7, 32, [fast if way == OURS[0] else slow]) for way in ways]
     records, total = (results.as_results(rows) for rows in (done, results.totals(done)))
     file = io.StringIO()
-    categories.print_categories(Console(file=file, width=80), records, total, 10)
+    console = Console(file=file, width=60)
+    categories.print_categories(console, records, total)
+    results.print_legend(console, categories.CATEGORIES_LEGEND, records, total)
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 78
-    row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100"
+    row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100 ="
     assert " ".join(lines[3].split()) == row
-    assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 -"
-    categories.plot_categories(records, total, tmp_path / "plot.png")
+    assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 - ~"
+    plot.plot_categories(records + total, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_shows_the_time_left_on_a_terminal_and_plots_speeds(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save, saved = figure.savefig, []
+
+    def kept(self: Any, *arguments: Any, **options: Any) -> None:
+        saved.append(self)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(figure, "savefig", kept)
+    files = tmp_path / "out.json", tmp_path / "plot.png"
+    options = ["--max-new-tokens", "6", "--batch-sizes", "1,2", "--json", str(files[0]), "--plot", str(files[1])]
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}
+    result = run("bench", "--target", target, "--prompt", TEXT, *options, **terminal)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"\d:\d\d:\d\d \d:\d\d:\d\d left, T = 0, batch 2, ", result.stdout)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    panels, document = saved[0].axes, json.loads(files[0].read_text())
+    for panel, size in zip(panels, (1, 2), strict=True):
+        speeds = {name: row["tokens_per_second"] for name, row in of_batch(document, size).items()}
+        assert panel.get_title("left") == f"T = 0, batch {size}"
+        assert [text.get_text() for text in panel.get_yticklabels()] == list(speeds)
+        assert [bar.get_width() for bar in panel.patches] == list(speeds.values())
+        assert [text.get_text() for text in panel.texts] == [f"{speed:.1f}" for speed in speeds.values()]
+        # From zero, and the first provider is at the top.
+        assert panel.get_xlim()[0] == 0 and panel.yaxis_inverted()
 
 
 @pytest.mark.slow

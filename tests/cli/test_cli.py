@@ -101,6 +101,31 @@ def test_demo_prints_text_numbers_and_the_check(target: str) -> None:
     assert without_spaces(printable(expected.rstrip("\ufffd"))) in without_spaces(result.stdout)
 
 
+def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each suggestion can be followed, as long as it is a demo."""
+    monkeypatch.setattr(sys, "argv", [".venv/bin/torch-specops"])
+    command, lines = "demo --target austen-bytes", []
+    while command.startswith("demo"):
+        result = run(*command.split(), "--max-new-tokens", "8", PATH="")
+        assert result.exit_code == 0, result.output
+        lines.append(result.stdout.splitlines()[-1])
+        command = lines[-1].split("torch-specops ")[1]
+    pair = "--target austen-bytes --draft austen-bytes-draft"
+    assert lines == [
+        f"next:  a small model as the draft: .venv/bin/torch-specops demo {pair}",
+        f"next:  sampled text: .venv/bin/torch-specops demo --temperature 0.7 {pair}",
+        f"next:  the speed beside transformers: .venv/bin/torch-specops bench {pair}",
+    ]
+    # The folder is on the path; or another program was called.
+    for program, found in ((".venv/bin/torch-specops", "/bin/torch-specops"), ("cli/__main__.py", None)):
+        monkeypatch.setattr(sys, "argv", [program])
+        monkeypatch.setattr(cli.demo, "which", lambda name, found=found: found)
+        following = cli.demo._next(loading.SMOLLM2, models.PROMPT_LOOKUP, "cpu", 0.0)
+        assert following == "sampled text: torch-specops demo --temperature 0.7"
+    following = cli.demo._next("my model", models.PROMPT_LOOKUP, "cuda", 0.7)
+    assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
+
+
 @pytest.mark.parametrize("kind", ["model", "early-exit:1", "ngram", "eagle3", "int8"])
 def test_demo_with_other_drafts(target: str, draft: str, tmp_path: Path, kind: str) -> None:
     if kind == "int8":
@@ -171,7 +196,7 @@ def test_ctrl_c_keeps_what_was_generated(target: str, monkeypatch: pytest.Monkey
     result = demo(target)
     assert result.exit_code == 130
     assert row(result, "steps") == str(num_steps)
-    assert "interrupted: " in result.stdout and "check:" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("interrupted: ") and not re.search("check:|next:", result.stdout)
     text = text_of(result).rstrip()
     assert text_of(whole).startswith(text) and bool(text) == (num_steps > 0)
 
@@ -184,7 +209,7 @@ def test_a_row_without_finite_logits_is_reported(target: str, tmp_path: Path) ->
     loading.load_tokenizer(target).save_pretrained(tmp_path)
     result = demo(str(tmp_path))
     assert result.exit_code == 1
-    assert "error: target: no finite logit" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("error: target: no finite logit")
 
 
 def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +220,9 @@ def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPa
     ):
         monkeypatch.setattr(cli.demo, "check_greedy", lambda *arguments, found=found: found)
         result = demo(target)
-        assert result.exit_code == exit_code and said in result.stdout
+        assert (
+            result.exit_code == exit_code and said in result.stdout and ("next:" in result.stdout) == (exit_code == 0)
+        )
 
 
 # What is refused, and help.
@@ -231,7 +258,7 @@ BAD = {
         (["--max-new-tokens", "0"], "max_new_tokens: expected a number >= 1, got 0"),
         (["--json", "/no/such/folder/out.json"], "json: there is no folder '/no/such/folder'"),
         (["--temperature", "0,warm"], "temperature: expected numbers separated by commas, got '0,warm'"),
-        (["--plot", "out.png"], "plot: shows categories, so it needs --prompts"),
+        (["--plot", "out.txt"], "plot: expected a file that ends in .png, .svg, .pdf, got 'out.txt'"),
         (["--draft", "prompt-lookup:0"], "draft: expected the longest match after 'prompt-lookup:', got '0'"),
     ],
 }

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingParams
 from . import options
-from .categories import PLOT_SUFFIXES, plot_categories, print_categories
+from .categories import CATEGORIES_LEGEND, print_categories
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
+from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import make_providers
-from .results import as_results, print_differences, print_tables, totals
+from .results import PROVIDERS_LEGEND, as_results, print_differences, print_legend, print_providers, totals
 
 # Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
@@ -72,7 +74,7 @@ def bench(
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens that every prompt gets; an end-of-text token does not stop it.")
-    ] = 64,
+    ] = 32,
     num_draft_tokens: options.NumDraftTokens = None,
     schedule: options.Schedule = "constant",
     verify: options.Verify = "exact",
@@ -90,7 +92,7 @@ def bench(
     min_p: options.MinP = 0.0,
     rounds: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Timed runs of each; the median counts.", show_default="5, or 1 with --prompts"),
+        typer.Option(metavar="N", help="Timed runs of each; the median counts.", show_default="3, or 1 with --prompts"),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="For sampling in the first round; later ones count up.")] = 0,
     threads: options.Threads = None,
@@ -105,11 +107,7 @@ def bench(
     ] = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="With --prompts: draw the speedups by category to this .png, .svg or .pdf file.",
-        ),
+        typer.Option("--plot", metavar="FILE", help="Draw the speeds to this .png, .svg or .pdf file."),
     ] = None,
 ) -> None:
     """Compare the speed of this package with transformers, on the same models and prompts.
@@ -119,8 +117,9 @@ def bench(
     and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of "prompt-lookup:2".
     Prompts go through the model's chat template, if there is one.
 
-    After a warm-up they take turns. The lines below the tables explain the columns. Compiling is not part of tok/s, and
-    on CUDA "MB" is the peak memory without the models. At temperature 0 the outputs are compared.
+    After a warm-up they take turns. A table comes as soon as it is measured; the lines below the last one explain the
+    columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature 0
+    the outputs are compared.
 
     After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
     2 an error, 130 Ctrl-C.
@@ -135,13 +134,13 @@ def bench(
         sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if by_category else "1,8"), int)
         temperatures = _numbers("temperature", temperature or ("0,1" if by_category else "0"), float)
         if rounds is None:
-            rounds = 1 if by_category else 5
+            rounds = 1 if by_category else 3
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
         for name, number in {"batch_sizes": min(sizes), "rounds": rounds, "max_new_tokens": max_new_tokens}.items():
             checks.check_int(name, number, 1)
         torch_device = options.compute_on(device, threads)
-        _check_files(json_file, plot_file, by_category)
+        _check_files(json_file, plot_file)
         samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
@@ -173,15 +172,25 @@ def bench(
             f"torch {torch.__version__}",
             soft_wrap=True,
         )
-        ended_by = _run(console, comparison)
+        results: list[dict[str, Any]] = []
+        total: list[dict[str, Any]] = []
+
+        def show() -> None:
+            measurements = comparison.measurements[len(results) :]
+            records, together = as_results(measurements), as_results(totals(measurements))
+            if records and by_category:
+                print_categories(console, records, together)
+            elif records:
+                print_providers(console, records)
+            results.extend(records)
+            total.extend(together)
+
+        ended_by = _run(console, comparison, show)
         interrupted = isinstance(ended_by, KeyboardInterrupt)
-        results, total = as_results(comparison.measurements), as_results(totals(comparison.measurements))
-        if results and by_category:
-            print_categories(console, results, total, num_draft_tokens)
-        elif results:
-            print_tables(console, results)
+        if results:
+            print_legend(console, CATEGORIES_LEGEND if by_category else PROVIDERS_LEGEND, results, total)
         if plot_file is not None and results:
-            plot_categories(results, total, plot_file)
+            (plot_categories if by_category else plot_providers)(results + total, plot_file)
         if json_file is not None:
             chosen = {
                 "prompt": None if by_category else [question.text for question in questions],
@@ -224,18 +233,14 @@ def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number
         raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
 
 
-def _check_files(json_file: Path | None, plot_file: Path | None, has_categories: bool) -> None:
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Refuse files that cannot be written, before anything is measured."""
     for name, file in (("json", json_file), ("plot", plot_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{name}: there is no folder {str(file.parent)!r}")
-    if plot_file is None:
-        return
-    if not has_categories:
-        raise ValueError("plot: shows categories, so it needs --prompts")
-    if plot_file.suffix not in PLOT_SUFFIXES:
+    if plot_file is not None and plot_file.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"plot: expected a file that ends in {', '.join(PLOT_SUFFIXES)}, got {plot_file.name!r}")
-    if find_spec("matplotlib") is None:
+    if plot_file is not None and find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is missing; run: pip install 'torch_specops[bench]'")
 
 
@@ -256,14 +261,23 @@ def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
     ]
 
 
-def _run(console: Console, comparison: Comparison) -> KeyboardInterrupt | Exception | None:
-    """Measure with a progress bar; returns the exception that ended it early."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> KeyboardInterrupt | Exception | None:
+    """Measure with a progress bar, and call `show` after each batch size of a temperature; returns the exception that
+    ended it early."""
+    columns = BarColumn(15), TimeElapsedColumn(), TextColumn("{task.description}")
+    total = comparison.runs_left.total()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=comparison.num_runs)
+        task = progress.add_task("", total=total)
         try:
-            for done, label in enumerate(comparison.run()):
-                progress.update(task, completed=done, description=label)
+            for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
+                for _, label in runs:
+                    left = comparison.seconds_left()
+                    text = label if left is None else f"{timedelta(seconds=round(left))} left, {label}"
+                    # The bar and the time take 24 places. The end of the line is for the "^C" that a terminal writes.
+                    text = text[: console.width - 26]
+                    progress.update(task, completed=total - comparison.runs_left.total(), description=text)
+                show()
         except (KeyboardInterrupt, Exception) as early_end:
+            show()
             return early_end
     return None

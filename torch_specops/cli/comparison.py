@@ -64,7 +64,7 @@ class Run:
     # Outside the models' forwards; None for compiled steps, in which they cannot be timed.
     outside_seconds: float | None = None
     compile_seconds: float = 0.0
-    # On CUDA, of the tensors of the first run, without those that existed before (the models).
+    # On CUDA, of the tensors of the untimed runs, without those that existed before (the models).
     peak_memory_bytes: int | None = None
     # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
     greedy: str | None = None
@@ -96,44 +96,55 @@ class Comparison:
     seed: int = 0
     # The results so far, also after an interrupt: the batches on which all providers were timed.
     measurements: list[Measurement] = field(default_factory=list)
+    # By provider and batch size: the runs that are left, and the seconds of the last one.
+    runs_left: Counter[tuple[str, int]] = field(default_factory=Counter)
+    last_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    @property
-    def num_runs(self) -> int:
-        """The number of times that `run` yields."""
+    def __post_init__(self) -> None:
+        for case in self.cases:
+            for provider in case.takers(self.providers):
+                is_first = all(name != provider.name for name, _ in self.runs_left)
+                self.runs_left[provider.name, case.batch_size] += len(case.batches) * (1 + self.rounds) + is_first
+
+    def seconds_left(self) -> float | None:
+        """An estimate from the last runs; None before the first."""
+        # Of a batch size that did not run yet: a batch of 8 takes about 4 times as long as one prompt.
+        of_one_row = {name: seconds / size ** (2 / 3) for (name, size), seconds in self.last_seconds.items()}
+        slowest = max(of_one_row.values(), default=None)
+        if slowest is None:
+            return None
         return sum(
-            len(case.batches) * (len(case.takers(self.providers)) * (self.rounds + 1) + (case.temperature == 0))
-            for case in self.cases
+            count * self.last_seconds.get((name, size), of_one_row.get(name, slowest) * size ** (2 / 3))
+            for (name, size), count in self.runs_left.items()
         )
 
     @torch.inference_mode()
-    def run(self) -> Iterator[str]:
-        """Measure; yields a label before each run."""
-        warm: set[tuple[float, int]] = set()
+    def run(self) -> Iterator[tuple[Case, str]]:
+        """Measure; yields before each run its case and a label."""
         seed = self.seed
         for case in self.cases:
-            settings = case.temperature, case.batch_size
-            place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
             providers = case.takers(self.providers)
-            measured = [Measurement(each.name, each.compiled, case.category, *settings) for each in providers]
+            settings = case.category, case.temperature, case.batch_size
+            place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
+            measured = [Measurement(each.name, each.compiled, *settings) for each in providers]
             for prompts in case.batches:
                 batch = padded(prompts, self.target)
                 answers, runs = [], []
                 for provider in providers:
-                    yield f"{place}, warming up: {provider.name}"
+                    yield case, f"{place}, warming up: {provider.name}"
                     # With the seed of the first round, so that lengths and times belong to the same texts.
-                    answer, run = self._observe(provider, batch, case.sampling, seed, is_first=settings not in warm)
+                    answer, run = self._observe(provider, batch, case.sampling, seed)
                     answers.append(answer)
                     runs.append(run)
-                warm.add(settings)
                 if case.temperature == 0:
-                    yield f"{place}, comparing greedy outputs"
+                    yield case, f"{place}, comparing greedy outputs"
                     self._compare(prompts, runs, answers)
                 turns = list(zip(providers, runs, strict=True))
                 for index in range(self.rounds):
                     # The order changes, because the first provider finds other caches than the later ones.
                     first = (seed - self.seed) % len(turns)
                     for provider, run in turns[first:] + turns[:first]:
-                        yield f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
+                        yield case, f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
                         seconds, _ = self._timed(run, provider, batch, case.sampling, seed)
                         run.seconds.append(seconds)
                     seed += 1
@@ -143,24 +154,21 @@ class Comparison:
                             if len(each.runs) == 1:
                                 self.measurements.append(each)
 
-    def _observe(
-        self, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int, is_first: bool
-    ) -> tuple[Answer, Run]:
-        """Run once to count steps and the time in forwards; the first time, after a run that compiles and allocates."""
-        rows = batch[0].shape[0]
+    def _observe(self, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int) -> tuple[Answer, Run]:
+        """Run once to count steps and the time in forwards; a provider's first time, after a run that warms it up."""
+        rows, device = batch[0].shape[0], self.target.device
         run = Run(rows * self.max_new_tokens)
-        if is_first:
-            device = self.target.device
-            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-            if before is not None:
-                torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        if before is not None:
+            torch.cuda.reset_peak_memory_stats(device)
+        if all(name != provider.name for name, _ in self.last_seconds):
             self._timed(run, provider, batch, sampling, seed)
-            if before is not None:
-                run.peak_memory_bytes = torch.cuda.max_memory_allocated(device) - before
         # A forward with hooks would be compiled again.
         watched = () if provider.compiled else provider.modules
-        with _forwards_watched(watched, self.target.device) as (calls, in_forwards):
+        with _forwards_watched(watched, device) as (calls, in_forwards):
             seconds, answer = self._timed(run, provider, batch, sampling, seed)
+        if before is not None:
+            run.peak_memory_bytes = torch.cuda.max_memory_allocated(device) - before
         if answer.stats is not None:
             run.num_steps, run.num_row_steps = answer.stats.num_steps, answer.stats.num_row_steps
             run.proposed_at, run.accepted_at = answer.stats.proposed_at, answer.stats.accepted_at
@@ -185,6 +193,9 @@ class Comparison:
         seconds = time.perf_counter() - started
         compiling = 0.0 if answer.stats is None else answer.stats.compile_seconds
         run.compile_seconds += compiling
+        key = provider.name, batch[0].shape[0]
+        self.last_seconds[key] = seconds - compiling
+        self.runs_left[key] -= 1
         return seconds - compiling, answer
 
     def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run], answers: Sequence[Answer]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from shlex import quote
+from shutil import which
 from textwrap import shorten
 from typing import Annotated
 
@@ -17,7 +20,7 @@ from ..decode import GenerationOutput, SpeculativeDecoder, Step
 from ..sampling import SamplingParams
 from . import options
 from .greedy import GreedyDifference, check_greedy, verdict, worst_of
-from .loading import AUSTEN, SMOLLM2
+from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .text import TextStream, printable
 
@@ -54,10 +57,7 @@ def demo(
     threads: options.Threads = None,
     compile: options.Compile = None,
     check: Annotated[
-        bool,
-        typer.Option(
-            help="At temperature 0, decode again without the draft and compare the tokens.",
-        ),
+        bool, typer.Option(help="At temperature 0, decode again without the draft and compare the tokens.")
     ] = True,
 ) -> None:
     """Write text by speculative decoding, and show what the draft contributed.
@@ -118,6 +118,23 @@ def demo(
         console.print(f"check: {_comparison(differences, output.stats.num_tokens, decode_text)}", soft_wrap=True)
         if verdict(differences) == "different":
             raise typer.Exit(1)
+    console.print(f"next:  {_next(target, draft, device, temperature)}", soft_wrap=True)
+
+
+def _next(target: str, draft: str, device: str, temperature: float) -> str:
+    """What to try after this: a draft model, then sampling, then the speed."""
+    if target == AUSTEN and draft == PROMPT_LOOKUP:
+        what, command, draft = "a small model as the draft", "demo", AUSTEN_DRAFT
+    elif temperature == 0:
+        what, command = "sampled text", "demo --temperature 0.7"
+    else:
+        what, command = "the speed beside transformers", "bench"
+    defaults = ("target", target, SMOLLM2), ("draft", draft, PROMPT_LOOKUP), ("device", device, "cpu")
+    for name, value, default in defaults:
+        command += f" --{name} {quote(value)}" if value != default else ""
+    # In a virtual environment that is not active, as after `make demo`, the command has a folder.
+    in_a_folder = sys.argv[0].endswith("/torch-specops") and which("torch-specops") is None
+    return f"{what}: {sys.argv[0] if in_a_folder else 'torch-specops'} {command}"
 
 
 def _describe(temperature: float, top_k: int, top_p: float, min_p: float) -> str:

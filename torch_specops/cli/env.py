@@ -16,7 +16,7 @@ from .. import __version__
 
 NOT_INSTALLED = "not installed"
 # The first and the last release that the tests were run with: `make test-oldest`, `make test-latest`.
-TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.23")}
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 
 
 def env() -> None:

@@ -73,10 +73,7 @@ MinP = Annotated[
     typer.Option(metavar="P", help="Sample from tokens at least P times as probable as the most likely one. 0: all."),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="Where to run: cpu, cuda, cuda:1.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="CPU threads.", show_default="torch's choice"),
-]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads.", show_default="torch's choice")]
 Compile = Annotated[
     bool | None,
     typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby, zip_longest
 from typing import Any
@@ -33,7 +33,7 @@ MARKS = {
     "different": ("!", "different from plain greedy decoding"),
     None: ("", "sampled outputs are not compared"),
 }
-LEGEND = """tok/s: new tokens per second of the whole batch, prompts included
+PROVIDERS_LEGEND = """tok/s: new tokens per second of the whole batch, prompts included
 /gen, /asst: over transformers generate, over the fastest assisted generation
 len: tokens per step; rate: drafts accepted; ms/st: outside the models, a step"""
 # The ways to decode without a draft.
@@ -55,7 +55,7 @@ def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Records of what was timed, each with its speedups in the same case: over transformers' `generate`, over the
     fastest assisted generation, and over the fastest way without a draft."""
     results = []
-    for _, group in groupby(measurements, _case):
+    for _, group in groupby(measurements, lambda row: (row.temperature, row.batch_size, row.category)):
         records = [_record(row) for row in group]
         for key, names in (
             ("speedup", GENERATE),
@@ -67,10 +67,6 @@ def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
                 record[key] = record["tokens_per_second"] / max(base) if base else None
         results += records
     return results
-
-
-def _case(measured: Measurement) -> tuple[float, int, str]:
-    return measured.temperature, measured.batch_size, measured.category
 
 
 def _record(row: Measurement) -> dict[str, Any]:
@@ -102,9 +98,13 @@ def _record(row: Measurement) -> dict[str, Any]:
         "outside_seconds_per_step": None if outside_seconds is None else outside_seconds / num_steps,
         "compile_seconds": total("compile_seconds"),
         "peak_memory_bytes": max(memory, default=None),
-        "greedy": max((run.greedy for run in row.runs), key=list(MARKS).index),
+        "greedy": worst_verdict(run.greedy for run in row.runs),
         "differences": [asdict(each) for run in row.runs for each in run.differences],
     }
+
+
+def worst_verdict(verdicts: Iterable[str | None]) -> str | None:
+    return max(verdicts, key=list(MARKS).index)
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -119,29 +119,34 @@ def table_of(*columns: str, gap: int = 2) -> Table:
     return table
 
 
-def print_tables(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """A table for each temperature and batch size with a row per provider, and the meaning of the columns."""
-    for title, group in groupby(results, title_of):
-        rows = list(group)
-        columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
-        table = table_of(title, *(header for header, *_ in columns), "")
-        for row in rows:
-            name = row["provider"].replace(", K = ", " K=").replace(", own", " own")
-            cells = ["-" if row[key] is None else format(row[key] * factor, form) for _, key, form, factor in columns]
-            table.add_row(name, *cells, MARKS[row["greedy"]][0])
-        console.print()
-        console.print(table)
+def print_whole(console: Console, table: Table) -> None:
+    """Print it in its full width: a narrower terminal breaks its lines, where rich would cut off digits."""
+    table.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.print(table, crop=False)
+
+
+def print_providers(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    """The table of one temperature and batch size, with a row per provider."""
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in results)]
+    table = table_of(title_of(results[0]), *(header for header, *_ in columns), "")
+    for row in results:
+        name = row["provider"].replace(", K = ", " K=").replace(", own", " own")
+        cells = ["-" if row[key] is None else format(row[key] * factor, form) for _, key, form, factor in columns]
+        table.add_row(name, *cells, MARKS[row["greedy"]][0])
     console.print()
-    console.print(LEGEND, soft_wrap=True)
+    print_whole(console, table)
+
+
+def print_legend(
+    console: Console, legend: str, results: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]]
+) -> None:
+    """The meaning of the columns and marks, and the times of compiling."""
+    console.print(f"\n{legend}", soft_wrap=True)
     found = {result["greedy"] for result in results}
     for verdict, meaning in MARKS.items():
         if verdict in found:
             console.print(": ".join(filter(None, meaning)), soft_wrap=True)
-    print_compile_seconds(console, results)
-
-
-def print_compile_seconds(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    for result in results:
+    for result in totals or results:
         if result["compile_seconds"]:
             console.print(
                 f"{result['provider']}, {title_of(result)}: {result['compile_seconds']:.1f} s compiling, not counted",
