@@ -239,6 +239,8 @@ def test_an_interrupt_closes_the_server(example: dict[str, Any], monkeypatch: py
     main, before, addresses = example["main"], threading.active_count(), SimpleQueue[str]()
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--port", "0"])
     monkeypatch.setitem(main.__globals__, "print", lambda text, flush: addresses.put(text))
+    # A process that a shell starts in the background ignores the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> Any:
         port = int(addresses.get(timeout=WAIT).split(":")[2].split("/")[0])
