@@ -77,18 +77,14 @@ def main() -> None:
                 )
         report.add(list(records.values()))
     rows = [
-        record
-        | {name: 1e3 * statistics.median(chain(*own)) for name, own in record["seconds"].items()}
-        | {
-            f"{name}_over_now": "{1:.3f} ({0:.3f} to {2:.3f})".format(*record[f"{name}_over_now"])
-            for name in folders
-            if name != "now"
-        }
+        record | {name: 1e3 * statistics.median(chain(*own)) for name, own in record["seconds"].items()}
         for record in report.records
     ]
     line = "{compiled} | {batch} | {num_draft_tokens} | {temperature} | {before:.1f} | {now:.1f} | {transformers:.1f}"
+    for name in ("before", "again"):
+        line += " | {NAME[1]:.3f} ({NAME[0]:.3f} to {NAME[2]:.3f})".replace("NAME", f"{name}_over_now")
     header = "compiled | B | K | T | before, ms | now, ms | transformers, ms | before / now | again / now"
-    print(table(header, line + " | {before_over_now} | {again_over_now}", rows, padded=True))
+    print(table(header, line, rows, padded=True))
 
 
 def times(call: dict[str, Any], workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
