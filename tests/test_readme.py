@@ -175,5 +175,5 @@ def test_every_public_name_has_a_place_in_the_api_pages() -> None:
 def test_the_table_of_speeds_is_that_of_the_result_files() -> None:
     pytest.importorskip("matplotlib")
     pictures = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
-    assert pictures["table"](pictures["speeds"]()) in README
+    assert pictures["speed_table"](pictures["speeds"]()) in README
     assert len(README.splitlines()) <= 120

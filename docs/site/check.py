@@ -19,7 +19,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urldefrag, urljoin
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, Response, sync_playwright
 
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 SHOWN = ("/", "/math/", "/api/ops/", "/examples/quickstart/", "/drafts/", "/evidence_leviathan/")
@@ -44,11 +44,15 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
+    def missing(answer: Response) -> str:
+        # A page that is not there is the fault of the page that leads to it.
+        return f"{origin if answer.url == here else here}: {answer.url}: {answer.status}"
+
     errors: list[str] = []
-    here = root
+    here = origin = root
     page.on("pageerror", lambda error: errors.append(f"{here}: {error}"))
     page.on("requestfailed", lambda request: errors.append(f"{here}: {request.url} failed"))
-    page.on("response", lambda answer: answer.status < 400 or errors.append(f"{here}: {answer.url}: {answer.status}"))
+    page.on("response", lambda answer: answer.status < 400 or errors.append(missing(answer)))
     page.on("request", lambda each: each.url.startswith(root) or errors.append(f"{here}: asks {each.url}"))
     ids: dict[str, set[str]] = {}
     links: list[tuple[str, str]] = []
@@ -59,7 +63,6 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
         page.set_viewport_size(DESK)
         answer = page.goto(here)
         if answer is None or answer.status >= 400:
-            errors.append(f"{origin}: a link leads to {here}")
             ids[here] = set()
             continue
         ids[here] = set(page.evaluate(IDS))
@@ -70,14 +73,14 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
                 place = urldefrag(link).url
                 if place not in ids:
                     waiting.setdefault(place, here)
-        if screenshots is not None and f"/{here.removeprefix(root)}" in SHOWN:
-            page.screenshot(path=screenshots / f"{here.removeprefix(root).replace('/', '_')}desk.png")
-        page.set_viewport_size(PHONE)
-        width = page.evaluate("() => document.documentElement.scrollWidth")
-        if width > PHONE["width"]:
-            errors.append(f"{here}: is {width} pixels wide on a phone of {PHONE['width']}")
-        if screenshots is not None and f"/{here.removeprefix(root)}" in SHOWN:
-            page.screenshot(path=screenshots / f"{here.removeprefix(root).replace('/', '_')}phone.png")
+        name = here.removeprefix(root)
+        for device, size in (("desk", DESK), ("phone", PHONE)):
+            page.set_viewport_size(size)
+            width = page.evaluate("() => document.documentElement.scrollWidth")
+            if width > size["width"]:
+                errors.append(f"{here}: is {width} pixels wide on a {device} of {size['width']}")
+            if screenshots is not None and f"/{name}" in SHOWN:
+                page.screenshot(path=screenshots / f"{name.replace('/', '_')}{device}.png")
     for here, link in links:
         place, anchor = urldefrag(link)
         if anchor and anchor not in ids[place]:

@@ -44,9 +44,9 @@ def content(path: Path) -> str:
     source = path.read_text()
     if path.suffix != ".py":
         return source
-    first, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
+    summary, rest = docstring(source)
     # In the docstrings commands are indented, which Markdown shows as code.
-    parts = [f"# {first.rstrip('.').replace(chr(10), ' ')}", rest]
+    parts = [f"# {summary.rstrip('.')}", rest]
     printed = path.parent / "outputs" / f"{path.stem}.txt"
     if printed.exists():
         parts += ["## Output", f"```text\n{printed.read_text()}```"]
@@ -54,13 +54,18 @@ def content(path: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def docstring(source: str) -> tuple[str, str]:
+    """The first paragraph of a script's docstring as one line, and the others."""
+    first, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")
+    return first.replace("\n", " "), rest
+
+
 def examples_list() -> str:
     lines = ["# Examples", "One file per use; the tests run each of them.", ""]
     for source in PAGES:
         path = ROOT / source
         if path.suffix == ".py":
-            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
-            lines.append(f"- [{path.name}]({source}): {summary}")
+            lines.append(f"- [{path.name}]({source}): {docstring(path.read_text())[0]}")
     lines.append("- [vllm_plugin](examples/vllm_plugin/README.md): the exact op in vLLM's V1 engine.")
     return "\n".join(lines) + "\n"
 

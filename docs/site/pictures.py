@@ -1,7 +1,7 @@
 """Draw the README's pictures, for light and for dark pages, and print its table of speeds.
 
-    python docs/site/pictures.py
-    python docs/site/pictures.py --record-step
+    python -m docs.site.pictures
+    python -m docs.site.pictures --record-step
 
 The speeds are those of four result files of `torch-specops bench`. The step is one of the byte-level models that come
 with the package; --record-step takes it anew.
@@ -17,10 +17,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+
+from benchmarks.markdown_table import table
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
@@ -73,13 +76,11 @@ def speeds() -> list[dict[str, Any]]:
     return found
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def speed_table(records: list[dict[str, Any]]) -> str:
+    """Batches have no assisted generation."""
     ways = [way for way, *_ in WAYS]
-    lines = [f"| target, draft | B | {' | '.join(ways)} |", "| --- " * (2 + len(ways)) + "|"]
-    for record in records:
-        cells = (f"{record[way]:.0f}" if way in record else "refused" for way in ways)
-        lines.append(f"| {record['setting']} | {record['batch']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    header = " | ".join(["target, draft", "B", *ways])
+    return table(header, " | ".join(["{setting}", "{batch}", *(f"{{{way}:.0f}}" for way in ways)]), records, "refused")
 
 
 def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
@@ -152,10 +153,10 @@ def draw_step(step: dict[str, Any], scheme: Scheme) -> None:
         panel.text(-5.2, height + 0.17, name, color=scheme.ink, fontsize=12, weight="bold", va="center")
         panel.text(-5.2, height - 0.2, hint, color=scheme.ink, fontsize=8.5, va="center")
     panel.text(-0.1, 0, step["prompt"], color=scheme.ink, ha="right", va="center")
+    small = {"fontsize": 8.5, "ha": "center", "va": "center"}
     for index, token in enumerate(step["drafts"]):
         p, q, u = (step[name][index] for name in "pqu")
         colour = scheme.accepted if index < count else scheme.rejected if index == count else scheme.faint
-        small = {"fontsize": 8.5, "ha": "center", "va": "center"}
         box(panel, index, 0, token, scheme.ink, scheme.faint)
         panel.text(index + 0.5, -1, f"p = {p:.2f}\nq = {q:.2f}", color=scheme.ink, **small)
         box(panel, index, -2.1, token, colour, colour)
@@ -186,7 +187,8 @@ def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None
 
 def save(figure: Figure, name: str) -> None:
     # Without a date and with fixed ids, the same data give the same file.
-    figure.savefig(FIGURES / name, transparent=True, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "torch_specops"}):
+        figure.savefig(FIGURES / name, transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
@@ -199,11 +201,8 @@ def main() -> None:
     for scheme in (LIGHT, DARK):
         draw_speeds(records, scheme)
         draw_step(json.loads(file.read_text()), scheme)
-    print(table(records))
+    print(speed_table(records))
 
 
 if __name__ == "__main__":
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "torch_specops"
     main()
