@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from . import drafts, grammars, ops
+from . import decode, drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
 from .grammars import Grammar
 from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
@@ -53,8 +53,8 @@ def _stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> Callable[.
 
 
 # Lower layers call these for objects of transformers, and `hf` is imported only then.
-drafts.base.FromTransformers.language_model = _language_model
-drafts.base.FromTransformers.stop_string_rule = _stop_string_rule
+drafts.base.language_model = _language_model
+decode.inputs.stop_string_rule = _stop_string_rule
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")
 

@@ -66,11 +66,8 @@ class BeamScorer:
         self.failed = torch.zeros_like(self.done)
 
     def advance(self, logits: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the beams of active rows their next token.
-
-        Args:
-            logits: [B, w, V], the logits of the token after each running beam.
-            active: [B] bool; other rows do not change.
+        """Give the beams of the active rows [B] their next token, by the logits [B, w, V] after each running beam.
+        Other rows do not change.
 
         Returns:
             parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token.
@@ -105,13 +102,15 @@ class BeamScorer:
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; in rows that failed, of
         the running beams."""
-        running_scores = self._penalised(self.scores, self.counts)
-        running_lengths = self.counts.unsqueeze(1).expand_as(self.finished_lengths)
-        failed = self.failed.unsqueeze(1)
-        tokens = torch.where(failed.unsqueeze(2), self.tokens, self.finished_tokens)
-        lengths = torch.where(failed, running_lengths, self.finished_lengths)
-        scores = torch.where(failed, running_scores, self.finished_scores)
-        return tokens[:, :num_sequences], lengths[:, :num_sequences], scores[:, :num_sequences]
+        self._update(
+            self.failed,
+            finished_tokens=self.tokens,
+            finished_lengths=self.counts.unsqueeze(1).expand_as(self.finished_lengths),
+            finished_scores=self._penalised(self.scores, self.counts),
+        )
+        found = self.finished_tokens, self.finished_lengths, self.finished_scores
+        tokens, lengths, scores = (values[:, :num_sequences] for values in found)
+        return tokens, lengths, scores
 
     def _finish(self, active: Tensor, texts: Tensor, scores: Tensor, length: Tensor, ends: Tensor) -> None:
         """Merge the candidates [B, C] that end here into the finished beams."""
@@ -147,10 +146,7 @@ class BeamScorer:
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:
     """[longest + 1] float32, the divisor of a beam's score for each length."""
-    try:
-        values = torch.tensor([1.0, *(length**length_penalty for length in range(1, longest + 1))], dtype=torch.float32)
-    except OverflowError:
-        values = torch.tensor([torch.inf])
+    values = (torch.arange(longest + 1, dtype=torch.float64).clamp(min=1) ** length_penalty).float()
     if not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(
             f"length_penalty: expected {longest} to its power within float32, got a length penalty of {length_penalty}"

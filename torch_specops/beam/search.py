@@ -96,9 +96,8 @@ def beam_search(
     Examples:
         >>> import torch, transformers
         >>> from torch_specops.beam import beam_search
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
         >>> output = beam_search(target, torch.tensor([[5, 6, 7]]), num_beams=3, max_new_tokens=8, draft=target,
         ...     num_return_sequences=2)
         >>> output.sequences.shape, output.scores.shape, output.stats.acceptance_rate
@@ -142,7 +141,8 @@ def beam_search(
             f"got {num_beams} x {model.vocab_size} tokens"
         )
 
-    search = _Search(model, draft_model, scorer, width, num_draft_tokens)
+    stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
+    search = _Search(model, draft_model, scorer, width, 0 if draft_model is None else num_draft_tokens, stats)
     with evaluating(modules_of(model, draft_model)):
         search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
@@ -152,18 +152,16 @@ def beam_search(
     return output
 
 
+@dataclass
 class _Search:
     """One batch: the models, the beams, and the tree that both models read."""
 
-    def __init__(
-        self, target: TreeModel, draft: TreeModel | None, scorer: BeamScorer, draft_beams: int, num_draft_tokens: int
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.scorer = scorer
-        self.draft_beams = draft_beams
-        self.num_draft_tokens = 0 if draft is None else num_draft_tokens
-        self.stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
+    target: TreeModel
+    draft: TreeModel | None
+    scorer: BeamScorer
+    draft_beams: int
+    num_draft_tokens: int
+    stats: GenerationStats
 
     def run(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
         self._start(prompts, lengths, inputs)

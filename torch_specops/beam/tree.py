@@ -42,14 +42,8 @@ class TreeModel(LanguageModel, Protocol):
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth.
-
-    Args:
-        tokens: [B, n] int64.
-        parents: [B, n] int64, indices into the level above; at depth 0, the index of the beam.
-        slots: [B, n] int64.
-        visible: [B, n, S] bool.
-    """
+    """The nodes of one depth: tokens and slots [B, n], and the slots that each sees [B, n, S]. Parents [B, n] are
+    indices into the level above; at depth 0, into the beams."""
 
     tokens: Tensor
     parents: Tensor
@@ -94,12 +88,8 @@ class BeamTree:
         self.levels: list[Level] = []
 
     def begin(self, num_nodes: int, num_live: int) -> None:
-        """Start a round with the level of the newest tokens.
-
-        Args:
-            num_nodes: the most nodes of the round, including these.
-            num_live: the most slots in use in any row.
-        """
+        """Start a round of at most `num_nodes` nodes with the level of the newest tokens. At most `num_live` slots of a
+        row are in use."""
         wanted = -(-(num_live + num_nodes) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self.width = min(max(self.width, wanted), self.num_slots)
         is_taken = self._sees[:, :, : self.width].any(1)
@@ -113,11 +103,8 @@ class BeamTree:
         self._add(tokens, parents, rows_of(self.levels[-1].visible, parents))
 
     def read(self, model: TreeModel, levels: list[Level], with_parents: bool = False) -> Tensor:
-        """Logits [B, n, V] of the nodes of some levels, one after another.
-
-        Args:
-            with_parents: also read the tokens before the newest ones, which this model has not read.
-        """
+        """Logits [B, n, V] of the nodes of some levels, one after another. With parents, the model also reads the
+        tokens before the newest ones, which it has not read."""
         tokens, slots, visible = _nodes(levels)
         num_nodes = tokens.shape[1]
         if with_parents:

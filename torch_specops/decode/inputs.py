@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import DraftSource, LanguageModel
-from ..drafts.base import FromTransformers
 from ..grammars import Grammar
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
@@ -38,6 +37,9 @@ EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed = int | Sequence[int] | Tensor | None
 AnyGrammar = Grammar | Sequence[Grammar | None] | None
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]] | None
+
+# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
+stop_string_rule: Callable[[Any, Sequence[str]], RowRule] | None = None
 
 
 class GenerateArguments(TypedDict, total=False):
@@ -226,7 +228,8 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
                 raise TypeError(
                     f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
                 )
-            rules[strings] = [FromTransformers.stop_string_rule(tokenizer, strings)]
+            assert stop_string_rule is not None
+            rules[strings] = [stop_string_rule(tokenizer, strings)]
         found.append(rules[strings])
     return found
 

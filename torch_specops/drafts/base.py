@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ __all__ = [
     "Draft",
     "DraftSource",
     "FeatureModel",
-    "FromTransformers",
     "LanguageModel",
     "as_language_model",
     "feature_model",
@@ -47,6 +46,9 @@ class Draft:
 
 class DraftSource(ABC):
     """Where draft tokens come from. To write your own, derive from this class and write `propose`.
+
+    In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, says
+    where they end; ignore entries at or after a row's length. All methods but `propose` run eagerly.
 
     `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
     The loop checks what a `propose` of yours returns. It gets a copy of the text; writing into it is an error in an
@@ -83,48 +85,32 @@ class DraftSource(ABC):
         """Called before `start`: no step of the batch has more drafts than these."""
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Read the prompts, before the first step of a batch. Runs eagerly and may wait for the device.
+        """Read the prompts, before the first step of a batch. May wait for the device.
 
         Args:
-            tokens: [B, W] int64, the sequences from index 0 on; ignore entries at or after a row's length.
-            lengths: [B] int64 >= 1.
             capacity: the most tokens that a sequence may ever have, drafts included.
             inputs: what the target reads besides the tokens, by name.
         """
 
     def compile(self, shape: Hashable | None) -> None:
-        """Called before `start` if `compiles_itself` is True.
-
-        Args:
-            shape: equal for batches that can use the same compiled graphs; None = the batch is decoded eagerly.
-        """
+        """Called before `start` if `compiles_itself` is True. `shape` is equal for batches that can use the same
+        compiled graphs; None = the batch is decoded eagerly."""
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         """Called before `propose` if the last `num_steps` steps had no drafts: each of them gave every unfinished row
-        one token. Runs eagerly, and must not wait for the device.
-
-        Args:
-            tokens, lengths: as in `propose`.
-        """
+        one token. Must not wait for the device."""
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Some rows have new prompts: forget what was read of these rows, and read the prompts. Called between two
-        steps of a session, also for the first prompts: `start` then gets rows of one meaningless token. Runs eagerly
-        and may wait for the device.
+        """The rows `rows` [A] int64 have new prompts: forget what was read of these rows, and read the prompts. Called
+        between two steps of a session, also for the first prompts: `start` then gets rows of one meaningless token. May
+        wait for the device.
 
         A source with a `start` of its own needs a `restart` for sessions and `generate_many`.
-
-        Args:
-            tokens, lengths: as in `propose`.
-            rows: [A] int64.
         """
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Called before `restart` with the target's new inputs of this row, if it reads something besides the tokens.
-
-        Args:
-            inputs: as in `start`, with a batch of one.
-        """
+        """Called before `restart` with the target's new inputs of this row, as in `start` with a batch of one, if it
+        reads something besides the tokens."""
 
     @property
     def can_restart(self) -> bool:
@@ -133,11 +119,7 @@ class DraftSource(ABC):
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
     def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with sequences as they end; not if the caller stops earlier. Runs eagerly.
-
-        Args:
-            tokens, lengths: as in `propose`, for these sequences only, with all emitted tokens.
-        """
+        """Called with the sequences that end, and all tokens emitted; not if the caller stops earlier."""
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         """The tensors that `propose` reads at the same addresses in every step (a cache, weights).
@@ -154,8 +136,6 @@ class DraftSource(ABC):
         """Propose tokens to follow each sequence.
 
         Args:
-            tokens: [B, W] int64, the sequences; ignore entries at or after a row's length.
-            lengths: [B] int64, 1..W.
             num_draft_tokens: K >= 1.
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
                 `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
@@ -175,13 +155,7 @@ def proposal_of(
     vocab_size: int,
 ) -> Draft:
     """Ask a source for drafts, and check those of a user's class: an error would otherwise show far from its cause, or
-    as wrong text.
-
-    Raises:
-        TypeError: something other than a `Draft`, or tokens that are not integers.
-        ValueError: tensors of other shapes; writing into tokens or lengths, in eager steps on a CPU, where looking
-            costs nothing.
-    """
+    as wrong text. Writing into the text is an error in eager steps on a CPU, where looking costs nothing."""
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])
     if not source.is_checked:
@@ -286,11 +260,8 @@ class FeatureModel(LanguageModel, Protocol):
 AnyDraft = DraftSource | LanguageModel | nn.Module | None
 
 
-class FromTransformers:
-    """The functions of `hf` for lower layers, which cannot import it. The package's `__init__` sets them."""
-
-    language_model: ClassVar[Callable[[Any], LanguageModel]]
-    stop_string_rule: ClassVar[Callable[[Any, Sequence[str]], Callable[..., list[bool]]]]
+# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
+language_model: Callable[[Any], LanguageModel] | None = None
 
 
 def refuse_class(name: str, given: object) -> None:
@@ -308,7 +279,8 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
     # A model of PEFT has one of transformers as its base.
     if is_transformers or hasattr(model, "get_base_model"):
-        return FromTransformers.language_model(model)
+        assert language_model is not None
+        return language_model(model)
     # A result of `torch.compile` is read as its original; the loop compiles its own steps.
     original = getattr(model, "_orig_mod", None)
     if isinstance(original, nn.Module):
@@ -320,11 +292,7 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
 
 
 def feature_model(target: LanguageModel) -> FeatureModel:
-    """The target, checked.
-
-    Raises:
-        TypeError: a target that does not expose its hidden states.
-    """
+    """The target, which must expose its hidden states."""
     # `features` has no value before the first `start`.
     names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed")
     missing = [name for name in names if not hasattr(target, name)]

@@ -30,19 +30,14 @@ class Eagle3(SequentialDraft):
     The head may have fewer tokens than the target. The others get the logit -inf and are never proposed, and since
     these logits are verified, the target's distribution is kept.
 
-    Args:
-        head: the network.
-
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> from torch_specops.drafts.eagle3 import Eagle3
         >>> from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
         >>> sizes = dict(vocab_size=64, draft_vocab_size=64, target_hidden_size=32, hidden_size=32,
         ...     intermediate_size=64, num_heads=4, num_key_value_heads=2, head_dim=8)
-        >>> draft = Eagle3(Eagle3Head(Eagle3Config(**sizes)))
+        >>> draft = torch_specops.drafts.Eagle3(Eagle3Head(Eagle3Config(**sizes)))
         >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
         >>> output.lengths
         tensor([11])

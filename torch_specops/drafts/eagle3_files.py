@@ -30,11 +30,7 @@ NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
-    """The head in a folder, or in a repository of the hub.
-
-    Raises:
-        ValueError: as `Eagle3.from_pretrained`.
-    """
+    """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
     folder = _folder(folder_or_id)
     path = folder / "config.json"
     if not path.is_file():
@@ -60,11 +56,7 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
 
 
 def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
-    """The config of a head, given the content of config.json in either format.
-
-    Raises:
-        ValueError: another kind of draft, a missing size, a value that this package does not know.
-    """
+    """The config of a head, given the content of config.json in either format."""
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
     if kind != "eagle3" and (kind is not None or "LlamaForCausalLMEagle3" not in architectures):
         raise ValueError(

@@ -110,14 +110,8 @@ class Eagle3Head(nn.Module):
         return self.fc(features)
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """The layer's output [B, n, H].
-
-        Args:
-            hidden: [B, n, H], what `fuse` or `feedback` returned for token i.
-            embedded: [B, n, H], the embedding of token i + 1.
-            positions: [B, n] int64, i.
-            attention: attends to the pairs up to each.
-        """
+        """The layer's output [B, n, H] at positions i [B, n], from the `fuse` or `feedback` of token i and the
+        embedding of token i + 1, both [B, n, H]. `attention` attends to the pairs up to each."""
         angles = positions.unsqueeze(-1) * self.frequencies
         # Use float32: 16-bit floats cannot represent large positions.
         rotation = torch.cat([angles, angles], -1).unsqueeze(1)
@@ -176,15 +170,11 @@ class _Attention(nn.Module):
         self.q_norm, self.k_norm = norm(self.head_dim, config.norm_eps), norm(self.head_dim, config.norm_eps)
 
     def forward(self, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        queries, keys, values = (
-            projection(read).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        queries, keys = (
-            _rotated(norm(heads).transpose(1, 2), cos, sin)
-            for norm, heads in ((self.q_norm, queries), (self.k_norm, keys))
-        )
-        mixed = attention(queries, keys, values.transpose(1, 2))
+        heads = (-1, self.head_dim)
+        queries = self.q_norm(self.q_proj(read).unflatten(-1, heads)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(read).unflatten(-1, heads)).transpose(1, 2)
+        values = self.v_proj(read).unflatten(-1, heads).transpose(1, 2)
+        mixed = attention(_rotated(queries, cos, sin), _rotated(keys, cos, sin), values)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -206,11 +196,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(config: Eagle3Config) -> Tensor:
-    """[head_dim / 2] float32, radians per position.
-
-    Raises:
-        ValueError: a kind of rotary embedding other than `ROPE_TYPES`.
-    """
+    """[head_dim / 2] float32, radians per position."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     rope = config.rope

@@ -28,9 +28,8 @@ class EarlyExit(ModelDraft):
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
         >>> draft = torch_specops.drafts.EarlyExit(num_layers=2)
         >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
         >>> output.lengths

@@ -46,11 +46,9 @@ class HierarchicalDraft(ModelDraft):
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> from torch_specops.drafts.hierarchical import HierarchicalDraft
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target, small = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
-        >>> draft = HierarchicalDraft(torch_specops.hf.language_model(small), num_forwards=2)
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> target, small = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+        >>> draft = torch_specops.drafts.HierarchicalDraft(torch_specops.hf.language_model(small), num_forwards=2)
         >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 5, 6]]), draft=draft, max_new_tokens=8, seed=0)
         >>> output.lengths
         tensor([12])
@@ -60,12 +58,7 @@ class HierarchicalDraft(ModelDraft):
     compiles_itself = False
 
     def __init__(
-        self,
-        model: LanguageModel,
-        inner: AnyDraft = None,
-        *,
-        num_inner_tokens: int = 3,
-        num_forwards: int = 3,
+        self, model: LanguageModel, inner: AnyDraft = None, *, num_inner_tokens: int = 3, num_forwards: int = 3
     ) -> None:
         super().__init__(model)
         inner = as_draft_source(inner, "inner") or PromptLookup()
@@ -121,53 +114,38 @@ class HierarchicalDraft(ModelDraft):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
         """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
-        # Whatever K is, so that a row's drafts do not depend on how many other rows have room for.
-        batch, width, vocab_size = tokens.shape[0], self.num_inner_tokens, self.model.vocab_size
-        seeds_of_inner = self._inner_seeds(seeds, lengths)
+        batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.
         self.inner.catch_up(tokens, lengths, 1)
         # Two numbers per position: for its acceptance test, and for the next token of a forward that ends there.
         draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
-        ahead = torch.arange(width + 1, device=tokens.device)
-        text = pad(tokens, (0, num_draft_tokens + width + 1))
+        text = pad(tokens, (0, room))
         # A row that has K drafts goes on, and writes after them.
-        drafts = tokens.new_full((batch, num_draft_tokens + width + 1), -1)
+        drafts = tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
         # Read two tokens at first: after a step whose drafts were all accepted, the last one was never read.
-        unread = 2
-        for own_seeds in seeds_of_inner.unbind(1):
-            newest = lengths + count - 1
-            proposal = proposal_of(self.inner, text, newest + 1, width, sampling, own_seeds, vocab_size)
-            # Tokens outside the model's vocabulary are padding.
-            is_token = (proposal.tokens >= 0) & (proposal.tokens < vocab_size)
-            inner = torch.where(is_token, proposal.tokens, -1)
-            behind = (newest.unsqueeze(1) + torch.arange(1 - unread, 1, device=tokens.device)).clamp(min=0)
-            positions = torch.cat([behind, newest.unsqueeze(1) + 1 + ahead[:width]], 1)
-            read = torch.cat([text.gather(1, behind), inner.clamp(min=0)], 1)
-            unread = 1
-            rows = self.model.forward(read, positions, width + 1)
-            if sampling.processors is not None:
-                places = newest.unsqueeze(1) + 1 + ahead
-                rows = sampling.process(rows, text.scatter(1, places[:, :width], inner), places)
-
-            offsets = count.unsqueeze(1) + ahead
+        num_unread = 2
+        for own_seeds in self._inner_seeds(seeds, lengths).unbind(1):
+            inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
+            num_unread = 1
+            offsets = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
             own = offsets.clamp(max=num_draft_tokens - 1)
             output, num_accepted = verify_exact(
                 rows,
-                inner,
-                proposal.logits,
-                draws[..., 0].gather(1, own[:, :width]).contiguous(),
+                inner.tokens,
+                inner.logits,
+                draws[..., 0].gather(1, own[:, :-1]).contiguous(),
                 draws[..., 1].gather(1, own[:, :1]).squeeze(1),
                 sampling.temperature,
-                proposal.lse,
+                inner.lse,
                 **sampling.filters,
             )
             # After the next token comes -1, until a later forward writes there.
             drafts = drafts.scatter(1, offsets, output)
             text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
-            logits = rows.new_zeros(batch, drafts.shape[1], rows.shape[2]) if logits is None else logits
+            logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
             logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
             # Only on a CPU is this check free.
@@ -175,6 +153,24 @@ class HierarchicalDraft(ModelDraft):
                 break
         assert logits is not None
         return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
+
+    def _read(
+        self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> tuple[Draft, Tensor]:
+        """Inner drafts [B, w] behind texts of `ends` [B] tokens, and the model's logits [B, w + 1, V] from there on."""
+        # As many inner drafts for every K, so that a row's drafts do not depend on how many other rows have room for.
+        vocab_size = self.model.vocab_size
+        inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
+        # Tokens outside the model's vocabulary are padding.
+        drafts = torch.where((inner.tokens >= 0) & (inner.tokens < vocab_size), inner.tokens, -1)
+        last = ends.unsqueeze(1) - 1
+        behind = (last + torch.arange(1 - num_unread, 1, device=text.device)).clamp(min=0)
+        places = last + torch.arange(1, drafts.shape[1] + 2, device=text.device)
+        read = torch.cat([text.gather(1, behind), drafts.clamp(min=0)], 1)
+        rows = self.model.forward(read, torch.cat([behind, places[:, :-1]], 1), places.shape[1])
+        if sampling.processors is not None:
+            rows = sampling.process(rows, text.scatter(1, places[:, :-1], drafts), places)
+        return Draft(drafts, inner.logits, inner.lse), rows
 
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
         """[B, F] int64, the seeds of the inner source in each forward."""

@@ -102,13 +102,9 @@ class SequentialDraft(DraftSource):
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [B, 1, V] of the next token, and what the next call gets as `output`.
-
-        Args:
-            tokens, positions: from `_unread`; later the previous draft [B, 1] and its position.
-            ends: [B, 1] int64, the length of the text with the previous drafts.
-            output: None for the first draft.
-        """
+        """The logits [B, 1, V] of the next token, and what the next call gets as `output`; the first one gets None.
+        Tokens and positions are those of `_unread`, and later the previous draft [B, 1] and its position. `ends` [B, 1]
+        is the length of the text with the previous drafts."""
 
 
 class ModelDraft(SequentialDraft):

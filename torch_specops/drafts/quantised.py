@@ -40,11 +40,10 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> from torch_specops.drafts.quantised import quantised_copy
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
         >>> target = transformers.LlamaForCausalLM(config).eval()
-        >>> draft = quantised_copy(target, "int8")
+        >>> draft = torch_specops.drafts.quantised_copy(target, "int8")
         >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
         >>> output.lengths
         tensor([11])

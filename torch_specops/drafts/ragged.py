@@ -53,15 +53,8 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
 
 
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
-    """Let a model forget some rows and read their new texts, except for their newest tokens. The other rows do not
-    change. May wait for the device.
-
-    Args:
-        tokens: [B, W] int64.
-        lengths: [B] int64.
-        rows: [A] int64.
-        num_unread: the number of newest tokens to leave out.
-    """
+    """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
+    other rows do not change. May wait for the device."""
     if hasattr(model, "clear_rows"):
         model.clear_rows(rows)
     counts = (lengths[rows] - num_unread).tolist()
@@ -82,12 +75,8 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
 
 
 def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
-    """Let a model read the first `width` tokens of all rows; those that rows have in common once, if it has
-    `copy_rows`. May wait for the device.
-
-    Args:
-        tokens: [B, W] int64.
-    """
+    """Let a model read the first `width` of the tokens [B, W] of all rows; those that rows have in common once, if it
+    has `copy_rows`. May wait for the device."""
     beginnings, device = tokens[:, :width], tokens.device
     positions = torch.arange(width, device=device).expand(len(tokens), -1)
     if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
@@ -102,13 +91,8 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:
-    """The texts to read together, longest first: a text joins a group as long as its padding costs less than another
-    forward.
-
-    Args:
-        counts: tokens of each text.
-        forward_cost: in tokens; None = all in one forward.
-    """
+    """The texts, of `counts` tokens each, to read together, longest first: a text joins a group as long as its padding
+    costs less than another forward, `forward_cost` tokens; None = all in one forward."""
     groups: list[list[int]] = []
     padding = 0
     for index in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
@@ -124,15 +108,8 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
 
 def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:
     """The groups in which to read the active rows in an eager step on a CPU, where the time of a forward grows with the
-    number of tokens: all together, or rows with drafts apart from those without.
-
-    Args:
-        num_proposed: drafts of each row.
-        active: True for each row that has not ended.
-
-    Returns:
-        The cheaper grouping; None if one padded forward over all rows is about as cheap.
-    """
+    number of tokens: all together, or rows with drafts apart from those without. None if one padded forward over all
+    rows is about as cheap."""
     width = max(num_proposed, default=0) + 1
     rows = [row for row, is_active in enumerate(active) if is_active]
     drafting = [row for row in rows if num_proposed[row] > 0]
@@ -148,24 +125,16 @@ def _cost(groups: Sequence[Group]) -> int:
 
 
 def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor) -> Tensor:
-    """[B, n, V] logits of each row's newest token and drafts.
-
-    Rows that have ended, and padding among the drafts, may not be read; their logits are then 0.
-
-    Args:
-        tokens, positions: [B, n] int64, the newest token and the drafts.
-        num_proposed: [B] int64, drafts of each row.
-        finished: [B] bool.
-    """
+    """[B, n, V] logits of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
+    Rows that are `finished` [B], and padding behind the drafts, may not be read; their logits are then 0."""
     groups = row_groups(num_proposed.tolist(), (~finished).tolist())
     if groups is None:
         return target.forward(tokens, positions, tokens.shape[1])
-    logits = None
+    logits: Tensor | None = None
     for members, width in groups:
         rows = torch.tensor(members)
         part = target.forward(tokens[rows, :width], positions[rows, :width], width, rows)
-        if logits is None:
-            logits = part.new_zeros(*tokens.shape, part.shape[2])
+        logits = part.new_zeros(*tokens.shape, part.shape[2]) if logits is None else logits
         logits[rows, :width] = part
     assert logits is not None
     return logits

@@ -35,17 +35,14 @@ class TokenMap:
             an `unknown` out of range.
 
     Examples:
-        >>> import torch, transformers
-        >>> from torch_specops.drafts import ModelDraft
+        >>> import torch, transformers, torch_specops
         >>> from torch_specops.drafts.token_map import TokenMap, twin_tokens
-        >>> from torch_specops.hf import language_model
         >>> twins = twin_tokens({"a": 0, "b": 1, "c": 2}, {"b": 0, "a": 1})
         >>> twins
         tensor([ 1,  0, -1])
-        >>> config = transformers.LlamaConfig(vocab_size=2, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        ...     num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
-        >>> model = language_model(transformers.LlamaForCausalLM(config))
-        >>> ModelDraft(TokenMap(model, twins)).vocab_size
+        >>> config = transformers.GPT2Config(vocab_size=2, n_embd=32, n_layer=1, n_head=4, eos_token_id=None)
+        >>> model = torch_specops.hf.language_model(transformers.GPT2LMHeadModel(config))
+        >>> TokenMap(model, twins).vocab_size
         3
     """
 
