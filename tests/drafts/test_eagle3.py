@@ -3,7 +3,7 @@ speed depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -49,20 +49,19 @@ class Given(Schedule):
     def __init__(self, counts: Sequence[int]) -> None:
         self.buckets = tuple(sorted(set(counts)))
         self._counts = counts
-        self.reset()
 
     def first(self) -> int:
-        return next(self._rest)
+        self._coming = cycle(self._counts)
+        return next(self._coming)
 
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        return next(self._rest)
+        return next(self._coming)
 
     def reset(self) -> None:
-        self._rest: Iterator[int] = cycle(self._counts)
+        pass
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "trained": {},
     "fewer tokens, Qwen's norms": {"draft_vocab_size": 20, "normalises_queries": True, "fc_norm": True},
     "normed feedback, window": {"norm_before_feedback": True, "window": 4, "norm_before_residual": True},
 }
@@ -176,13 +175,8 @@ def test_inductor_gives_the_eager_tokens() -> None:
 
 
 def small_head(**fields: Any) -> Any:
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_heads": 1,
-        "num_key_value_heads": 1,
-        "target_hidden_size": 8,
-    }
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "target_hidden_size"), 8)
+    sizes |= {"num_heads": 1, "num_key_value_heads": 1}
     counts = {"vocab_size": V, "draft_vocab_size": V, "feature_layers": (0, 0, 0)}
     return new_head(**(sizes | counts | fields)).float()
 

@@ -12,6 +12,7 @@ from tiny_loops import GREEDY, decode, new_tokens
 from tiny_models import PROMPTS, encoder_inputs, greedy_alone, padded, raised, tiny
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 import torch_specops
@@ -44,8 +45,10 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 @pytest.mark.parametrize(("family", "weights", "group_size"), CASES)
 def test_greedy_is_that_of_the_target_alone(family: str, weights: str, group_size: int | None) -> None:
     target = float_model(family)
-    before = copy.deepcopy(target.state_dict())
+    before, settings = copy.deepcopy(target.state_dict()), inductor_config.get_config_copy()
     clone = quantised_copy(target, weights, group_size)
+    # Inductor's settings belong to the whole process.
+    assert inductor_config.get_config_copy() == settings
     inputs = encoder_inputs(family)
     if family == "whisper":
         inputs = {name: value.float() for name, value in inputs.items()}
@@ -135,15 +138,6 @@ def test_a_quantised_target_and_draft_on_cuda(target_weights: str) -> None:
         # Two tokens this near each other may swap between a forward over one token and one over three.
         slack = max(8 * torch.finfo(dtype).eps / ROUNDING, 1.0)
         assert all(each.logit_gap <= slack * each.rounding_bound for each in differences)
-
-
-def test_inductor_settings_are_left_alone() -> None:
-    from torch._inductor import config
-
-    before = config.get_config_copy()
-    quantised_copy(float_model("llama"), "int8")
-    quantised_copy(float_model("llama"), "int4", 16)
-    assert config.get_config_copy() == before
 
 
 def test_what_cannot_be_quantised(monkeypatch: pytest.MonkeyPatch) -> None:

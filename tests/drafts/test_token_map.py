@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import DRAFTS, decode, expected_rows, new_tokens
-from tiny_models import VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
+from tiny_models import VOCAB, PairModel, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams
 from torch_specops.drafts.token_map import TokenMap, twin_tokens
 from torch_specops.hf import language_model
 
@@ -46,28 +46,16 @@ def test_a_permuted_vocabulary_gives_the_same_drafts(temperature: float) -> None
 def test_tokens_without_a_twin() -> None:
     mapped, plain = DRAFTS["token map"]("llama"), language_model(shared_tiny("llama"))
     assert isinstance(mapped, TokenMap) and mapped.vocab_size == VOCAB
-    positions = torch.arange(4).unsqueeze(0)
+    positions, row = torch.arange(4).unsqueeze(0), torch.tensor([1])
     logits = []
-    # Token 3 is read as the unknown one, 5.
+    # Token 3 is read as the unknown one, 5; in the second row alone.
     for model, tokens in ((mapped, [4, 3, 7, 10]), (plain, [4, 5, 7, 10])):
-        model.start(1, 8)
+        model.start(2, 8)
         with torch.inference_mode():
-            logits.append(model.forward(torch.tensor([tokens]), positions))
+            logits.append(model.forward(torch.tensor([tokens]), positions, None, row))
     has_twin = torch.arange(VOCAB) % 3 > 0
     assert bool((logits[0][..., ~has_twin] == -torch.inf).all())
     assert torch.equal(logits[0][..., has_twin], logits[1][..., has_twin])
-
-
-def test_equal_prompts_are_read_once() -> None:
-    target = shared_tiny("llama")
-    model = language_model(perturbed(target))
-    rows: list[int] = []
-    model.model.model.register_forward_pre_hook(
-        lambda module, args, named: rows.append(len(named["input_ids"])), with_kwargs=True
-    )
-    decoder = SpeculativeDecoder(target, TokenMap(model, torch.arange(VOCAB)), compile=False)
-    decoder.generate(torch.tensor([[4, 5, 6, 7]]), num_return_sequences=3, max_new_tokens=6, seed=1)
-    assert rows[0] == 1 and set(rows[1:]) == {3}
 
 
 def test_methods_that_a_model_may_lack_are_its_own() -> None:
@@ -105,10 +93,3 @@ def test_twins_have_the_same_text() -> None:
     assert twin_tokens({"a": 0}, {"a": 3}, 4).tolist() == [3, -1, -1, -1]
     with pytest.raises(ValueError, match=r"target_vocab: expected tokens in \[0, 2\), got 2"):
         twin_tokens({"a": 2}, {"a": 0}, vocab_size=2)
-
-
-def test_the_reason_not_to_compile_is_that_of_the_model() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    mapped = TokenMap(language_model(tiny("llama", rope_parameters=rope)), torch.arange(VOCAB))
-    with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: the 'dynamic' rotary"):
-        SpeculativeDecoder(shared_tiny("llama"), mapped, compile=True)

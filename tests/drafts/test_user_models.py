@@ -27,11 +27,23 @@ class Repeats(DraftSource):
         return Draft(tokens.gather(1, (lengths - 1).unsqueeze(1)).expand(-1, num_draft_tokens))
 
 
-def test_a_class_with_propose_is_a_draft() -> None:
+class RepeatsOnce(Repeats):
+    """One draft, however many are asked for."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        return super().propose(tokens, lengths, 1)
+
+
+@pytest.mark.parametrize("kind", [Repeats, RepeatsOnce])
+def test_a_class_with_propose_is_a_draft(kind: type[DraftSource]) -> None:
     # Also of a draft.
-    for draft in (Repeats(), HierarchicalDraft(language_model(shared_tiny("llama", seed=3)), Repeats())):
+    for draft in (kind(), HierarchicalDraft(language_model(shared_tiny("llama", seed=3)), kind())):
         output = decode(draft, 3)
         assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
+
+
+class Unhashable(PairModel):
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Learns(Repeats):
@@ -51,8 +63,9 @@ class Learns(Repeats):
 
 
 def test_what_a_draft_has_is_used() -> None:
+    """With a target that cannot be hashed."""
     draft = Learns()
-    decoder = SpeculativeDecoder(PairModel(TABLE), draft, sampling=GREEDY, schedule="optimal")
+    decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule="optimal")
     assert torch.equal(decoder.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
     assert draft.calls[:2] == ["start", "catch up"]
     with pytest.raises(ValueError, match="within the 13 that the draft reads, got 14"):
@@ -179,15 +192,6 @@ def test_a_draft_may_be_a_module() -> None:
     for draft in (module, HierarchicalDraft(PairModel(TABLE), module)):
         output = torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, max_new_tokens=10, sampling=GREEDY)
         assert torch.equal(output.sequences, EXPECTED) and module.training
-
-
-class Unhashable(PairModel):
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_a_model_need_not_be_hashable() -> None:
-    output = torch_specops.generate(Unhashable(TABLE), PROMPTS, max_new_tokens=10, sampling=GREEDY)
-    assert torch.equal(output.sequences, EXPECTED)
 
 
 class IgnoresNumLogits(PairModel):
