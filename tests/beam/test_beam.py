@@ -23,16 +23,9 @@ from tiny_models import FAMILIES, PROMPTS, encoder_inputs, greedy_alone, perturb
     ("family", "attention"), [*((family, None) for family in FAMILIES), ("llama", "eager"), ("t5", "eager")]
 )
 def test_beams_are_those_of_transformers(family: str, attention: str | None) -> None:
-    output = search(
-        shared_tiny(family, attention=attention),
-        3,
-        make_draft("perturbed", family),
-        num_draft_tokens=3,
-        draft_beams=6,
-        side="right",
-        eos_token_id=ENDS,
-        inputs=encoder_inputs(family),
-    )
+    model, draft = shared_tiny(family, attention=attention), make_draft("perturbed", family)
+    options = {"num_draft_tokens": 3, "draft_beams": 6, "eos_token_id": ENDS, "inputs": encoder_inputs(family)}
+    output = search(model, 3, draft, side="right", **options)
     assert_same(beams_of(output), expected_beams(family, 3, ENDS))
     for row, prompt in enumerate(PROMPTS):
         for beam in range(3 * row, 3 * row + 3):

@@ -63,16 +63,8 @@ def test_models_of_other_makers(num_beams: int, draft_beams: int, num_draft_toke
     table = random_table(8, seed=0, scale=2.0)
     other = similarity * table + (1 - similarity) * random_table(8, seed=1, scale=2.0)
     prompts = [[1, 2, 3], [4], [5, 6]]
-    output = search(
-        PairTree(table),
-        num_beams,
-        PairTree(other),
-        draft_beams=draft_beams,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=30,
-        prompts=prompts,
-        side="right",
-    )
+    options = {"draft_beams": draft_beams, "num_draft_tokens": num_draft_tokens, "max_new_tokens": 30}
+    output = search(PairTree(table), num_beams, PairTree(other), prompts=prompts, side="right", **options)
     expected = [beam for prompt in prompts for beam in naive_beams(table, prompt, num_beams, 30)]
     assert_same(beams_of(output), expected, tolerance=1e-5)
     assert (output.stats.acceptance_rate == 1.0) == (similarity == 1.0)

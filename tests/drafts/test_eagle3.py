@@ -71,10 +71,10 @@ def head_of(variant: str) -> Any:
     if variant == "trained":
         return trained_head()
     head = new_head(**VARIANTS[variant])
+    # A head with all tokens needs no map.
     count = head.config.draft_vocab_size
-    if count < VOCAB:
-        head.draft_of_target = torch.full((VOCAB,), -1)
-        head.draft_of_target[torch.randperm(VOCAB)[:count]] = torch.arange(count)
+    head.draft_of_target = torch.full((VOCAB,), -1)
+    head.draft_of_target[torch.randperm(VOCAB)[:count]] = torch.arange(count)
     return head
 
 

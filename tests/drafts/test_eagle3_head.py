@@ -98,30 +98,21 @@ def test_the_same_words_mean_other_things_in_the_two_formats() -> None:
 
 
 def test_configs_that_are_not_known() -> None:
-    layer = SPECULATORS["transformer_layer_config"]
+    def of_layer(**fields: Any) -> dict[str, Any]:
+        return SPECULATORS | {"transformer_layer_config": SPECULATORS["transformer_layer_config"] | fields}
+
+    no_hidden = {"eagle_config": {"use_aux_hidden_state": False}}
     cases: list[tuple[Any, type[Exception], str]] = [
         ({}, ValueError, r"config: expected architectures \['LlamaForCausalLMEagle3'\] or .*, got \[\] and None"),
         ({"architectures": ["LlamaForCausalLM"]}, ValueError, r"config: .*got \['LlamaForCausalLM'\] and None"),
         (SPECFORGE | {"speculators_model_type": "dflash"}, ValueError, "config: expected .* got .* and 'dflash'"),
-        (
-            SPECULATORS | {"transformer_layer_config": layer | {"model_type": "gpt_oss"}},
-            ValueError,
-            "config: expected model_type 'llama' or 'qwen3', got 'gpt_oss'",
-        ),
+        (of_layer(model_type="gpt_oss"), ValueError, "config: expected model_type 'llama' or 'qwen3', got 'gpt_oss'"),
         (SPECFORGE | {"hidden_act": "gelu"}, ValueError, "config: expected hidden_act 'silu', got 'gelu'"),
         (SPECFORGE | {"num_hidden_layers": 2}, ValueError, "config: expected num_hidden_layers 1, got 2"),
         (SPECFORGE | {"hidden_size": None}, ValueError, "config: expected an int >= 1 as hidden_size, got None"),
         (SPECFORGE | {"draft_vocab_size": 0}, ValueError, "config: expected an int >= 1 as draft_vocab_size, got 0"),
-        (
-            SPECFORGE | {"eagle_config": {"use_aux_hidden_state": False}},
-            ValueError,
-            "config: expected use_aux_hidden_state True, got False",
-        ),
-        (
-            SPECULATORS | {"eagle_aux_hidden_state_layer_ids": "2"},
-            ValueError,
-            "config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got '2'",
-        ),
+        (SPECFORGE | no_hidden, ValueError, "config: expected use_aux_hidden_state True, got False"),
+        (SPECULATORS | {"eagle_aux_hidden_state_layer_ids": "2"}, ValueError, "config: expected a list .*, got '2'"),
     ]
     assert raised(read_config, cases) == []
     rope = read_config(SPECFORGE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
@@ -144,11 +135,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     cases: list[tuple[tuple[Any, ...], type[Exception], str]] = [
         ((lambda w: w.pop("fc.weight"),), ValueError, r'draft: the weights in .*\n.*Missing .*"fc.weight"'),
         ((lambda w: w.update({"layers.1.bias": zeros}),), ValueError, r'.*\n.*Unexpected .*"layers.1.bias"'),
-        (
-            (lambda w: w.update({"lm_head.weight": zeros}),),
-            ValueError,
-            r".*\n.*lm_head.weight: .*\[11, 16\].*\[10, 16\]",
-        ),
+        ((lambda w: w.update({"lm_head.weight": zeros}),), ValueError, r".*\n.*lm_head.weight: .*\[11, .*\[10, 16"),
         ((lambda w: w.pop("d2t"),), ValueError, "draft: the head has 10 of 24 tokens and lacks the weights d2t"),
         ((lambda w: w.update({"d2t": w["d2t"][:9]}),), ValueError, r"draft: expected d2t of shape \[10\], got \[9\]"),
         ((lambda w: w["d2t"].add_(20),), ValueError, wrong_map),
@@ -189,11 +176,7 @@ def test_a_head_for_another_target(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         (TARGET | {"vocab": 25}, ValueError, other + "vocab_size 24, the target has 25"),
         (TARGET | {"hidden_size": 32}, ValueError, other + "target_hidden_size 16, the target has 32"),
-        (
-            TARGET | {"num_hidden_layers": 4},
-            ValueError,
-            other + r"it reads layers \[0, 2, 4\], the target has layers 0 to 3",
-        ),
+        (TARGET | {"num_hidden_layers": 4}, ValueError, other + r"it reads layers \[0, 2, 4\], .* has layers 0 to 3"),
     ]
     assert raised(lambda fields: Eagle3.from_pretrained(folder, tiny("llama", **fields)), cases) == []
     with pytest.raises(TypeError, match=r"target: .* expected a FeatureModel, got PairModel without num_layers, "):

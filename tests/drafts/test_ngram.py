@@ -140,11 +140,7 @@ TEXT = torch.tensor([0, 1, 2])
 
 def test_bad_text() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        (
-            {"tokens": [1, 2]},
-            TypeError,
-            r"tokens: expected an int64 tensor \[N\] or a list of them, got <class 'list'>",
-        ),
+        ({"tokens": [1, 2]}, TypeError, r"tokens: expected an int64 tensor \[N\] or a list of them, got .*list"),
         ({"tokens": TEXT.int()}, TypeError, "tokens: expected int64, got int32"),
         ({"tokens": TEXT.unsqueeze(0)}, ValueError, r"tokens: expected texts of shape \[N\], got \[1, 3\]"),
         ({"tokens": [TEXT[:0], TEXT[:0]]}, ValueError, "tokens: expected at least one token, got none"),
@@ -153,10 +149,6 @@ def test_bad_text() -> None:
         ({"vocab_size": 2**31, "order": 1}, ValueError, r"vocab_size: expected a number below 2\*\*31, got 2147483648"),
         ({"order": 0}, ValueError, "order: expected a number >= 1, got 0"),
         ({"max_candidates": 0}, ValueError, "max_candidates: expected a number >= 1, got 0"),
-        (
-            {"vocab_size": 2**21 - 1, "order": 4},
-            ValueError,
-            r"order: expected .* got order 4 for a vocabulary of 2097151",
-        ),
+        ({"vocab_size": 2**21 - 1, "order": 4}, ValueError, "order: expected .* order 4 for a vocabulary of 2097151"),
     ]
     assert raised(lambda case: NGram.from_tokens(**{"tokens": TEXT, "vocab_size": 4} | case), cases) == []

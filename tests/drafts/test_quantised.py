@@ -146,11 +146,7 @@ def test_what_cannot_be_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
         ((llama, "int2"), ValueError, "weights: expected 'int8' or 'int4', got 'int2'"),
         ((llama, "int8", 0), ValueError, "group_size: expected a number >= 1, got 0"),
         ((llama, "int8", 1.5), TypeError, "group_size: expected an int, got <class 'float'>"),
-        (
-            (llama, "int8", 32),
-            ValueError,
-            r"group_size: expected a divisor of the 48 inputs of model.layers.0.mlp.down",
-        ),
+        ((llama, "int8", 32), ValueError, "group_size: expected a divisor of the 48 inputs of model.layers.0.mlp.down"),
         ((llama, "int4"), ValueError, r"group_size: expected a divisor of the 48 inputs of .*, got 32"),
         ((tiny("llama"),), ValueError, "model: expected float32, .* weights, got torch.float64 in model"),
         ((float_model("gpt2"),), ValueError, "model: .* in GPT2LMHeadModel they hold 0% of those outside embeddings"),

@@ -104,6 +104,10 @@ def writes(tokens: Tensor, lengths: Tensor) -> Draft:
     return Draft(tokens[:, :2])
 
 
+def with_logits(*parts: Tensor) -> Any:
+    return lambda tokens, lengths: Draft(tokens[:, :2], *parts)
+
+
 def moves(tokens: Tensor, lengths: Tensor) -> Draft:
     lengths += 1
     return Draft(tokens[:, :2])
@@ -124,16 +128,8 @@ def test_a_draft_that_does_wrong_is_named() -> None:
         (lambda tokens, lengths: Draft(tokens[:, :2].float()), TypeError, "draft: expected int64 .* got torch.float32"),
         (lambda tokens, lengths: Draft(tokens[:1, :2]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[1, 2"),
         (lambda tokens, lengths: Draft(tokens[:, :3]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[2, 3"),
-        (
-            lambda tokens, lengths: Draft(tokens[:, :2], torch.zeros(2, 2, 7)),
-            ValueError,
-            r"draft: expected logits \[2, 2, 8\] from Wrong.propose, got shape \[2, 2, 7\]",
-        ),
-        (
-            lambda tokens, lengths: Draft(tokens[:, :2], torch.zeros(2, 2, 8), torch.zeros(2)),
-            ValueError,
-            r"draft: expected lse \[2, 2\] from Wrong.propose, got shape \[2\]",
-        ),
+        (with_logits(torch.zeros(2, 2, 7)), ValueError, r"draft: expected logits \[2, 2, 8\] .* got shape \[2, 2, 7\]"),
+        (with_logits(torch.zeros(2, 2, 8), torch.zeros(2)), ValueError, r"draft: expected lse \[2, 2\] .* shape \[2\]"),
         (writes, ValueError, "draft: Wrong.propose wrote into tokens; it may only read them"),
         (moves, ValueError, "draft: Wrong.propose wrote into lengths"),
     ]

@@ -18,9 +18,8 @@ from torch_specops.hf import custom_generate, language_model
 
 def decoder_of(target: PreTrainedModel, num_layers: int = 2) -> PreTrainedModel:
     """The target's decoder, or its first layers, as a model of its own; not the same weights' memory."""
-    draft = (
-        WhisperForCausalLM(WhisperConfig(**(target.config.to_dict() | {"decoder_layers": num_layers}))).double().eval()
-    )
+    config = WhisperConfig(**(target.config.to_dict() | {"decoder_layers": num_layers}))
+    draft = WhisperForCausalLM(config).double().eval()
     kept = {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}
     draft.load_state_dict(kept)
     return draft
@@ -50,12 +49,8 @@ def test_a_decoder_without_an_encoder_drafts_for_whisper() -> None:
 
 def test_requests_of_a_session_with_such_a_draft() -> None:
     target, calls = counting("whisper")
-    inputs = encoder_inputs("whisper")
-    assert inputs is not None
-    requests = [
-        Request([1], 12, eos_token_id=(), inputs={"input_features": inputs["input_features"][row, None]})
-        for row in (0, 1, 2, 1, 0)
-    ]
+    inputs = [encoder_inputs("whisper", slice(row, row + 1)) for row in (0, 1, 2, 1, 0)]
+    requests = [Request([1], 12, eos_token_id=(), inputs=each) for each in inputs]
     decoder = SpeculativeDecoder(target, decoder_of(target), num_draft_tokens=3, sampling=GREEDY)
     plain = SpeculativeDecoder(shared_tiny("whisper"), None, sampling=GREEDY)
     for completion in decoder.generate_many(requests, batch_size=2):
@@ -77,7 +72,7 @@ def test_the_encoder_runs_once(family: str) -> None:
     # Two decoders with one draft: what the other's target has read is not what this one reads.
     draft = language_model(target)
     first, second = (SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=GREEDY) for _ in range(2))
-    inputs = [{name: value[row, None] for name, value in (encoder_inputs(family) or {}).items()} for row in range(3)]
+    inputs = [encoder_inputs(family, slice(row, row + 1)) for row in range(3)]
     for decoder, row in ((first, 0), (second, 2), (first, 1)):
         output = decoder.generate(torch.tensor([[1]]), inputs=inputs[row], max_new_tokens=9)
         alone = torch_specops.generate(
