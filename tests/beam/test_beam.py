@@ -99,6 +99,8 @@ def test_rows_do_not_meet() -> None:
     for row, prompt in enumerate(PROMPTS):
         alone = transformers_beams(model, 3, [prompt], max_new_tokens=limits[row], eos=ends[row])
         assert_same(beams_of(output)[3 * row : 3 * row + 3], alone)
+    # A row near its limit has fewer drafts.
+    assert search(model, 3, model, max_new_tokens=limits, num_draft_tokens=4).stats.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_eagle3 import chain_logits
+from tiny_eagle3 import chain_logits, new_head
 from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
 from transformers import LlamaConfig
@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from torch_specops.drafts import Eagle3
 from torch_specops.drafts.eagle3_files import read_config, read_head
 from torch_specops.drafts.eagle3_head import rope_frequencies
+from torch_specops.hf import language_model
 
 DATA = Path(__file__).parents[1] / "data"
 HEADS = ("llama", "llama_norms", "qwen3", "qwen3_window")
@@ -172,6 +173,10 @@ def test_a_head_for_another_target(tmp_path: Path) -> None:
     draft = Eagle3.from_pretrained(folder, tiny("llama", **TARGET), dtype=torch.float32)
     assert draft.feature_layers == (0, 2, 4) and draft.head.fc.weight.dtype == torch.float32
     assert Eagle3.from_pretrained(folder, tiny("llama", **TARGET)).head.fc.weight.dtype == torch.float64
+    # A config without layers means 2, L // 2 and L - 3.
+    draft = Eagle3(new_head(feature_layers=None))
+    draft.bind(language_model(tiny("llama", num_hidden_layers=8)))
+    assert draft.feature_layers == (2, 4, 5)
     other = "draft: the head is for another target: "
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         (TARGET | {"vocab": 25}, ValueError, other + "vocab_size 24, the target has 25"),

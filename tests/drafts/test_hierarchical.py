@@ -180,6 +180,11 @@ def test_bad_arguments() -> None:
         ({"inner": OfFeatures()}, ValueError, "inner: expected a source that reads tokens alone, got OfFeatures"),
         ({"inner": PairModel(random_table(V - 1, 0))}, ValueError, "inner: expected the model's 6 tokens, got 5"),
         ({"inner": NGram.from_tokens(torch.arange(V), vocab_size=V + 1)}, ValueError, "inner: expected the model's 6"),
+        (
+            {"inner": PairModel(SMALL.to("meta"))},
+            ValueError,
+            "inner: expected a source on cpu, as the model is, got meta",
+        ),
         ({"num_inner_tokens": 0}, ValueError, "num_inner_tokens: "),
         ({"num_forwards": 0}, ValueError, "num_forwards: "),
     ]
