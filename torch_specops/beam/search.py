@@ -197,10 +197,9 @@ class _Search:
             model.start(batch, num_slots, inputs)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
-        # The draft proposes no eos, because a beam that ends has no next level. -1 becomes a column that is cut off.
-        eos = torch.where(self.scorer.eos < self.target.vocab_size, self.scorer.eos, -1) % (self.target.vocab_size + 1)
-        is_eos = torch.zeros(batch, self.target.vocab_size + 1, dtype=torch.bool, device=prompts.device)
-        self._is_eos = is_eos.scatter(1, eos, True)[:, None, : self.target.vocab_size]
+        # The draft proposes no eos, because a beam that ends has no next level.
+        vocabulary = torch.arange(self.target.vocab_size, device=prompts.device)
+        self._is_eos = (vocabulary == self.scorer.eos.unsqueeze(2)).any(1, keepdim=True)
         if prompts.device.type == "cuda":
             torch.cuda.synchronize(prompts.device)
         self.stats.prefill_seconds = time.perf_counter() - started
