@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingParams
 from . import options
-from .categories import CATEGORIES_LEGEND, print_categories
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
@@ -27,7 +26,17 @@ from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, loa
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import make_providers
-from .results import PROVIDERS_LEGEND, as_results, print_differences, print_legend, print_providers, totals
+from .results import (
+    CATEGORIES_LEGEND,
+    PROVIDERS_LEGEND,
+    Record,
+    as_results,
+    print_categories,
+    print_differences,
+    print_legend,
+    print_providers,
+    totals,
+)
 
 # Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
@@ -125,7 +134,7 @@ def bench(
     2 an error, 130 Ctrl-C.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
-    console = Console(highlight=False, markup=False)
+    console = options.new_console()
     with options.errors_in_one_line():
         if prompts is not None and prompt:
             raise ValueError("prompts: expected --prompts or --prompt, got both")
@@ -161,23 +170,22 @@ def bench(
         comparison = Comparison(models.target, providers, cases, max_new_tokens, rounds, seed)
         where = device_name(torch_device)
         shown = ", ".join(f"{each:g}" for each in temperatures)
-        console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}", soft_wrap=True)
+        console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}")
         if by_category:
             later = sum(question.num_later_turns for question in questions)
             left_out = f"; {later} later turns are not asked" if later else ""
-            console.print(f"{len(questions)} prompts in {len(categories)} categories{left_out}", soft_wrap=True)
+            console.print(f"{len(questions)} prompts in {len(categories)} categories{left_out}")
         median = "1 round" if rounds == 1 else f"median of {rounds} rounds"
         console.print(
             f"{max_new_tokens} new tokens per prompt, {median}, {dtype}, {where}, {torch.get_num_threads()} threads, "
-            f"torch {torch.__version__}",
-            soft_wrap=True,
+            f"torch {torch.__version__}"
         )
-        results: list[dict[str, Any]] = []
-        total: list[dict[str, Any]] = []
+        results: list[Record] = []
+        total: list[Record] = []
 
         def show() -> None:
-            measurements = comparison.measurements[len(results) :]
-            records, together = as_results(measurements), as_results(totals(measurements))
+            runs, comparison.runs = comparison.runs, []
+            records, together = as_results(runs), as_results(totals(runs))
             if records and by_category:
                 print_categories(console, records, together)
             elif records:
@@ -215,11 +223,11 @@ def bench(
             json_file.write_text(json.dumps(document, indent=2) + "\n")
         if isinstance(ended_by, Exception):
             raise ended_by
-    different = print_differences(console, comparison.measurements, tokenizer.decode)
+    print_differences(console, results, tokenizer.decode)
     if interrupted:
         console.print("interrupted: only what is done so far is shown")
         raise typer.Exit(options.INTERRUPTED)
-    if different:
+    if any(result["greedy"] == "different" for result in results):
         raise typer.Exit(1)
 
 
@@ -264,18 +272,17 @@ def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
 def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> KeyboardInterrupt | Exception | None:
     """Measure with a progress bar, and call `show` after each batch size of a temperature; returns the exception that
     ended it early."""
-    columns = BarColumn(15), TimeElapsedColumn(), TextColumn("{task.description}")
-    total = comparison.runs_left.total()
+    columns = BarColumn(15), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left, {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=comparison.cost())
+        done = 0.0
         try:
             for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
-                for _, label in runs:
-                    left = comparison.seconds_left()
-                    text = label if left is None else f"{timedelta(seconds=round(left))} left, {label}"
-                    # The bar and the time take 24 places. The end of the line is for the "^C" that a terminal writes.
-                    text = text[: console.width - 26]
-                    progress.update(task, completed=total - comparison.runs_left.total(), description=text)
+                for case, label in runs:
+                    # The columns before the label take 38 places. The end of the line is for the "^C" that a terminal
+                    # writes.
+                    progress.update(task, completed=done, description=label[: console.width - 40])
+                    done += case.cost
                 show()
         except (KeyboardInterrupt, Exception) as early_end:
             show()

@@ -5,8 +5,7 @@ All decode the same number of tokens and do not stop at an eos.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +98,7 @@ def _own(
 
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
     # Early exit may draft with the target itself.
-    modules = tuple(dict.fromkeys([target, *([drafting] if isinstance(drafting, nn.Module) else [])]))
+    modules = (target, drafting) if isinstance(drafting, nn.Module) and drafting is not target else (target,)
     return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
 
 
@@ -110,17 +109,16 @@ def _transformers(
     fields: dict[str, Any] | None = None,
     assistant_config: dict[str, Any] | None = None,
 ) -> Provider:
-    """`target.generate`, without anything of the model's own generation config, which may have an eos, a top-k or
-    penalties.
+    """`target.generate`, without anything of the models' own generation configs, which may have an eos, a top-k or
+    penalties: each call replaces them.
 
     Args:
         fields: arguments that make it assisted; None = no draft.
         assistant_config: the generation config of the model that drafts; None = transformers' defaults.
     """
     fields = fields or {}
-    assistant = fields.get("assistant_model")
-    modules = (target,) if assistant is None else (target, assistant)
     # Without an assistant the target drafts for itself. The config of the last module is therefore the assistant's.
+    modules = tuple(filter(None, (target, fields.get("assistant_model"))))
     configs = [{}, assistant_config or {}][-len(modules) :]
 
     def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
@@ -129,25 +127,14 @@ def _transformers(
         if asked["do_sample"]:
             asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             asked["min_p"] = sampling.min_p or None
+        # `generate` takes from them what its arguments leave out.
+        for model, config in zip(modules, configs, strict=True):
+            old = model.generation_config
+            model.generation_config = type(old)(pad_token_id=old.pad_token_id or 0, **config)
         # transformers' call of the assistant makes transformers warn of deprecated arguments.
-        with _generation_configs(modules, configs), log_messages_off():
+        with log_messages_off():
             output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **asked)
         return Answer(output[:, input_ids.shape[1] :].tolist())
 
     early_exit = "assistant_early_exit" in fields
     return Provider(name, decode, modules, single=bool(fields), drafts_with_target=early_exit)
-
-
-@contextmanager
-def _generation_configs(models: tuple[Any, ...], configs: list[dict[str, Any]]) -> Iterator[None]:
-    """Gives each model a new generation config, from which `generate` takes what its arguments leave out; restores the
-    old ones afterwards."""
-    kept = [model.generation_config for model in models]
-    for model, old, fields in zip(models, kept, configs, strict=True):
-        pad = 0 if old.pad_token_id is None else old.pad_token_id
-        model.generation_config = type(old)(pad_token_id=pad, **fields)
-    try:
-        yield
-    finally:
-        for model, old in zip(models, kept, strict=True):
-            model.generation_config = old
