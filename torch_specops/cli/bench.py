@@ -140,10 +140,10 @@ def bench(
             raise ValueError("prompts: expected --prompts or --prompt, got both")
         questions = [Question(text) for text in prompt or PROMPTS] if prompts is None else read_questions(prompts)
         by_category = prompts is not None
-        sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if by_category else "1,8"), int)
-        temperatures = _numbers("temperature", temperature or ("0,1" if by_category else "0"), float)
-        if rounds is None:
-            rounds = 1 if by_category else 3
+        default_sizes, default_temperatures, default_rounds = ("1,4,8", "0,1", 1) if by_category else ("1,8", "0", 3)
+        sizes = _numbers("batch_sizes", batch_sizes or default_sizes, int)
+        temperatures = _numbers("temperature", temperature or default_temperatures, float)
+        rounds = default_rounds if rounds is None else rounds
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
         for name, number in {"batch_sizes": min(sizes), "rounds": rounds, "max_new_tokens": max_new_tokens}.items():
@@ -155,7 +155,12 @@ def bench(
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
         for question, own in zip(questions, tokens, strict=True):
-            _check_length(question, len(own), max_new_tokens, models.target.max_length)
+            # transformers would go on beyond the model's positions.
+            if models.target.max_length is not None and len(own) + max_new_tokens > models.target.max_length:
+                raise ValueError(
+                    f"{question.place}: expected a prompt and new tokens within the {models.target.max_length} that "
+                    f"the target reads, got {len(own)} + {max_new_tokens}"
+                )
             categories.setdefault(question.category, []).append(own)
         cases = [
             Case(_batches(own, size)[: None if by_category else 1], sampling, name)
@@ -250,15 +255,6 @@ def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
         raise ValueError(f"plot: expected a file that ends in {', '.join(PLOT_SUFFIXES)}, got {plot_file.name!r}")
     if plot_file is not None and find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is missing; run: pip install 'torch_specops[bench]'")
-
-
-def _check_length(question: Question, length: int, max_new_tokens: int, max_length: int | None) -> None:
-    # transformers would go on beyond the model's positions.
-    if max_length is not None and length + max_new_tokens > max_length:
-        raise ValueError(
-            f"{question.place}: expected a prompt and new tokens within the {max_length} that the target reads, "
-            f"got {length} + {max_new_tokens}"
-        )
 
 
 def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:

@@ -97,6 +97,14 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
+def read_text(option: str, path: Path) -> str:
+    """The text of a file that the option names, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+
+
 def is_folder(name: str | os.PathLike[str]) -> bool:
     """True if the model is on this machine; otherwise it is a hub id."""
     return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
