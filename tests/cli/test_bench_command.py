@@ -87,13 +87,19 @@ def printed(show: Callable[..., None], legend: str, records: list[dict[str, Any]
     return lines
 
 
+def run_of(provider: str, category: str, *values: Any, **named: Any) -> Run:
+    """One of 32 rows at temperature 0.7 that got 100,000 tokens."""
+    case = Case([[torch.zeros(1)] * 32], SamplingParams(temperature=0.7), category)
+    return Run(providers.Provider(provider, lambda *_: providers.Answer([]), ()), case, 10**5, *values, **named)
+
+
 def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
     counts = (10**4, 11765, [9], [9], 123.0)
-    slow = Run("transformers assisted, own K", True, "", 0.7, 32, 10**5, [1.1], *counts, greedy="near ties")
+    slow = run_of("transformers assisted, own K", "", [1.1], *counts, greedy="near ties")
     # Of three rounds the median counts.
     more = {"compile_seconds": 42.0, "peak_memory_bytes": 10**11, "greedy": "different"}
-    fast = Run("specops, no draft, compiled", True, "", 0.7, 32, 10**5, [0.1, 1.0, 9.0], *counts, **more)
+    fast = run_of("specops, no draft, compiled", "", [0.1, 1.0, 9.0], *counts, **more)
     lines = printed(results.print_providers, results.PROVIDERS_LEGEND, results.as_results([slow, fast]))
     assert [line.split() for line in lines[1:4]] == [
         ["T", "=", "0.7,", "batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"],
@@ -109,7 +115,7 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     for category in ("a very long category", "b"):
         for way in (GENERATE, "transformers assisted, K = 10", *OURS):
             own, greedy = (fast_run, "identical") if category != "b" or way == OURS[0] else (slow_run, "near ties")
-            runs.append(Run(way, False, category, 0.7, 32, 10**5, *own, greedy=greedy))
+            runs.append(run_of(way, category, *own, greedy=greedy))
     records, totals = results.as_results(runs), results.as_results(results.totals(runs))
     lines = printed(results.print_categories, results.CATEGORIES_LEGEND, records, totals)
     row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100 ="
@@ -238,7 +244,7 @@ def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> Non
         cost += case.cost
         # Whenever it is interrupted, all providers of a case have results for the same batches.
         assert all(run.seconds for run in comparison.runs)
-        numbers.add(tuple(run.category for run in comparison.runs))
+        numbers.add(tuple(run.case.category for run in comparison.runs))
     assert numbers == {(), ("one",) * 5, ("one",) * 10, ("one",) * 10 + ("two",) * 3}
     # The progress ends at the whole cost.
     assert cost == pytest.approx(comparison.cost())

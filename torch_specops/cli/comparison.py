@@ -56,11 +56,8 @@ class Case:
 class Run:
     """One provider on one batch of a case."""
 
-    provider: str
-    compiled: bool
-    category: str
-    temperature: float
-    batch_size: int
+    provider: Provider
+    case: Case
     new_tokens: int  # of all rows together
     # Seconds of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
@@ -109,47 +106,43 @@ class Comparison:
         """Measure; yields before each run its case and a label."""
         seed = self.seed
         for case in self.cases:
-            providers = case.takers(self.providers)
             place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
             for prompts in case.batches:
                 batch = padded(prompts, self.target)
-                answers, runs = [], []
-                for provider in providers:
+                runs: list[Run] = []
+                answers: list[Answer] = []
+                for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
                     # With the seed of the first round, so that lengths and times belong to the same texts.
-                    answer, run = self._observe(provider, case, batch, seed)
-                    answers.append(answer)
-                    runs.append(run)
+                    runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
+                    answers.append(self._observe(runs[-1], batch, seed))
                 if case.temperature == 0:
                     yield case, f"{place}, comparing greedy outputs"
                     self._compare(prompts, runs, answers)
-                turns = list(zip(providers, runs, strict=True))
                 for index in range(self.rounds):
                     # The order changes, because the first provider finds other caches than the later ones.
-                    first = (seed - self.seed) % len(turns)
-                    for provider, run in turns[first:] + turns[:first]:
-                        yield case, f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
-                        seconds, _ = self._timed(run, provider, case, batch, seed)
+                    first = (seed - self.seed) % len(runs)
+                    for run in runs[first:] + runs[:first]:
+                        yield case, f"{place}, round {index + 1} of {self.rounds}: {run.provider.name}"
+                        seconds, _ = self._timed(run, batch, seed)
                         run.seconds.append(seconds)
                     seed += 1
                     if index == 0:
                         self.runs += runs
 
-    def _observe(self, provider: Provider, case: Case, batch: Batch, seed: int) -> tuple[Answer, Run]:
+    def _observe(self, run: Run, batch: Batch, seed: int) -> Answer:
         """Run once to count steps and the time in forwards; a provider's first time, after a run that warms it up."""
-        rows, device = case.batch_size, self.target.device
-        settings = case.category, case.temperature, rows
-        run = Run(provider.name, provider.compiled, *settings, rows * self.max_new_tokens)
+        provider, device = run.provider, self.target.device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if before is not None:
             torch.cuda.reset_peak_memory_stats(device)
         if provider.name not in self.warm:
-            self._timed(run, provider, case, batch, seed)
+            self._timed(run, batch, seed)
             self.warm.add(provider.name)
         # A forward with hooks would be compiled again.
         watched = () if provider.compiled else provider.modules
         with _forwards_timed(watched, device) as forwards:
-            seconds, answer = self._timed(run, provider, case, batch, seed)
+            seconds, answer = self._timed(run, batch, seed)
         if before is not None:
             run.peak_memory_bytes = torch.cuda.max_memory_allocated(device) - before
         if answer.stats is not None:
@@ -157,19 +150,19 @@ class Comparison:
             run.proposed_at, run.accepted_at = answer.stats.proposed_at, answer.stats.accepted_at
         elif not provider.drafts_with_target:
             run.num_steps = len(forwards[provider.modules[0]])
-            run.num_row_steps = rows * run.num_steps
+            run.num_row_steps = run.case.batch_size * run.num_steps
         if not provider.compiled and run.num_steps is not None:
             run.outside_seconds = seconds - sum(map(sum, forwards.values()))
         counts = [len(tokens) for tokens in answer.tokens]
         if set(counts) != {self.max_new_tokens}:
             raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
-        return answer, run
+        return answer
 
-    def _timed(self, run: Run, provider: Provider, case: Case, batch: Batch, seed: int) -> tuple[float, Answer]:
+    def _timed(self, run: Run, batch: Batch, seed: int) -> tuple[float, Answer]:
         """Seconds without compiling, which are added to the run, and the answer."""
         _synchronize(self.target.device)
         started = time.perf_counter()
-        answer = provider.decode(*batch, case.sampling, seed)
+        answer = run.provider.decode(*batch, run.case.sampling, seed)
         _synchronize(self.target.device)
         seconds = time.perf_counter() - started
         compiling = 0.0 if answer.stats is None else answer.stats.compile_seconds

@@ -51,7 +51,9 @@ Record = dict[str, Any]
 
 def totals(runs: Sequence[Run]) -> list[Run]:
     """The runs as those of one category, "total"; empty if there is only one category."""
-    return [replace(run, category="total") for run in runs] if len({run.category for run in runs}) > 1 else []
+    if len({run.case.category for run in runs}) <= 1:
+        return []
+    return [replace(run, case=replace(run.case, category="total")) for run in runs]
 
 
 def as_results(runs: Sequence[Run]) -> list[Record]:
@@ -59,8 +61,8 @@ def as_results(runs: Sequence[Run]) -> list[Record]:
     `generate`, over the fastest assisted generation, and over the fastest way without a draft."""
     cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
     for run in runs:
-        case = cases.setdefault((run.temperature, run.batch_size, run.category), {})
-        case.setdefault(run.provider, []).append(run)
+        case = cases.setdefault((run.case.temperature, run.case.batch_size, run.case.category), {})
+        case.setdefault(run.provider.name, []).append(run)
     results = []
     for case in cases.values():
         records = [_record(own) for own in case.values()]
@@ -90,13 +92,13 @@ def _record(runs: Sequence[Run]) -> Record:
         for name in ("proposed_at", "accepted_at")
     )
     memory = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
-    first = runs[0]
+    case, provider = runs[0].case, runs[0].provider
     return {
-        "category": first.category or None,
-        "temperature": first.temperature,
-        "batch_size": first.batch_size,
-        "provider": first.provider,
-        "compiled": first.compiled,
+        "category": case.category or None,
+        "temperature": case.temperature,
+        "batch_size": case.batch_size,
+        "provider": provider.name,
+        "compiled": provider.compiled,
         "num_batches": len(runs),
         "new_tokens": new_tokens,
         "seconds": [run.seconds for run in runs],
