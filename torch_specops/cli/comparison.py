@@ -77,6 +77,8 @@ class Run:
     greedy: str | None = None
     # Differences from plain greedy decoding, in order.
     differences: list[GreedyDifference] = field(default_factory=list)
+    # The new tokens of each row in the observed run.
+    tokens: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -110,15 +112,14 @@ class Comparison:
             for prompts in case.batches:
                 batch = padded(prompts, self.target)
                 runs: list[Run] = []
-                answers: list[Answer] = []
                 for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
                     # With the seed of the first round, so that lengths and times belong to the same texts.
                     runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
-                    answers.append(self._observe(runs[-1], batch, seed))
+                    self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:
                     yield case, f"{place}, comparing greedy outputs"
-                    self._compare(prompts, runs, answers)
+                    self._compare(prompts, runs)
                 for index in range(self.rounds):
                     # The order changes, because the first provider finds other caches than the later ones.
                     first = (seed - self.seed) % len(runs)
@@ -130,7 +131,7 @@ class Comparison:
                     if index == 0:
                         self.runs += runs
 
-    def _observe(self, run: Run, batch: Batch, seed: int) -> Answer:
+    def _observe(self, run: Run, batch: Batch, seed: int) -> None:
         """Run once to count steps and the time in forwards; a provider's first time, after a run that warms it up."""
         provider, device = run.provider, self.target.device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
@@ -153,10 +154,10 @@ class Comparison:
             run.num_row_steps = run.case.batch_size * run.num_steps
         if not provider.compiled and run.num_steps is not None:
             run.outside_seconds = seconds - sum(map(sum, forwards.values()))
-        counts = [len(tokens) for tokens in answer.tokens]
+        run.tokens = answer.tokens
+        counts = [len(tokens) for tokens in run.tokens]
         if set(counts) != {self.max_new_tokens}:
             raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
-        return answer
 
     def _timed(self, run: Run, batch: Batch, seed: int) -> tuple[float, Answer]:
         """Seconds without compiling, which are added to the run, and the answer."""
@@ -169,15 +170,15 @@ class Comparison:
         run.compile_seconds += compiling
         return seconds - compiling, answer
 
-    def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run], answers: Sequence[Answer]) -> None:
+    def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run]) -> None:
         """Where two providers differ in a row, plain greedy decoding is compared with every output of that row."""
         is_16_bit = self.target.model.dtype in (torch.bfloat16, torch.float16)
         for row, prompt in enumerate(prompts):
-            outputs = {tuple(answer.tokens[row]) for answer in answers}
+            outputs = {tuple(run.tokens[row]) for run in runs}
             if len(outputs) > 1:
                 checks = {tokens: check_greedy(self.target, prompt.unsqueeze(0), tokens, row) for tokens in outputs}
-                for run, answer in zip(runs, answers, strict=True):
-                    run.differences += checks[tuple(answer.tokens[row])]
+                for run in runs:
+                    run.differences += checks[tuple(run.tokens[row])]
         for run in runs:
             run.greedy = verdict(run.differences, is_16_bit)
 
