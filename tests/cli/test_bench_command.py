@@ -159,8 +159,8 @@ def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor
     for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         sampling = SamplingParams(temperature=0.8 if filters else 0.0, **filters)
         verify = "block" if "top_k" in filters else "exact"
-        ways = providers.make_providers(loaded[0], 6, 2, verify=verify)
-        texts += [way.decode(*(part[:1] for part in batch), sampling, 0).tokens for way in ways]
+        ways = providers.make_providers(loaded[0], 2, verify=verify)
+        texts += [way.decode(*(part[:1] for part in batch), 6, sampling, 0).tokens for way in ways]
     assert len(texts) == 20 and texts == texts[:1] * 20
 
 
@@ -237,7 +237,7 @@ def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> Non
     assert rows == [each.tolist() for each in prompts] and mask[:, -1].all()
     greedy = SamplingParams(temperature=0.0)
     cases = [Case([prompts[:1], prompts[1:]], greedy, "one"), Case([prompts], greedy, "two")]
-    comparison = Comparison(found.target, providers.make_providers(found, 4, 2), cases, 4, 2)
+    comparison = Comparison(found.target, providers.make_providers(found, 2), cases, 4, 2)
     labels, numbers, cost = [], set(), 0.0
     for case, label in comparison.run():
         labels.append(label)

@@ -171,7 +171,7 @@ def bench(
         # On a CPU "auto" might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
         how = schedule, verify, default if compile is None else compile
-        providers = make_providers(models, max_new_tokens, num_draft_tokens, *how)
+        providers = make_providers(models, num_draft_tokens, *how)
         comparison = Comparison(models.target, providers, cases, max_new_tokens, rounds, seed)
         where = device_name(torch_device)
         shown = ", ".join(f"{each:g}" for each in temperatures)

@@ -163,7 +163,7 @@ class Comparison:
         """Seconds without compiling, which are added to the run, and the answer."""
         _synchronize(self.target.device)
         started = time.perf_counter()
-        answer = run.provider.decode(*batch, run.case.sampling, seed)
+        answer = run.provider.decode(*batch, self.max_new_tokens, run.case.sampling, seed)
         _synchronize(self.target.device)
         seconds = time.perf_counter() - started
         compiling = 0.0 if answer.stats is None else answer.stats.compile_seconds
