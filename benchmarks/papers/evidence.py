@@ -63,8 +63,8 @@ class Cell:
 
 
 def read(path: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-    """By key, what the file has of cells with the same settings, and of cells that the script no longer has: "settings",
-    "result", "seconds", "date", and "environment", for which the file has an index into its list "environments"."""
+    """By key, what the file has of cells with the same settings, and of cells that are gone from the script. The file
+    has an index into its list "environments" for the "environment" of a cell."""
     written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
     wanted = {cell.key: _plain(cell.settings) for cell in cells}
     return {

@@ -164,7 +164,7 @@ def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor
     assert len(texts) == 20 and texts == texts[:1] * 20
 
 
-def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
+def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
     model, tokenizer = LlamaForCausalLM.from_pretrained(target), loading.load_tokenizer(target)
     prompt = tokenizer(TEXT, return_tensors="pt")
     third = int(model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0)[0, -1])
@@ -172,10 +172,14 @@ def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, 
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    result = bench(str(tmp_path), "--batch-sizes", "1", "--draft", f"ngram:{tmp_path / 'text.txt'}")
-    assert result.exit_code == 0, result.output
-    assert len(re.findall(r"  =$", result.stdout, re.MULTILINE)) == 3
-    assert "transformers assisted" not in result.stdout and "/asst" not in result.stdout.split("tok/s:")[0]
+    draft, console = f"ngram:{tmp_path / 'text.txt'}", Console(file=io.StringIO())
+    found, _ = models.load_models(console, str(tmp_path), draft, torch.device("cpu"))
+    ways = providers.make_providers(found, 3)
+    assert found.target.eos_token_ids == (third,) and [way.name for way in ways] == [GENERATE, *OURS]
+    batch, greedy = padded([prompt["input_ids"][0]], found.target), SamplingParams(temperature=0.0)
+    # Ours first, because transformers' provider takes the eos from the model's generation config.
+    texts = [way.decode(*batch, 9, greedy, 0).tokens for way in reversed(ways)]
+    assert len(texts[0][0]) == 9 and texts == texts[:1] * 3
 
 
 def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
