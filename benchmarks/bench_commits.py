@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -89,16 +88,19 @@ def main() -> None:
 
 def times(call: dict[str, Any], workers: dict[str, Worker], rounds: int) -> dict[str, list[float]]:
     """Seconds of each round of a call: of every worker, and of transformers where it has such a call."""
-    makers = {name: worker.prepare(call) for name, worker in workers.items()}
-    if call["temperature"] == 0 and len({worker.texts[json.dumps(call)] for worker in workers.values()}) != 1:
-        raise SystemExit(f"{call}: the texts differ")
+    calls = {name: (worker, call) for name, worker in workers.items()}
     if not call["compiled"] and call["batch"] == 1 and call["temperature"] == 0:
-        makers["transformers"] = workers["now"].prepare(call | {"transformers": True})
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
+        calls["transformers"] = workers["now"], call | {"transformers": True}
+    # Two calls of each warm up.
+    texts = {worker.ask(own)["text"] for _ in range(2) for worker, own in calls.values()}
+    if call["temperature"] == 0 and len(texts) != 1:
+        raise SystemExit(f"{call}: the texts differ")
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         # Whoever comes first may find another clock rate.
-        for name in sorted(makers, reverse=turn % 2 > 0):
-            seconds[name].append(makers[name]())
+        for name in sorted(calls, reverse=turn % 2 > 0):
+            worker, own = calls[name]
+            seconds[name].append(worker.ask(own)["seconds"])
     return seconds
 
 
@@ -117,25 +119,14 @@ class Worker:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(command, **pipes, env=variables, text=True)
-        self.texts: dict[str, str] = {}
-        assert str(folder.resolve()) in self._ask({})["package"]
+        assert str(folder.resolve()) in self.ask({})["package"]
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
-
-    def prepare(self, call: dict[str, Any]) -> Callable[[], float]:
-        """Two calls that warm up; returns the function that times one more."""
-        for _ in range(2):
-            found = self._ask(call)["text"]
-        if not call.get("transformers"):
-            self.texts[json.dumps(call)] = found
-        elif found != self.texts[json.dumps({key: value for key, value in call.items() if key != "transformers"})]:
-            raise SystemExit(f"{call}: transformers gives another text")
-        return lambda: float(self._ask(call)["seconds"])
 
     def end(self) -> None:
         assert self.process.stdin is not None

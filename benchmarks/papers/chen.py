@@ -30,9 +30,9 @@ import torch
 from chen_code import PROBLEMS, Problem, parses, passes, prompt
 from evidence import Cell, reproduce
 from rouge_score.rouge_scorer import RougeScorer
-from subjects import HELDOUT, PAIR, draft_source, missing, target
+from subjects import PAIR, draft_source, missing, target
 from torch import Tensor
-from wagner_text import texts
+from wagner_text import passages, texts, token_nats
 
 import torch_specops
 from torch_specops.cli.loading import SMOLLM2, Tokenizer, load_tokenizer
@@ -60,11 +60,7 @@ def tasks(subject: str, number: int) -> list[tuple[str, Any]]:
         return list(texts("topics", number))
     if subject == "code":
         return [(prompt(problem), problem) for problem in PROBLEMS[:number]]
-    whole = HELDOUT.read_text(encoding="utf-8")
-    last = len(whole) - PROMPT_BYTES - REFERENCE_BYTES - 100
-    starts = [whole.index(" ", index * last // number) for index in range(number)]
-    ends = [start + PROMPT_BYTES for start in starts]
-    return [(whole[end - PROMPT_BYTES : end], whole[end : end + REFERENCE_BYTES]) for end in ends]
+    return list(passages(number, PROMPT_BYTES, REFERENCE_BYTES, PROMPT_BYTES + REFERENCE_BYTES + 100))
 
 
 def encoded(subject: str, prompts: Sequence[str], device: str) -> tuple[Tensor, Tensor]:
@@ -129,18 +125,14 @@ def scores(subject: str, law: str, references: Sequence[Any], found: Sequence[An
     return result
 
 
-@torch.inference_mode()
 def nats(subject: str, law: str, found: Sequence[tuple[list[int], list[int]]], device: str) -> list[float]:
     """Mean -log p of the new tokens of every text under the target's law at the temperature ("greedy": 1), without the
     filter, under which a token at the edge could have probability 0."""
     temperature = LAWS[law][0] or 1.0
     model = target("austen" if subject == "austen" else "code", device).model
-    values = []
-    for start, new in found:
-        tokens = torch.tensor([[*start, *new]], device=device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0, len(start) - 1 : -1].float() / temperature
-        values.append(torch.nn.functional.cross_entropy(logits, tokens[0, len(start) :]).item())
-    return values
+    prompts = [torch.tensor([start], device=device) for start, _ in found]
+    rows = [token_nats(model, start, new, temperature) for start, (_, new) in zip(prompts, found, strict=True)]
+    return [row.mean().item() for row in rows]
 
 
 def interval(differences: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """What the scripts in this directory share: measurements that are made once, and the file they are kept in.
 
-A cell is one number, row or curve of a paper's table: a key, a function, and the settings it is called with. `Cells`
+A cell is one number, row or curve of a paper's table: a key, a function, and the settings it is called with. `run`
 measures the cells that are not in the JSON file yet and writes the file after each one, so that a stopped run continues
 where it was. A cell is in the file if its key is there with the same settings. To measure it again, delete it there.
 
@@ -62,12 +62,22 @@ class Cell:
     reads: Mapping[str, str] = field(default_factory=dict)
 
 
-class Cells:
-    """The cells of one script and the JSON file that keeps them.
+def read(path: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """By key, what the file has of cells with the same settings, and of cells that are gone from the script. The file
+    has an index into its list "environments" for the "environment" of a cell."""
+    written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
+    wanted = {cell.key: _plain(cell.settings) for cell in cells}
+    return {
+        key: record | {"environment": written["environments"][record["environment"]]}
+        for key, record in written["cells"].items()
+        if wanted.get(key, record["settings"]) == record["settings"]
+    }
 
-    The file has "environments", a list of device, threads, versions and commit, and "cells", which maps each key to
-    "settings", "result", "seconds", "date" and "environment", an index into that list. Cells that the script no longer
-    has stay in the file.
+
+def run(
+    path: Path, cells: Sequence[Cell], only: str = "", device: str = "cpu", packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measure the unfinished cells whose key begins with `only`; return the results of all finished ones by key.
 
     Args:
         path: the JSON file; its directory is made.
@@ -75,66 +85,48 @@ class Cells:
         device: where they run, for the record.
         packages: whose versions are recorded beside those of torch and transformers.
     """
+    environment = {
+        "device": device_name(torch.device(device)),
+        "threads": torch.get_num_threads(),
+        "versions": versions() | {package: metadata.version(package) for package in packages},
+        "commit": commit(),
+    }
+    records = read(path, cells)
+    pending = [cell for cell in cells if cell.key not in records and cell.key.startswith(only)]
+    console = Console(stderr=True, highlight=False)
+    for reason in dict.fromkeys(cell.missing for cell in pending if cell.missing):
+        console.print(f"not run, {reason}: {', '.join(cell.key for cell in pending if cell.missing == reason)}")
+    pending = [cell for cell in pending if not cell.missing]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cells), completed=len(cells) - len(pending))
+        for cell in pending:
+            progress.update(task, description=cell.key)
+            started = time.perf_counter()
+            earlier = {name: records[key]["result"] for name, key in cell.reads.items()}
+            result = _plain(cell.measure(**cell.settings, **earlier))
+            records[cell.key] = {
+                "settings": _plain(cell.settings),
+                "result": result,
+                "seconds": round(time.perf_counter() - started, 3),
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "environment": environment,
+            }
+            # In the order of the script, in which the tables have them.
+            records = {each.key: records[each.key] for each in cells if each.key in records} | records
+            _write(path, records)
+            progress.advance(task)
+    return {cell.key: records[cell.key]["result"] for cell in cells if cell.key in records}
 
-    def __init__(
-        self, path: Path, cells: Sequence[Cell], device: str | torch.device = "cpu", packages: Sequence[str] = ()
-    ) -> None:
-        self.path = path
-        self._cells = cells
-        self._environment = {
-            "device": device_name(torch.device(device)),
-            "threads": torch.get_num_threads(),
-            "versions": versions() | {package: metadata.version(package) for package in packages},
-            "commit": commit(),
-        }
-        written = json.loads(path.read_text()) if path.exists() else {"environments": [], "cells": {}}
-        # By key: a cell of the file, with its environment in place of the index.
-        self._records: dict[str, dict[str, Any]] = {
-            key: record | {"environment": written["environments"][record["environment"]]}
-            for key, record in written["cells"].items()
-        }
-        for cell in cells:
-            if cell.key in self._records and self._records[cell.key]["settings"] != _plain(cell.settings):
-                del self._records[cell.key]
 
-    def run(self, only: str = "", console: Console | None = None) -> dict[str, Any]:
-        """Measure the unfinished cells whose key begins with `only`; return the results of all finished ones by key."""
-        pending = [cell for cell in self._cells if cell.key not in self._records and cell.key.startswith(only)]
-        console = console or Console(stderr=True)
-        for reason in dict.fromkeys(cell.missing for cell in pending if cell.missing):
-            keys = ", ".join(cell.key for cell in pending if cell.missing == reason)
-            console.print(f"not run, {reason}: {keys}", highlight=False)
-        pending = [cell for cell in pending if not cell.missing]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(self._cells), completed=len(self._cells) - len(pending))
-            for cell in pending:
-                progress.update(task, description=cell.key)
-                started = time.perf_counter()
-                read = {name: self._records[key]["result"] for name, key in cell.reads.items()}
-                result = _plain(cell.measure(**cell.settings, **read))
-                self._records[cell.key] = {
-                    "settings": _plain(cell.settings),
-                    "result": result,
-                    "seconds": round(time.perf_counter() - started, 3),
-                    "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    "environment": self._environment,
-                }
-                self._write()
-                progress.advance(task)
-        own = (cell.key for cell in self._cells if cell.key in self._records)
-        return {key: self._records[key]["result"] for key in own}
-
-    def _write(self) -> None:
-        environments: list[dict[str, Any]] = []
-        records = {}
-        # In the order of the script, in which the tables have them.
-        order = dict.fromkeys([*(cell.key for cell in self._cells), *self._records])
-        for key, record in ((key, self._records[key]) for key in order if key in self._records):
-            if record["environment"] not in environments:
-                environments.append(record["environment"])
-            records[key] = record | {"environment": environments.index(record["environment"])}
-        write_whole(self.path, _compact({"environments": environments, "cells": records}).encode())
+def _write(path: Path, records: Mapping[str, dict[str, Any]]) -> None:
+    environments: list[dict[str, Any]] = []
+    cells = {}
+    for key, record in records.items():
+        if record["environment"] not in environments:
+            environments.append(record["environment"])
+        cells[key] = record | {"environment": environments.index(record["environment"])}
+    write_whole(path, _compact({"environments": environments, "cells": cells}).encode())
 
 
 def reproduce(
@@ -159,7 +151,7 @@ def reproduce(
     kind = torch.device(chosen.device).type
     path = chosen.out or RESULTS / (f"{name}.json" if kind == "cpu" else f"{name}-{kind}.json")
     cells = cells_of(chosen)
-    found = Cells(path, cells, chosen.device, packages).run(chosen.only)
+    found = run(path, cells, chosen.only, chosen.device, packages)
     print(f"{path}: {len(found)} of {len(cells)} cells")
     return found
 

@@ -56,10 +56,7 @@ def pair(subject: str, device: str) -> tuple[PreTrainedModel, PreTrainedModel, T
 def texts(subject: str, number: int) -> list[tuple[str, str]]:
     """Prompts and their references."""
     if subject == "austen":
-        whole = HELDOUT.read_text(encoding="utf-8")
-        starts = [whole.index(" ", index * (len(whole) - 600) // number) for index in range(number)]
-        ends = [start + PROMPT_BYTES for start in starts]
-        return [(whole[end - PROMPT_BYTES : end], whole[end : end + 100]) for end in ends]
+        return passages(number, PROMPT_BYTES, 100, PROMPT_BYTES + 344)
     found = []
     for name in sorted(topics):
         # Title, first paragraph, the rest.
@@ -73,6 +70,14 @@ def texts(subject: str, number: int) -> list[tuple[str, str]]:
     if len(found) < number:
         raise ValueError(f"topics: expected {number} texts, got {len(found)}")
     return found[:: len(found) // number][:number]
+
+
+def passages(number: int, prompt_bytes: int, reference_bytes: int, last: int) -> list[tuple[str, str]]:
+    """Prompts from the held-out text and what follows them, evenly spread up to `last` bytes before its end."""
+    whole = HELDOUT.read_text(encoding="utf-8")
+    starts = [whole.index(" ", index * (len(whole) - last) // number) for index in range(number)]
+    ends = [start + prompt_bytes for start in starts]
+    return [(whole[end - prompt_bytes : end], whole[end : end + reference_bytes]) for end in ends]
 
 
 def encode(tokenizer: Tokenizer, text: str, device: str) -> Tensor:
@@ -91,16 +96,19 @@ def rouge(tokenizer: Tokenizer, outputs: Sequence[Sequence[int]], references: Se
 
 
 @torch.inference_mode()
+def token_nats(model: PreTrainedModel, prompt: Tensor, output: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """[n] -log p of the tokens of an output after a prompt [1, P]."""
+    ids = torch.cat([prompt, torch.tensor([output], device=model.device)], 1)
+    logits = model(ids, use_cache=False).logits[0, -len(output) - 1 : -1].float() / temperature
+    return torch.nn.functional.cross_entropy(logits, ids[0, -len(output) :], reduction="none")
+
+
 def nats(model: PreTrainedModel, prompts: Sequence[Tensor], outputs: Sequence[Sequence[int]]) -> float:
     """Mean of -log p of all new tokens under the target's law without a filter: how unlikely the text is for it.
     `outputs` are in the order of `rouge`."""
     each = len(outputs) // len(prompts)
-    total = 0.0
-    for index, output in enumerate(outputs):
-        ids = torch.cat([prompts[index // each], torch.tensor([output], device=model.device)], 1)
-        logits = model(ids, use_cache=False).logits[0, -len(output) - 1 : -1].float()
-        total += float(torch.nn.functional.cross_entropy(logits, ids[0, -len(output) :], reduction="sum"))
-    return total / sum(map(len, outputs))
+    rows = [token_nats(model, prompts[index // each], output) for index, output in enumerate(outputs)]
+    return torch.cat(rows).mean().item()
 
 
 def decoded(

@@ -173,16 +173,8 @@ def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None
     shape = FancyBboxPatch((x + 0.12, y - 0.28), 0.76, 0.56, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
     shape.set(edgecolor=edge, linewidth=1.6)
     panel.add_patch(shape)
-    panel.text(
-        x + 0.5,
-        y,
-        text.replace(" ", "\N{OPEN BOX}"),
-        color=ink,
-        fontsize=12,
-        family="monospace",
-        ha="center",
-        va="center",
-    )
+    label = text.replace(" ", "\N{OPEN BOX}")
+    panel.text(x + 0.5, y, label, color=ink, fontsize=12, family="monospace", ha="center", va="center")
 
 
 def save(figure: Figure, name: str) -> None:

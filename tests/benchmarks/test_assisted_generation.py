@@ -58,7 +58,6 @@ def sampled(models: list[PreTrainedModel], seed: int, max_new_tokens: int = 24, 
 # Tokens at which some drafts that are accepted end a text.
 EARLY_EOS = {"eos_token_id": [33, 50, 59, 44]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
     "temperature and top-k": ("llama", {"temperature": 0.7, "top_k": 7}),
     "top-p": ("gpt2", {"top_p": 0.8, "top_k": 0}),
     "an eos that comes early": ("llama", EARLY_EOS),

@@ -57,8 +57,9 @@ def test_a_head_is_trained_and_stored(tmp_path: Path, monkeypatch: pytest.Monkey
     assert int(has.sum()) == 20 and int(counts[has].min()) >= int(counts[~has].max())
     heads = [train.read_head(tmp_path / steps, *CPU) for steps in ("1", "12")]
     read = train.Target(load_model(AUSTEN).model, heads[0]).read(rows)
-    losses = [float(train.losses(head, read, 12, 1.0).mean()) for head in heads]
-    assert losses[1] < losses[0] - 0.1
+    for divergence in (0.0, 1.0):
+        losses = [float(train.losses(head, read, 12, divergence).mean()) for head in heads]
+        assert 0 < losses[1] < losses[0] - 0.1
 
 
 CPU = (torch.device("cpu"), torch.float32)

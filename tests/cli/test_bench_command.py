@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,19 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_cli import TEXT, bench, run
+from tiny_models import raised
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from typer.testing import Result
 
-from torch_specops.cli import categories, loading, models, plot, providers, results
-from torch_specops.cli.comparison import Case, Comparison, Measurement, Run, padded
+from torch_specops.cli import loading, models, options, plot, providers, results
+from torch_specops.cli.comparison import Case, Comparison, Run, padded
 from torch_specops.cli.prompts import read_questions
 from torch_specops.decode import SpeculativeDecoder
 from torch_specops.sampling import SamplingParams
 
-
-@pytest.fixture(scope="session")
-def measured(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
-    """One run of `bench` with a draft model, and its JSON."""
-    file = tmp_path_factory.mktemp("bench") / "out.json"
-    prompts = [part for text in (TEXT, "push", "a stack of items") for part in ("--prompt", text)]
-    options = ["--draft", draft, "--num-draft-tokens", "3", "--batch-sizes", "1,2", "--json", str(file)]
-    result = bench(target, *options, *prompts)
-    assert result.exit_code == 0, result.output
-    return result, json.loads(file.read_text())
+GENERATE = "transformers generate"
+ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
+OURS = ["specops, no draft", "specops"]
 
 
 @pytest.fixture
@@ -46,67 +39,90 @@ def of_batch(document: dict[str, Any], batch_size: int) -> dict[str, dict[str, A
     return {row["provider"]: row for row in document["results"] if row["batch_size"] == batch_size}
 
 
-OURS = ["specops, no draft", "specops"]
-ASSISTED = ["transformers assisted, K = 3", "transformers assisted, own K"]
-
-
-def test_bench_prints_and_writes_what_it_measured(measured: tuple[Result, dict[str, Any]]) -> None:
-    result, document = measured
+def test_bench_prints_and_writes_what_it_measured(target: str, draft: str, tmp_path: Path) -> None:
+    prompts = [part for text in (TEXT, "push", "a stack of items") for part in ("--prompt", text)]
+    file = tmp_path / "out.json"
+    own = ["--draft", draft, "--num-draft-tokens", "3", "--batch-sizes", "1,2", "--json", str(file)]
+    result = bench(target, *own, *prompts)
+    assert result.exit_code == 0, result.output
     # The last words of a line, behind columns of numbers.
     lines = re.findall(r"^(T = 0, batch \d|specops.*?|transformers.*?) {2,}.*?( =|st) *$", result.stdout, re.MULTILINE)
-    one = ["transformers generate", "transformers assisted K=3", "transformers assisted own K", *OURS]
-    two = ["transformers generate", *OURS]
-    assert [name for name, _ in lines] == ["T = 0, batch 1", *one, "T = 0, batch 2", *two]
+    one = [GENERATE, "transformers assisted K=3", "transformers assisted own K", *OURS]
+    assert [name for name, _ in lines] == ["T = 0, batch 1", *one, "T = 0, batch 2", GENERATE, *OURS]
     assert {mark for name, mark in lines if not name.startswith("T")} == {" ="}
     assert "=: identical to plain greedy decoding" in result.stdout and " left" not in result.stdout
+    document = json.loads(file.read_text())
     assert document["versions"]["torch"] == torch.__version__ and not document["interrupted"]
     assert document["totals"] == []
     assert document["arguments"]["num_draft_tokens"] == 3 and document["arguments"]["batch_sizes"] == [1, 2]
     for row in document["results"]:
-        generate = of_batch(document, row["batch_size"])["transformers generate"]
+        generate = of_batch(document, row["batch_size"])[GENERATE]
         (seconds,) = row["seconds"]
         assert row["new_tokens"] == 6 * row["batch_size"] and len(seconds) == 2
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / (sum(seconds) / 2))
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / generate["tokens_per_second"])
         assert row["outside_seconds_per_step"] > 0 and row["compile_seconds"] == 0
-    fastest = max(of_batch(document, 1)[name]["tokens_per_second"] for name in ASSISTED)
-    for row in of_batch(document, 1).values():
+    first, second = of_batch(document, 1), of_batch(document, 2)
+    fastest = max(first[name]["tokens_per_second"] for name in ASSISTED)
+    for row in first.values():
         assert row["speedup_over_assisted"] == pytest.approx(row["tokens_per_second"] / fastest)
-    assert {row["speedup_over_assisted"] for row in of_batch(document, 2).values()} == {None}
-
-
-def test_the_tables_fit_into_80_columns() -> None:
-    """With everything that may be in them: long names, large numbers, compiled steps, CUDA. A narrower terminal cuts
-    nothing off."""
-    counts = (10**4, 11765, [9], [9], 123.0)
-    slow, fast = Run(10**5, [1.1], *counts), Run(10**5, [0.1, 1.0, 9.0], *counts, 42.0, 10**11)
-    slow.greedy, fast.greedy = "near ties", "different"
-    names = ("transformers assisted, own K", slow), ("specops, no draft, compiled", fast)
-    measurements = [Measurement(name, True, "", 0.7, 32, [run]) for name, run in names]
-    file = io.StringIO()
-    console, records = Console(file=file, width=60), results.as_results(measurements)
-    results.print_providers(console, records)
-    results.print_legend(console, results.PROVIDERS_LEGEND, records, [])
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 78
-    table = [line.split() for line in lines[1:4]]
-    assert table[0] == ["T", "=", "0.7,", "batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"]
-    assert table[1][4:] == ["90909.1", "1.00", "8.50", "100%", "12.30", "-", "~"]
-    # Of three rounds the median counts.
-    assert table[2][4:] == ["100000.0", "1.10", "8.50", "100%", "12.30", "100000", "!"]
-    assert "specops, no draft, compiled, T = 0.7, batch 32: 42.0 s compiling, not counted" in lines
-
-
-def test_bench_counts_steps(measured: tuple[Result, dict[str, Any]]) -> None:
-    one = of_batch(measured[1], 1)
+    assert {row["speedup_over_assisted"] for row in second.values()} == {None}
     # transformers counts the forward that reads the prompt, which is also its first step.
-    assert one["transformers generate"]["num_steps"] == one["specops, no draft"]["num_steps"] == 6
-    assert one["specops, no draft"]["mean_acceptance_length"] == 1
-    assert one["specops, no draft"]["acceptance_rate"] is None
+    assert first[GENERATE]["num_steps"] == first[OURS[0]]["num_steps"] == 6
+    assert first[OURS[0]]["mean_acceptance_length"] == 1 and first[OURS[0]]["acceptance_rate"] is None
     # Greedy, with the same draft and K: the same tokens are accepted.
     for name in ("specops", ASSISTED[0]):
-        assert one[name]["mean_acceptance_length"] == pytest.approx(6 / one[name]["num_steps"])
-    assert abs(one["specops"]["num_steps"] - one[ASSISTED[0]]["num_steps"]) <= 1
+        assert first[name]["mean_acceptance_length"] == pytest.approx(6 / first[name]["num_steps"])
+    assert abs(first["specops"]["num_steps"] - first[ASSISTED[0]]["num_steps"]) <= 1
+
+
+def printed(show: Callable[..., None], legend: str, records: list[dict[str, Any]], *totals: Any) -> list[str]:
+    """The lines of a table and its legend on a narrow terminal, which cuts nothing off."""
+    console = options.new_console()
+    console.file, console.width = io.StringIO(), 60
+    show(console, records, *totals)
+    results.print_legend(console, legend, records, *totals or [[]])
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 78
+    return lines
+
+
+def run_of(provider: str, category: str, *values: Any, **named: Any) -> Run:
+    """One of 32 rows at temperature 0.7 that got 100,000 tokens."""
+    case = Case([[torch.zeros(1)] * 32], SamplingParams(temperature=0.7), category)
+    return Run(providers.Provider(provider, lambda *_: providers.Answer([]), ()), case, 10**5, *values, **named)
+
+
+def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
+    """With everything that may be in them: long names, large numbers, compiled steps, CUDA."""
+    counts = (10**4, 11765, [9], [9], 123.0)
+    slow = run_of("transformers assisted, own K", "", [1.1], *counts, greedy="near ties")
+    # Of three rounds the median counts.
+    more = {"compile_seconds": 42.0, "peak_memory_bytes": 10**11, "greedy": "different"}
+    fast = run_of("specops, no draft, compiled", "", [0.1, 1.0, 9.0], *counts, **more)
+    lines = printed(results.print_providers, results.PROVIDERS_LEGEND, results.as_results([slow, fast]))
+    assert [line.split() for line in lines[1:4]] == [
+        ["T", "=", "0.7,", "batch", "32", "tok/s", "/asst", "len", "rate", "ms/st", "MB"],
+        ["transformers", "assisted", "own", "K", "90909.1", "1.00", "8.50", "100%", "12.30", "-", "~"],
+        ["specops,", "no", "draft,", "compiled", "100000.0", "1.10", "8.50", "100%", "12.30", "100000", "!"],
+    ]
+    assert "specops, no draft, compiled, T = 0.7, batch 32: 42.0 s compiling, not counted" in lines
+    # By category, and as a picture.
+    pytest.importorskip("matplotlib")
+    fast_run = ([1.0], 10**4, 11765, [9] * 10, [9] * 10)
+    slow_run = ([2.0], 10**4, 10**5, [100] * 4, [90, 80, 70, 60])
+    runs = []
+    for category in ("a very long category", "b"):
+        for way in (GENERATE, "transformers assisted, K = 10", *OURS):
+            own, greedy = (fast_run, "identical") if category != "b" or way == OURS[0] else (slow_run, "near ties")
+            runs.append(run_of(way, category, *own, greedy=greedy))
+    records, totals = results.as_results(runs), results.as_results(results.totals(runs))
+    lines = printed(results.print_categories, results.CATEGORIES_LEGEND, records, totals)
+    row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100 ="
+    assert " ".join(lines[3].split()) == row
+    assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 - ~"
+    plot.plot_categories(records + totals, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +156,30 @@ def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.Mon
 def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor]]) -> None:
     """Sampling among one token is greedy decoding, with every rule."""
     batch, texts = padded(loaded[1], loaded[0].target), []
-    before = [model.generation_config for model in (loaded[0].target.model, loaded[0].draft)]
     for filters in ({}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         sampling = SamplingParams(temperature=0.8 if filters else 0.0, **filters)
         verify = "block" if "top_k" in filters else "exact"
-        ways = providers.make_providers(loaded[0], 6, 2, verify=verify)
-        texts += [way.decode(*(part[:1] for part in batch), sampling, 0).tokens for way in ways]
+        ways = providers.make_providers(loaded[0], 2, verify=verify)
+        texts += [way.decode(*(part[:1] for part in batch), 6, sampling, 0).tokens for way in ways]
     assert len(texts) == 20 and texts == texts[:1] * 20
-    assert [model.generation_config for model in (loaded[0].target.model, loaded[0].draft)] == before
 
 
-def test_bench_decodes_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
+def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
     model, tokenizer = LlamaForCausalLM.from_pretrained(target), loading.load_tokenizer(target)
     prompt = tokenizer(TEXT, return_tensors="pt")
     third = int(model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0)[0, -1])
     model.generation_config.eos_token_id = third
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    stopped = loading.load_model(tmp_path).model.generate(**prompt, do_sample=False, max_new_tokens=9, pad_token_id=0)
-    assert stopped.shape[1] == prompt["input_ids"].shape[1] + 3
     (tmp_path / "text.txt").write_text(TEXT)
-    result = bench(str(tmp_path), "--batch-sizes", "1", "--draft", f"ngram:{tmp_path / 'text.txt'}")
-    assert result.exit_code == 0, result.output
-    assert len(re.findall(r"  =$", result.stdout, re.MULTILINE)) == 3
-    assert "transformers assisted" not in result.stdout and "/asst" not in result.stdout.split("tok/s:")[0]
+    draft, console = f"ngram:{tmp_path / 'text.txt'}", Console(file=io.StringIO())
+    found, _ = models.load_models(console, str(tmp_path), draft, torch.device("cpu"))
+    ways = providers.make_providers(found, 3)
+    assert found.target.eos_token_ids == (third,) and [way.name for way in ways] == [GENERATE, *OURS]
+    batch, greedy = padded([prompt["input_ids"][0]], found.target), SamplingParams(temperature=0.0)
+    # Ours first, because transformers' provider takes the eos from the model's generation config.
+    texts = [way.decode(*batch, 9, greedy, 0).tokens for way in reversed(ways)]
+    assert len(texts[0][0]) == 9 and texts == texts[:1] * 3
 
 
 def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,43 +234,24 @@ def test_tables_come_as_they_are_measured_and_once_after_an_early_end(
     assert rounds == {(1, 2), (2, 1)}
 
 
-def test_the_time_left_is_that_of_the_last_runs(loaded: tuple[models.Models, list[Tensor]]) -> None:
-    found, prompts = loaded
-    greedy, ways = SamplingParams(temperature=0.0), providers.make_providers(found, 4, 2)[-3:]
-    cases = [Case([prompts[:1]] * 2, greedy), Case([prompts[:1]], greedy), Case([prompts[:1] * 8], greedy)]
-    comparison = Comparison(found.target, ways, cases, 4, rounds=3)
-    # The first run of each is one more.
-    assert comparison.runs_left == {(way, 1): 13 for way in [ASSISTED[1], *OURS]} | {(way, 8): 4 for way in OURS}
-    assert comparison.seconds_left() is None
-    comparison.last_seconds |= {(OURS[0], 8): 8.0, (OURS[1], 1): 1.0}
-    # A batch of 8 is taken for four prompts; what did not run yet, for the slowest.
-    assert comparison.seconds_left() == pytest.approx(13 * 2.0 + (13 * 2.0 + 4 * 8.0) + (13 * 1.0 + 4 * 4.0))
-    comparison.last_seconds |= {(ASSISTED[1], 1): 0.5, (OURS[1], 8): 5.0}
-    comparison.runs_left[OURS[0], 1] = 0
-    assert comparison.seconds_left() == pytest.approx(13 * 0.5 + 4 * 8.0 + (13 * 1.0 + 4 * 5.0))
-
-
 def test_providers_take_turns(loaded: tuple[models.Models, list[Tensor]]) -> None:
     found, prompts = loaded
     tokens, mask = padded(prompts, found.target)
-    assert [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)] == [
-        each.tolist() for each in prompts
-    ]
-    assert mask[:, -1].all()
+    rows = [row[own.bool()].tolist() for row, own in zip(tokens, mask, strict=True)]
+    assert rows == [each.tolist() for each in prompts] and mask[:, -1].all()
     greedy = SamplingParams(temperature=0.0)
     cases = [Case([prompts[:1], prompts[1:]], greedy, "one"), Case([prompts], greedy, "two")]
-    comparison = Comparison(found.target, providers.make_providers(found, 4, 2), cases, 4, 2)
-    labels, numbers, num_runs = [], set(), comparison.runs_left.total()
-    for _, label in comparison.run():
+    comparison = Comparison(found.target, providers.make_providers(found, 2), cases, 4, 2)
+    labels, numbers, cost = [], set(), 0.0
+    for case, label in comparison.run():
         labels.append(label)
+        cost += case.cost
         # Whenever it is interrupted, all providers of a case have results for the same batches.
-        rows = comparison.measurements
-        assert all(run.seconds for row in rows for run in row.runs)
-        numbers.add(tuple(sorted((row.category, len(row.runs)) for row in rows)))
-    one, two = (tuple([("one", count)] * 5) for count in (1, 2))
-    assert numbers == {(), one, two, two + (("two", 1),) * 3}
-    # Besides, each provider warms up in a run of its own, and greedy outputs of three batches are compared.
-    assert num_runs + 3 == len(labels) + 5 and comparison.runs_left.total() == 0
+        assert all(run.seconds for run in comparison.runs)
+        numbers.add(tuple(run.case.category for run in comparison.runs))
+    assert numbers == {(), ("one",) * 5, ("one",) * 10, ("one",) * 10 + ("two",) * 3}
+    # The progress ends at the whole cost.
+    assert cost == pytest.approx(comparison.cost())
     # No provider is always first.
     first = [label for label in labels if label.startswith("T = 0, batch 2, two, round")][::3]
     assert [label.split(": ")[1] for label in first] == ["specops, no draft", "specops"]
@@ -275,37 +272,31 @@ def questions(folder: Path) -> str:
     return str(file)
 
 
-def bench_questions(folder: Path, *arguments: str) -> tuple[Result, dict[str, Any]]:
-    out = folder / "out.json"
-    options = ("--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--max-new-tokens", "12", "--json", str(out))
-    result = run("bench", "--target", loading.AUSTEN, "--prompts", questions(folder), *options, *arguments)
-    return result, json.loads(out.read_text())
+def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["temperature"], row["batch_size"], row["category"]
 
 
 def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
-    result, document = bench_questions(tmp_path, "--batch-sizes", "1,2")
+    file = tmp_path / "out.json"
+    own = ["--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--max-new-tokens", "12", "--batch-sizes", "1,2"]
+    result = run("bench", "--target", loading.AUSTEN, "--prompts", questions(tmp_path), *own, "--json", str(file))
     assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
     assert "4 prompts in 2 categories; 1 later turns are not asked" in result.stdout
     cases = [(t, size) for t in (0, 1) for size in (1, 2)]
-    ways = {1: ["transformers generate", ASSISTED[0], *OURS], 2: ["transformers generate", *OURS]}
-    found = [(row["temperature"], row["batch_size"], row["category"], row["provider"]) for row in document["results"]]
-    assert found == [(t, b, name, way) for t, b in cases for name in ("plain", "other") for way in ways[b]]
-    rows = dict(zip(found, document["results"], strict=True))
+    ways = {1: [GENERATE, ASSISTED[0], *OURS], 2: [GENERATE, *OURS]}
+    rows = {(*case_of(row), row["provider"]): row for row in document["results"]}
+    assert list(rows) == [(t, b, name, way) for t, b in cases for name in ("plain", "other") for way in ways[b]]
     for (_, size, name, _), row in rows.items():
         # The second batch of three prompts is filled up, and so is the only one of one prompt.
         num_batches = {("plain", 1): 3, ("plain", 2): 2}.get((name, size), 1)
         assert row["num_batches"] == len(row["seconds"]) == num_batches
         assert row["new_tokens"] == 12 * size * num_batches and {len(each) for each in row["seconds"]} == {1}
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / sum(each for (each,) in row["seconds"]))
-    for row in document["results"] + document["totals"]:
-        case = [row[key] for key in ("temperature", "batch_size", "category")]
-        same = [
-            each
-            for each in document["results"] + document["totals"]
-            if [each[key] for key in ("temperature", "batch_size", "category")] == case
-        ]
-        undrafted = [each for each in same if each["provider"] in ("transformers generate", OURS[0])]
-        best = max(each["tokens_per_second"] for each in undrafted)
+    every = document["results"] + document["totals"]
+    for row in every:
+        undrafted = [way for way in every if case_of(way) == case_of(row) and way["provider"] in (GENERATE, OURS[0])]
+        best = max(way["tokens_per_second"] for way in undrafted)
         assert len(undrafted) == 2 and row["speedup_over_undrafted"] == pytest.approx(row["tokens_per_second"] / best)
     for row in document["totals"]:
         parts = [rows[row["temperature"], row["batch_size"], name, row["provider"]] for name in ("plain", "other")]
@@ -325,79 +316,34 @@ def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
     assert "=: identical to plain greedy decoding\nsampled outputs are not compared\n" in result.stdout
 
 
-def test_the_example_is_such_a_file() -> None:
-    file = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
-    if not file.exists():
-        pytest.skip("an installed package has no examples")
-    found = read_questions(file)
-    assert len(found) == 12 and len({question.category for question in found}) == 6
+def test_a_line_that_is_no_question_is_named(tmp_path: Path) -> None:
+    file, right = tmp_path / "prompts.jsonl", '{"turns": ["a text"]}\n'
 
-
-def test_bench_names_the_line_that_is_no_question(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "prompts.jsonl"
-    right = '{"turns": ["a text"]}\n'
-    failures = []
-    for content, message in (
-        ("", f"prompts: expected a question in {str(file)!r}, got an empty file"),
-        (right + "\nno JSON", f"prompts: {file}, line 3: expected JSON, got 'no JSON'"),
-        (right + "[1]", f"prompts: {file}, line 2: expected an object such as"),
-        (
-            '{"category": "a", "text": "b"}',
-            f"prompts: {file}, line 1: expected the field 'turns', got 'category', 'text'",
-        ),
-        ('{"turns": "a text"}', f"prompts: {file}, line 1: expected 'turns' to be a list of texts, none of them empty"),
-        ('{"turns": [" "]}', f"prompts: {file}, line 1: expected 'turns' to be a list of texts, none of them empty"),
-        ('{"turns": ["a"], "category": 3}', f"prompts: {file}, line 1: expected 'category' to be a name, got 3"),
-        (
-            '{"turns": ["a"], "category": "\\u001b[2J"}',
-            f"prompts: {file}, line 1: expected 'category' to be a name, got \"\\u001b[2J\"",
-        ),
-        (
-            right + json.dumps({"turns": ["\u2028 long" * 99]}),
-            f"prompts: {file}, line 2: expected a prompt and new tokens within",
-        ),
-        (right.encode("utf-16"), f"prompts: cannot read {str(file)!r} as UTF-8 text"),
-        (None, f"prompts: cannot read {str(file)!r} as UTF-8 text"),
-    ):
+    def read(content: str | bytes | None) -> object:
         file.unlink(missing_ok=True)
         if content is not None:
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        result = run("bench", "--target", target, "--prompts", str(file))
-        right_line = result.stderr.startswith(f"torch-specops: error: {message}") and result.stderr.count("\n") == 1
-        if result.exit_code != 2 or not right_line:
-            failures.append((message, result.exit_code, result.output))
-    monkeypatch.setattr("torch_specops.cli.bench.find_spec", lambda name: None)
-    for arguments, message in (
-        (["--prompt", TEXT], "prompts: expected --prompts or --prompt, got both"),
-        (["--plot", "out.png"], "plot: matplotlib is missing; run: pip install 'torch_specops[bench]'"),
-    ):
-        result = run("bench", "--target", target, "--prompts", questions(tmp_path), *arguments)
-        if (result.exit_code, result.stderr) != (2, f"torch-specops: error: {message}\n"):
-            failures.append((message, result.exit_code, result.output))
-    assert failures == []
+        return read_questions(file)
 
-
-def test_the_tables_of_categories_fit_into_80_columns(tmp_path: Path) -> None:
-    """Also on a narrower terminal. And the plot of the same results is a picture."""
-    pytest.importorskip("matplotlib")
-    fast = Run(10**5, [1.0], 10**4, 11765, [9] * 10, [9] * 10)
-    slow = Run(10**5, [2.0], 10**4, 10**5, [100] * 4, [90, 80, 70, 60])
-    fast.greedy, slow.greedy = "identical", "near ties"
-    ways = ("transformers generate", "transformers assisted, K = 10", *OURS)
-    done = [Measurement(way, False, "a very long category", 0.7, 32, [fast]) for way in ways]
-    done += [Measurement(way, False, "b", 0.7, 32, [fast if way == OURS[0] else slow]) for way in ways]
-    records, total = (results.as_results(rows) for rows in (done, results.totals(done)))
-    file = io.StringIO()
-    console = Console(file=file, width=60)
-    categories.print_categories(console, records, total)
-    results.print_legend(console, categories.CATEGORIES_LEGEND, records, total)
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 78
-    row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100 ="
-    assert " ".join(lines[3].split()) == row
-    assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 - ~"
-    plot.plot_categories(records + total, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    line, wrong_turns = rf"prompts: {file}, line (\d): expected ", "'turns' to be a list of texts, none of them empty"
+    cases = [
+        ("", f"prompts: expected a question in {str(file)!r}, got an empty file"),
+        (right + "\nno JSON", line.replace(r"\d", "3") + "JSON, got 'no JSON'"),
+        (right + "[1]", line.replace(r"\d", "2") + "an object such as"),
+        ('{"category": "a", "text": "b"}', line + "the field 'turns', got 'category', 'text'"),
+        ('{"turns": "a text"}', line + wrong_turns),
+        ('{"turns": [" "]}', line + wrong_turns),
+        ('{"turns": ["a"], "category": 3}', line + "'category' to be a name, got 3"),
+        ('{"turns": ["a"], "category": "\\u001b[2J"}', line + r"'category' to be a name, got \"\\u001b\[2J\""),
+        (right.encode("utf-16"), f"prompts: cannot read {str(file)!r} as UTF-8 text"),
+        (None, f"prompts: cannot read {str(file)!r} as UTF-8 text"),
+    ]
+    assert raised(read, [(content, ValueError, message) for content, message in cases]) == []
+    found = read_questions(Path(questions(tmp_path)))
+    assert [question.place for question in found] == [f"prompts: {file}, line {number}" for number in (1, 3, 5, 7)]
+    example = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+    # An installed package has no examples.
+    assert not example.exists() or len({question.category for question in read_questions(example)}) == 6
 
 
 def test_bench_shows_the_time_left_on_a_terminal_and_plots_speeds(
@@ -416,7 +362,7 @@ def test_bench_shows_the_time_left_on_a_terminal_and_plots_speeds(
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}
     result = run("bench", "--target", target, "--prompt", TEXT, *options, **terminal)
     assert result.exit_code == 0, result.output
-    assert re.search(r"\d:\d\d:\d\d \d:\d\d:\d\d left, T = 0, batch 2, ", result.stdout)
+    assert re.search(r"\d:\d\d:\d\d \d:\d\d:\d\d left, T = 0, batch 2, ", re.sub(r"\x1b\[[\d;]*m", "", result.stdout))
     assert files[1].read_bytes().startswith(b"\x89PNG")
     panels, document = saved[0].axes, json.loads(files[0].read_text())
     for panel, size in zip(panels, (1, 2), strict=True):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tiny_cli import TEXT, bench, demo, row, run, save_model
 from tiny_eagle3 import new_head, save_head
 from transformers import LlamaForCausalLM
@@ -22,9 +21,9 @@ from typer.testing import CliRunner, Result
 
 import torch_specops
 from torch_specops import cli
-from torch_specops.cli import loading, models
+from torch_specops.cli import loading, models, options
+from torch_specops.cli.demo import TextStream, printable
 from torch_specops.cli.greedy import GreedyDifference
-from torch_specops.cli.text import TextStream, printable
 from torch_specops.decode import SpeculativeDecoder, Step
 
 
@@ -37,10 +36,6 @@ def text_of(result: Result) -> str:
     """What the demo printed between its header and its numbers."""
     assert result.exit_code in (0, 130), result.output
     return result.stdout.split("\n\n", 1)[1].split("\n tokens ")[0]
-
-
-def without_spaces(text: str) -> str:
-    return "".join(text.split())
 
 
 # Text on a terminal.
@@ -74,12 +69,14 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     text = "a\x1b[2J\x1b]0;title\x07\r\x9b31m\x7f\tb\nc"
     replaced = "a\ufffd[2J\ufffd]0;title\ufffd\ufffd\ufffd31m\ufffd\tb\nc"
     assert printable(text) == replaced
-    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    console = options.new_console()
+    console.file = io.StringIO()
     step = Step([list(text.encode())], [0], [0], [True], 0.0)
     assert not cli.demo._print_steps(console, iter([step]), lambda tokens: bytes(tokens).decode(errors="replace"))
     shown = console.file.getvalue()
+    # rich expands tabs.
     assert {character for character in shown if not character.isprintable()} == {"\n"}
-    assert without_spaces(replaced) in without_spaces(shown)
+    assert "".join(replaced.split()) in "".join(shown.split())
 
 
 # The demo.
@@ -97,8 +94,8 @@ def test_demo_prints_text_numbers_and_the_check(target: str) -> None:
     prompt = tokenizer(TEXT, return_tensors="pt")
     output = model.model.generate(**prompt, do_sample=False, max_new_tokens=40, pad_token_id=0)
     expected = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    # Bytes at the end that are no whole character yet are not shown; rich expands tabs.
-    assert without_spaces(printable(expected.rstrip("\ufffd"))) in without_spaces(result.stdout)
+    # Bytes at the end that are no whole character yet are not shown.
+    assert "".join(printable(expected.rstrip("\ufffd")).split()) in "".join(result.stdout.split())
 
 
 def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,15 +123,14 @@ def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) ->
     assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
 
 
-@pytest.mark.parametrize("kind", ["model", "early-exit:1", "ngram", "eagle3", "int8"])
-def test_demo_with_other_drafts(target: str, draft: str, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "int8"])
+def test_demo_with_other_drafts(target: str, tmp_path: Path, kind: str) -> None:
+    """The tests of `bench` have the others."""
     if kind == "int8":
         pytest.importorskip("torchao")
-    (tmp_path / "text.txt").write_text(TEXT)
     vocab_size = loading.load_model(target).vocab_size
     save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
-    names = {"model": draft, "ngram": f"ngram:{tmp_path / 'text.txt'}", "eagle3": f"eagle3:{tmp_path / 'head'}"}
-    name = names.get(kind, kind)
+    name = kind if kind == "int8" else f"eagle3:{tmp_path / 'head'}"
     result = demo(target, "--draft", name, "--threads", str(torch.get_num_threads()))
     assert "check: identical" in result.stdout, result.output
     assert row(result, "acceptance rate").endswith("draft tokens)")
@@ -153,8 +149,8 @@ def test_demo_options_reach_the_decoder(target: str, draft: str) -> None:
         assert text_of(demo(target, *sampled, *filters)) == text_of(greedy) != text
     stranger = ["--draft", draft, "--num-draft-tokens", "6", "--temperature", "2"]
     assert text_of(demo(target, *stranger, "--verify", "block")) != text_of(demo(target, *stranger))
-    other = demo(target, *sampled[:-1], "4", "--top-p", "0.9")
-    assert text_of(other) != text
+    assert text_of(demo(target, *sampled[:-1], "4")) != text
+    other = demo(target, *sampled, "--top-p", "0.9")
     assert "sampled from the target's distribution, temperature 1.5, top-p 0.9" in other.stdout
     # With a constant number of one draft, 40 tokens would take 20 steps.
     heuristic = demo(target, "--draft", target, "--num-draft-tokens", "1", "--schedule", "heuristic", "--no-compile")
@@ -174,7 +170,8 @@ def test_colours_follow_acceptance(target: str) -> None:
     result = CliRunner().invoke(cli.app, ["demo", "--target", target, *own], env=colours)
     assert result.exit_code == 0, result.output
     assert "\x1b[1;32maccepted draft tokens\x1b[0m, \x1b[33mthe target's own tokens\x1b[0m" in result.stdout
-    assert result.stdout.count("\x1b[1;32m") > 2 and result.stdout.count("\x1b[33m") > 2
+    # Of four tokens, the target draws one; with the first, which is the target's too, and its own words above.
+    assert result.stdout.count("\x1b[1;32m") > 1.5 * result.stdout.count("\x1b[33m") > 3
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -220,9 +217,8 @@ def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPa
     ):
         monkeypatch.setattr(cli.demo, "check_greedy", lambda *arguments, found=found: found)
         result = demo(target)
-        assert (
-            result.exit_code == exit_code and said in result.stdout and ("next:" in result.stdout) == (exit_code == 0)
-        )
+        assert result.exit_code == exit_code and said in result.stdout
+        assert ("next:" in result.stdout) == (exit_code == 0)
 
 
 # What is refused, and help.
@@ -237,10 +233,6 @@ BAD = {
         (
             ["--draft", "ngrams:text"],
             "draft: 'ngrams:text' is no folder and no hub id; other values are prompt-lookup,",
-        ),
-        (
-            ["--draft", "austin-bytes-draft"],
-            "draft: there is no 'austin-bytes-draft'; did you mean 'austen-bytes-draft'?",
         ),
         (["--target", "smollm2-135m"], "target: there is no 'smollm2-135m'; did you mean 'smollm2-135m-instruct'?"),
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
@@ -260,19 +252,25 @@ BAD = {
         (["--temperature", "0,warm"], "temperature: expected numbers separated by commas, got '0,warm'"),
         (["--plot", "out.txt"], "plot: expected a file that ends in .png, .svg, .pdf, got 'out.txt'"),
         (["--draft", "prompt-lookup:0"], "draft: expected the longest match after 'prompt-lookup:', got '0'"),
+        (["--prompts", "file"], "prompts: expected --prompts or --prompt, got both"),
+        (
+            ["--prompt", "long " * 99],
+            "prompt: expected a prompt and new tokens within the 256 that the target reads, got",
+        ),
     ],
 }
 
 
+def refused(result: Result, message: str) -> bool:
+    """With one line that begins so, and exit code 2."""
+    begins = result.stderr.startswith(f"torch-specops: error: {message}")
+    return begins and result.stderr.count("\n") == 1 and result.exit_code == 2
+
+
 @pytest.mark.parametrize("command", list(BAD))
 def test_bad_input_is_one_line_and_exit_code_2(command: str, target: str) -> None:
-    failures = []
-    for arguments, message in BAD[command]:
-        result = (demo if command == "demo" else bench)(target, *arguments)
-        right = result.stderr.startswith(f"torch-specops: error: {message}") and result.stderr.count("\n") == 1
-        if result.exit_code != 2 or not right:
-            failures.append((arguments, result.exit_code, result.output))
-    assert failures == []
+    results = [((demo if command == "demo" else bench)(target, *given), message) for given, message in BAD[command]]
+    assert [(message, result.output) for result, message in results if not refused(result, message)] == []
     for arguments in (["--max-new-tokens", "many"], ["--schedule", "lunar"], ["--no-such-option"]):
         assert run(command, *arguments).exit_code == 2
 
@@ -280,16 +278,15 @@ def test_bad_input_is_one_line_and_exit_code_2(command: str, target: str) -> Non
 def test_missing_packages_and_other_tokens_are_one_line(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = demo(target, "--draft", str(save_model(tmp_path / "other", seed=0, vocab_size=270)))
-    assert result.exit_code == 2
-    assert "draft: expected a model with the target's tokens (280 logits, 280 tokens), got other" in result.stderr
+    other = demo(target, "--draft", save_model(tmp_path / "other", seed=0, vocab_size=270))
+    assert refused(other, "draft: expected a model with the target's tokens (280 logits, 280 tokens), got other")
+    monkeypatch.setattr("torch_specops.cli.bench.find_spec", lambda name: None)
+    missing = "plot: matplotlib is missing; run: pip install 'torch_specops[bench]'"
+    assert refused(bench(target, "--plot", "out.png"), missing)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setattr(models, "import_transformers", lambda: None)
     monkeypatch.setattr(loading, "import_transformers", lambda: None)
-    result = demo(target, "--draft", "int8")
-    assert (result.exit_code, result.stderr) == (
-        2, "torch-specops: error: a quantised copy needs torchao; run: pip install torchao\n",
-    )  # fmt: skip
+    assert refused(demo(target, "--draft", "int8"), "a quantised copy needs torchao; run: pip install torchao\n")
 
 
 def test_help_explains_every_option() -> None:
@@ -299,13 +296,11 @@ def test_help_explains_every_option() -> None:
         assert f"torch-specops {command} --target ./model --draft ./small-model" in result.stdout
         assert "[default: Here is" not in result.stdout
         # No word of the help is cut off at 80 columns.
-        assert "…" not in result.stdout
+        assert "…" not in result.stdout and len(max(result.stdout.splitlines(), key=len)) <= 80
         # Explanations begin in the left half of the line, and each example has a line of its own.
-        options = [line for line in result.stdout.splitlines() if line.startswith("  --")]
-        assert options and all(re.match(r" {2}\S.{,26}  \S", line) or len(line) < 30 for line in options)
-        assert (
-            f"\n    torch-specops {command}\n" in result.stdout and len(max(result.stdout.splitlines(), key=len)) <= 80
-        )
+        lines = [line for line in result.stdout.splitlines() if line.startswith("  --")]
+        assert lines and all(re.match(r" {2}\S.{,26}  \S", line) or len(line) < 30 for line in lines)
+        assert f"\n    torch-specops {command}\n" in result.stdout
     assert run("--version").stdout == f"torch-specops {torch_specops.__version__}\n"
     assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
 
@@ -320,13 +315,17 @@ def test_env_says_which_versions_were_tested(monkeypatch: pytest.MonkeyPatch) ->
         ("triton", "3.5.1", " (not tested)"),
         ("triton", "not installed", ""),
         ("transformers", f"{newest}.4", ""),
-        # As text 5.9 would come after 5.17.
-        ("transformers", "5.9.0", " (not tested)"),
+        # As text 5.2 would lie between 5.17 and 5.24.
+        ("transformers", "5.2.0", " (not tested)"),
         ("transformers", "6.0.0.dev0", " (not tested)"),
         ("torchao", "99.0", ""),
     ):
         monkeypatch.setattr(cli.env, "versions", lambda name=name, version=version: {name: version})
         assert row(run("env"), name) == version + mark
+
+
+def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_help_imports_no_transformers_and_a_missing_package_is_one_line() -> None:
@@ -339,10 +338,6 @@ import torch_specops.cli
 """)
     assert done.returncode == 2
     assert done.stderr == "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n"
-
-
-def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_nothing_but_its_own_words_is_printed(target: str, draft: str) -> None:

@@ -79,7 +79,9 @@ def test_conversion_is_announced_and_happens_once(cache: Path, monkeypatch: pyte
     assert "converting" not in CliRunner().invoke(cli.app, ["demo"]).stdout
 
 
-def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_is_interrupted_leaves_nothing_and_two_at_once_do_not_disturb_each_other(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(gguf: Path, directory: Path) -> None:
         write_model(gguf, directory)
         raise KeyboardInterrupt
@@ -87,11 +89,8 @@ def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pyte
     monkeypatch.setattr(loading, "_convert_smollm2", interrupted)
     with pytest.raises(KeyboardInterrupt):
         smollm2_directory()
-    assert not smollm2_is_converted()
-    assert list(cache.iterdir()) == []
+    assert not smollm2_is_converted() and list(cache.iterdir()) == []
 
-
-def test_two_conversions_at_once_do_not_disturb_each_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def overtaken(gguf: Path, directory: Path) -> None:
         write_model(gguf, directory)
         write_model(Path("theirs"), cache / SMOLLM2)
@@ -151,7 +150,3 @@ def test_smollm2_is_what_it_should_be(tmp_path: Path, monkeypatch: pytest.Monkey
         model, prompt, draft=PromptLookup(), max_new_tokens=16, sampling=greedy, eos_token_id=None
     )
     assert verdict(check_greedy(model, prompt, output.new_tokens(0))) in ("identical", "near ties")
-    expected = model.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None
-    )
-    assert output.new_tokens(0) == expected[0, prompt.shape[1] :].tolist()

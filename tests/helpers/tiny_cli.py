@@ -16,25 +16,16 @@ from torch_specops import cli
 TEXT = "a stack of items: push an item, pop an item. être, 日本, 🙂"
 
 
-def save_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with few merges: most characters beyond ASCII take several tokens."""
+def save_model(directory: Path, seed: int, vocab_size: int = 280) -> str:
+    """Its tokenizer is a byte-level BPE with few merges: most characters beyond ASCII take several tokens."""
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet)
     bpe.train_from_iterator([TEXT], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
     tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def save_model(directory: Path, seed: int, vocab_size: int = 280) -> str:
-    tokenizer = save_tokenizer(directory, vocab_size)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     model = tiny("llama", seed, vocab=len(tokenizer), max_position_embeddings=256, **ends).float()
     model.generation_config.eos_token_id = 0

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingParams
 from . import options
-from .categories import CATEGORIES_LEGEND, print_categories
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
@@ -27,7 +26,17 @@ from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, loa
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import make_providers
-from .results import PROVIDERS_LEGEND, as_results, print_differences, print_legend, print_providers, totals
+from .results import (
+    CATEGORIES_LEGEND,
+    PROVIDERS_LEGEND,
+    Record,
+    as_results,
+    print_categories,
+    print_differences,
+    print_legend,
+    print_providers,
+    totals,
+)
 
 # Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
 PROMPTS = [
@@ -125,16 +134,16 @@ def bench(
     2 an error, 130 Ctrl-C.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
-    console = Console(highlight=False, markup=False)
+    console = options.new_console()
     with options.errors_in_one_line():
         if prompts is not None and prompt:
             raise ValueError("prompts: expected --prompts or --prompt, got both")
         questions = [Question(text) for text in prompt or PROMPTS] if prompts is None else read_questions(prompts)
         by_category = prompts is not None
-        sizes = _numbers("batch_sizes", batch_sizes or ("1,4,8" if by_category else "1,8"), int)
-        temperatures = _numbers("temperature", temperature or ("0,1" if by_category else "0"), float)
-        if rounds is None:
-            rounds = 1 if by_category else 3
+        default_sizes, default_temperatures, default_rounds = ("1,4,8", "0,1", 1) if by_category else ("1,8", "0", 3)
+        sizes = _numbers("batch_sizes", batch_sizes or default_sizes, int)
+        temperatures = _numbers("temperature", temperature or default_temperatures, float)
+        rounds = default_rounds if rounds is None else rounds
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(draft)
         for name, number in {"batch_sizes": min(sizes), "rounds": rounds, "max_new_tokens": max_new_tokens}.items():
@@ -146,7 +155,12 @@ def bench(
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
         for question, own in zip(questions, tokens, strict=True):
-            _check_length(question, len(own), max_new_tokens, models.target.max_length)
+            # transformers would go on beyond the model's positions.
+            if models.target.max_length is not None and len(own) + max_new_tokens > models.target.max_length:
+                raise ValueError(
+                    f"{question.place}: expected a prompt and new tokens within the {models.target.max_length} that "
+                    f"the target reads, got {len(own)} + {max_new_tokens}"
+                )
             categories.setdefault(question.category, []).append(own)
         cases = [
             Case(_batches(own, size)[: None if by_category else 1], sampling, name)
@@ -157,27 +171,26 @@ def bench(
         # On a CPU "auto" might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
         how = schedule, verify, default if compile is None else compile
-        providers = make_providers(models, max_new_tokens, num_draft_tokens, *how)
+        providers = make_providers(models, num_draft_tokens, *how)
         comparison = Comparison(models.target, providers, cases, max_new_tokens, rounds, seed)
         where = device_name(torch_device)
         shown = ", ".join(f"{each:g}" for each in temperatures)
-        console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}", soft_wrap=True)
+        console.print(f"target {target}, draft {draft}, K = {num_draft_tokens}, temperature {shown}")
         if by_category:
             later = sum(question.num_later_turns for question in questions)
             left_out = f"; {later} later turns are not asked" if later else ""
-            console.print(f"{len(questions)} prompts in {len(categories)} categories{left_out}", soft_wrap=True)
+            console.print(f"{len(questions)} prompts in {len(categories)} categories{left_out}")
         median = "1 round" if rounds == 1 else f"median of {rounds} rounds"
         console.print(
             f"{max_new_tokens} new tokens per prompt, {median}, {dtype}, {where}, {torch.get_num_threads()} threads, "
-            f"torch {torch.__version__}",
-            soft_wrap=True,
+            f"torch {torch.__version__}"
         )
-        results: list[dict[str, Any]] = []
-        total: list[dict[str, Any]] = []
+        results: list[Record] = []
+        total: list[Record] = []
 
         def show() -> None:
-            measurements = comparison.measurements[len(results) :]
-            records, together = as_results(measurements), as_results(totals(measurements))
+            runs, comparison.runs = comparison.runs, []
+            records, together = as_results(runs), as_results(totals(runs))
             if records and by_category:
                 print_categories(console, records, together)
             elif records:
@@ -215,11 +228,11 @@ def bench(
             json_file.write_text(json.dumps(document, indent=2) + "\n")
         if isinstance(ended_by, Exception):
             raise ended_by
-    different = print_differences(console, comparison.measurements, tokenizer.decode)
+    print_differences(console, results, tokenizer.decode)
     if interrupted:
         console.print("interrupted: only what is done so far is shown")
         raise typer.Exit(options.INTERRUPTED)
-    if different:
+    if any(result["greedy"] == "different" for result in results):
         raise typer.Exit(1)
 
 
@@ -244,15 +257,6 @@ def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
         raise ValueError("plot: matplotlib is missing; run: pip install 'torch_specops[bench]'")
 
 
-def _check_length(question: Question, length: int, max_new_tokens: int, max_length: int | None) -> None:
-    # transformers would go on beyond the model's positions.
-    if max_length is not None and length + max_new_tokens > max_length:
-        raise ValueError(
-            f"{question.place}: expected a prompt and new tokens within the {max_length} that the target reads, "
-            f"got {length} + {max_new_tokens}"
-        )
-
-
 def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
     """All prompts in their order. The last batch is filled up with the first prompts."""
     return [
@@ -264,18 +268,17 @@ def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
 def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> KeyboardInterrupt | Exception | None:
     """Measure with a progress bar, and call `show` after each batch size of a temperature; returns the exception that
     ended it early."""
-    columns = BarColumn(15), TimeElapsedColumn(), TextColumn("{task.description}")
-    total = comparison.runs_left.total()
+    columns = BarColumn(15), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left, {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=comparison.cost())
+        done = 0.0
         try:
             for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
-                for _, label in runs:
-                    left = comparison.seconds_left()
-                    text = label if left is None else f"{timedelta(seconds=round(left))} left, {label}"
-                    # The bar and the time take 24 places. The end of the line is for the "^C" that a terminal writes.
-                    text = text[: console.width - 26]
-                    progress.update(task, completed=total - comparison.runs_left.total(), description=text)
+                for case, label in runs:
+                    # The columns before the label take 38 places. The end of the line is for the "^C" that a terminal
+                    # writes.
+                    progress.update(task, completed=done, description=label[: console.width - 40])
+                    done += case.cost
                 show()
         except (KeyboardInterrupt, Exception) as early_end:
             show()

@@ -7,7 +7,7 @@ how far apart the logits are.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,14 +43,21 @@ class Case:
     def temperature(self) -> float:
         return float(self.sampling.temperature)  # type: ignore[arg-type]
 
+    @property
+    def cost(self) -> float:
+        """About how long a batch takes, in runs of one prompt: a batch of 8 takes 4 times as long."""
+        return self.batch_size ** (2 / 3)
+
     def takers(self, providers: Sequence[Provider]) -> list[Provider]:
         return [provider for provider in providers if self.batch_size == 1 or not provider.single]
 
 
 @dataclass
 class Run:
-    """One provider on one batch."""
+    """One provider on one batch of a case."""
 
+    provider: Provider
+    case: Case
     new_tokens: int  # of all rows together
     # Seconds of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
@@ -70,18 +77,8 @@ class Run:
     greedy: str | None = None
     # Differences from plain greedy decoding, in order.
     differences: list[GreedyDifference] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One provider on the batches of a case."""
-
-    provider: str
-    compiled: bool
-    category: str
-    temperature: float
-    batch_size: int
-    runs: list[Run] = field(default_factory=list)
+    # The new tokens of each row in the observed run.
+    tokens: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -95,118 +92,93 @@ class Comparison:
     rounds: int
     seed: int = 0
     # The results so far, also after an interrupt: the batches on which all providers were timed.
-    measurements: list[Measurement] = field(default_factory=list)
-    # By provider and batch size: the runs that are left, and the seconds of the last one.
-    runs_left: Counter[tuple[str, int]] = field(default_factory=Counter)
-    last_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    warm: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
+    def cost(self) -> float:
+        """The cost of everything that `run` yields a label for."""
+        total = 0.0
         for case in self.cases:
-            for provider in case.takers(self.providers):
-                is_first = all(name != provider.name for name, _ in self.runs_left)
-                self.runs_left[provider.name, case.batch_size] += len(case.batches) * (1 + self.rounds) + is_first
-
-    def seconds_left(self) -> float | None:
-        """An estimate from the last runs; None before the first."""
-        # Of a batch size that did not run yet: a batch of 8 takes about 4 times as long as one prompt.
-        of_one_row = {name: seconds / size ** (2 / 3) for (name, size), seconds in self.last_seconds.items()}
-        slowest = max(of_one_row.values(), default=None)
-        if slowest is None:
-            return None
-        return sum(
-            count * self.last_seconds.get((name, size), of_one_row.get(name, slowest) * size ** (2 / 3))
-            for (name, size), count in self.runs_left.items()
-        )
+            num_runs = len(case.takers(self.providers)) * (1 + self.rounds) + (case.temperature == 0)
+            total += case.cost * len(case.batches) * num_runs
+        return total
 
     @torch.inference_mode()
     def run(self) -> Iterator[tuple[Case, str]]:
         """Measure; yields before each run its case and a label."""
         seed = self.seed
         for case in self.cases:
-            providers = case.takers(self.providers)
-            settings = case.category, case.temperature, case.batch_size
             place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
-            measured = [Measurement(each.name, each.compiled, *settings) for each in providers]
             for prompts in case.batches:
                 batch = padded(prompts, self.target)
-                answers, runs = [], []
-                for provider in providers:
+                runs: list[Run] = []
+                for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
                     # With the seed of the first round, so that lengths and times belong to the same texts.
-                    answer, run = self._observe(provider, batch, case.sampling, seed)
-                    answers.append(answer)
-                    runs.append(run)
+                    runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
+                    self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:
                     yield case, f"{place}, comparing greedy outputs"
-                    self._compare(prompts, runs, answers)
-                turns = list(zip(providers, runs, strict=True))
+                    self._compare(prompts, runs)
                 for index in range(self.rounds):
                     # The order changes, because the first provider finds other caches than the later ones.
-                    first = (seed - self.seed) % len(turns)
-                    for provider, run in turns[first:] + turns[:first]:
-                        yield case, f"{place}, round {index + 1} of {self.rounds}: {provider.name}"
-                        seconds, _ = self._timed(run, provider, batch, case.sampling, seed)
+                    first = (seed - self.seed) % len(runs)
+                    for run in runs[first:] + runs[:first]:
+                        yield case, f"{place}, round {index + 1} of {self.rounds}: {run.provider.name}"
+                        seconds, _ = self._timed(run, batch, seed)
                         run.seconds.append(seconds)
                     seed += 1
                     if index == 0:
-                        for each, run in zip(measured, runs, strict=True):
-                            each.runs.append(run)
-                            if len(each.runs) == 1:
-                                self.measurements.append(each)
+                        self.runs += runs
 
-    def _observe(self, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int) -> tuple[Answer, Run]:
+    def _observe(self, run: Run, batch: Batch, seed: int) -> None:
         """Run once to count steps and the time in forwards; a provider's first time, after a run that warms it up."""
-        rows, device = batch[0].shape[0], self.target.device
-        run = Run(rows * self.max_new_tokens)
+        provider, device = run.provider, self.target.device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if before is not None:
             torch.cuda.reset_peak_memory_stats(device)
-        if all(name != provider.name for name, _ in self.last_seconds):
-            self._timed(run, provider, batch, sampling, seed)
+        if provider.name not in self.warm:
+            self._timed(run, batch, seed)
+            self.warm.add(provider.name)
         # A forward with hooks would be compiled again.
         watched = () if provider.compiled else provider.modules
-        with _forwards_watched(watched, device) as (calls, in_forwards):
-            seconds, answer = self._timed(run, provider, batch, sampling, seed)
+        with _forwards_timed(watched, device) as forwards:
+            seconds, answer = self._timed(run, batch, seed)
         if before is not None:
             run.peak_memory_bytes = torch.cuda.max_memory_allocated(device) - before
         if answer.stats is not None:
             run.num_steps, run.num_row_steps = answer.stats.num_steps, answer.stats.num_row_steps
             run.proposed_at, run.accepted_at = answer.stats.proposed_at, answer.stats.accepted_at
         elif not provider.drafts_with_target:
-            run.num_steps = calls[provider.modules[0]]
-            run.num_row_steps = rows * run.num_steps
+            run.num_steps = len(forwards[provider.modules[0]])
+            run.num_row_steps = run.case.batch_size * run.num_steps
         if not provider.compiled and run.num_steps is not None:
-            run.outside_seconds = seconds - sum(in_forwards)
-        counts = [len(tokens) for tokens in answer.tokens]
+            run.outside_seconds = seconds - sum(map(sum, forwards.values()))
+        run.tokens = answer.tokens
+        counts = [len(tokens) for tokens in run.tokens]
         if set(counts) != {self.max_new_tokens}:
             raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
-        return answer, run
 
-    def _timed(
-        self, run: Run, provider: Provider, batch: Batch, sampling: SamplingParams, seed: int
-    ) -> tuple[float, Answer]:
+    def _timed(self, run: Run, batch: Batch, seed: int) -> tuple[float, Answer]:
         """Seconds without compiling, which are added to the run, and the answer."""
         _synchronize(self.target.device)
         started = time.perf_counter()
-        answer = provider.decode(*batch, sampling, seed)
+        answer = run.provider.decode(*batch, self.max_new_tokens, run.case.sampling, seed)
         _synchronize(self.target.device)
         seconds = time.perf_counter() - started
         compiling = 0.0 if answer.stats is None else answer.stats.compile_seconds
         run.compile_seconds += compiling
-        key = provider.name, batch[0].shape[0]
-        self.last_seconds[key] = seconds - compiling
-        self.runs_left[key] -= 1
         return seconds - compiling, answer
 
-    def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run], answers: Sequence[Answer]) -> None:
+    def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run]) -> None:
         """Where two providers differ in a row, plain greedy decoding is compared with every output of that row."""
         is_16_bit = self.target.model.dtype in (torch.bfloat16, torch.float16)
         for row, prompt in enumerate(prompts):
-            outputs = {tuple(answer.tokens[row]) for answer in answers}
+            outputs = {tuple(run.tokens[row]) for run in runs}
             if len(outputs) > 1:
                 checks = {tokens: check_greedy(self.target, prompt.unsqueeze(0), tokens, row) for tokens in outputs}
-                for run, answer in zip(runs, answers, strict=True):
-                    run.differences += checks[tuple(answer.tokens[row])]
+                for run in runs:
+                    run.differences += checks[tuple(run.tokens[row])]
         for run in runs:
             run.greedy = verdict(run.differences, is_16_bit)
 
@@ -221,12 +193,9 @@ def padded(prompts: Sequence[Tensor], target: TransformersModel) -> Batch:
 
 
 @contextmanager
-def _forwards_watched(
-    models: Sequence[nn.Module], device: torch.device
-) -> Iterator[tuple[Counter[nn.Module], list[float]]]:
-    """Counts the forwards of each model, and times each of them, while active."""
-    calls: Counter[nn.Module] = Counter()
-    seconds: list[float] = []
+def _forwards_timed(models: Sequence[nn.Module], device: torch.device) -> Iterator[dict[nn.Module, list[float]]]:
+    """The seconds of each forward of each model while active."""
+    seconds: dict[nn.Module, list[float]] = defaultdict(list)
     started = 0.0
 
     def before(model: nn.Module, inputs: object) -> None:
@@ -236,13 +205,12 @@ def _forwards_watched(
 
     def after(model: nn.Module, inputs: object, output: object) -> None:
         _synchronize(device)
-        seconds.append(time.perf_counter() - started)
-        calls[model] += 1
+        seconds[model].append(time.perf_counter() - started)
 
     hooks = [model.register_forward_pre_hook(before) for model in models]
     hooks += [model.register_forward_hook(after) for model in models]
     try:
-        yield calls, seconds
+        yield seconds
     finally:
         for hook in hooks:
             hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from shlex import quote
@@ -22,7 +23,6 @@ from . import options
 from .greedy import GreedyDifference, check_greedy, verdict, worst_of
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
-from .text import TextStream, printable
 
 ACCEPTED, OWN = "bold green", "yellow"
 AUSTEN_PROMPT = "It is a truth universally acknowledged, that "
@@ -72,7 +72,7 @@ def demo(
     Ctrl-C stops the text; its numbers are still shown. Exit codes: 1 the texts differ, 2 a wrong argument or a missing
     package, 130 Ctrl-C.
     """
-    console = Console(highlight=False, markup=False)
+    console = options.new_console()
     with options.errors_in_one_line():
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         torch_device = options.compute_on(device, threads)
@@ -96,7 +96,7 @@ def demo(
         console.print(f"target: {target}")
         console.print(f"draft:  {draft}, {num_draft_tokens} tokens per step")
         console.print(f"text:   {_describe(temperature, top_k, top_p, min_p)}")
-        console.print(f"prompt: {printable(shorten(prompt, 300, placeholder=' ...'))}", soft_wrap=True)
+        console.print(f"prompt: {printable(shorten(prompt, 300, placeholder=' ...'))}")
         if console.color_system is not None:
             console.print(Text.assemble(("accepted draft tokens", ACCEPTED), ", ", ("the target's own tokens", OWN)))
         console.print()
@@ -109,16 +109,16 @@ def demo(
                 plain_seconds = time.perf_counter() - started
         console.print(_summary(output, plain_seconds))
     if output.interrupted:
-        console.print("interrupted: the numbers are for the text so far, which was not checked", soft_wrap=True)
+        console.print("interrupted: the numbers are for the text so far, which was not checked")
         raise typer.Exit(options.INTERRUPTED)
     if output.errors:
-        console.print(f"error: {output.errors[0]}", soft_wrap=True)
+        console.print(f"error: {output.errors[0]}")
         raise typer.Exit(1)
     if differences is not None:
-        console.print(f"check: {_comparison(differences, output.stats.num_tokens, decode_text)}", soft_wrap=True)
+        console.print(f"check: {_comparison(differences, output.stats.num_tokens, decode_text)}")
         if verdict(differences) == "different":
             raise typer.Exit(1)
-    console.print(f"next:  {_next(target, draft, device, temperature)}", soft_wrap=True)
+    console.print(f"next:  {_next(target, draft, device, temperature)}")
 
 
 def _next(target: str, draft: str, device: str, temperature: float) -> str:
@@ -153,7 +153,7 @@ def _print_steps(console: Console, steps: Iterator[Step], decode_text: Callable[
             for index, token in enumerate(step.tokens[0]):
                 piece, accepted = stream.push(token, index < step.num_accepted[0])
                 text = Text(printable(piece), style=ACCEPTED if accepted else OWN)
-                console.print(text, end="", soft_wrap=True)
+                console.print(text, end="")
             console.file.flush()
     except KeyboardInterrupt:
         interrupted = True
@@ -192,3 +192,37 @@ def _comparison(
     if verdict(differences) == "near ties":
         return f"identical to plain greedy decoding but for near ties at {found}: {worst}"
     return f"DIFFERENT from plain greedy decoding at {found}; the worst: {worst}"
+
+
+class TextStream:
+    """Tokens in, text out as soon as it is whole: a character may take several tokens.
+
+    Args:
+        decode_text: tokens to text; bytes that are not yet a character come out as U+FFFD.
+    """
+
+    def __init__(self, decode_text: Callable[[list[int]], str]) -> None:
+        self._decode_text = decode_text
+        # Decoded together with the new tokens, since the first token of a text may lose its leading space.
+        self._context: list[int] = []
+        self._held: list[tuple[int, bool]] = []
+
+    def push(self, token: int, accepted: bool) -> tuple[str, bool]:
+        """The text that this token completes, and whether all tokens of that text were accepted drafts."""
+        self._held.append((token, accepted))
+        held = [token for token, _ in self._held]
+        text = self._decode_text(self._context + held)
+        if text.endswith("\ufffd"):
+            return "", accepted
+        piece = text[len(self._decode_text(self._context)) :]
+        all_accepted = all(accepted for _, accepted in self._held)
+        self._context, self._held = held, []
+        return piece, all_accepted
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for every control character but newline and tab: a model may emit escape sequences."""
+    return "".join(
+        "\ufffd" if unicodedata.category(character) == "Cc" and character not in "\n\t" else character
+        for character in text
+    )

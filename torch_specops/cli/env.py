@@ -9,10 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from . import options
 
 NOT_INSTALLED = "not installed"
 # The first and the last release that the tests were run with: `make test-oldest`, `make test-latest`.
@@ -30,7 +30,7 @@ def env() -> None:
         table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
     if not torch.cuda.is_available():
         table.add_row("cuda", "no device")
-    Console(highlight=False, markup=False).print(table)
+    options.new_console().print(table)
 
 
 def versions() -> dict[str, str]:

@@ -45,21 +45,15 @@ def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu")
     Raises:
         ValueError: the model does not exist or cannot be read; the message is one line.
     """
-    import_transformers()
-    from transformers import AutoModelForCausalLM
-
+    model = _load("model", "AutoModelForCausalLM", name, dtype=torch.float32)
     from ..hf import TransformersModel
 
-    model = _load("model", AutoModelForCausalLM, name, dtype=torch.float32)
     return TransformersModel(model.to(device))
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of `load_model(name)`."""
-    import_transformers()
-    from transformers import AutoTokenizer
-
-    return _load("tokenizer", AutoTokenizer, name)
+    return _load("tokenizer", "AutoTokenizer", name)
 
 
 def import_transformers() -> None:
@@ -86,15 +80,9 @@ def log_messages_off() -> Iterator[None]:
 
 
 def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
-    """Refuse at once what cannot be a model, because the hub reports an unknown id only after many retries.
-
-    Args:
-        option: the option that the name was given for.
-        others: values of the option besides names of models.
-
-    Raises:
-        ValueError: a name that is no known name, no folder and not a possible hub id, or that is nearly a known name.
-    """
+    """Refuse at once what cannot be a model, because the hub reports an unknown id only after many retries: a name that
+    is no known name, no folder and not a possible hub id, or that is nearly a known name. `others` are values of the
+    option besides names of models."""
     known = [*others, SMOLLM2, AUSTEN, AUSTEN_DRAFT]
     if name in known or Path(name).is_dir():
         return
@@ -109,12 +97,23 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
+def read_text(option: str, path: Path) -> str:
+    """The text of a file that the option names, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+
+
 def is_folder(name: str | os.PathLike[str]) -> bool:
     """True if the model is on this machine; otherwise it is a hub id."""
     return str(name) == SMOLLM2 or Path(SHIPPED.get(str(name), name)).is_dir()
 
 
-def _load(what: str, kind: Any, name: str | os.PathLike[str], **options: Any) -> Any:
+def _load(what: str, kind: str, name: str | os.PathLike[str], **options: Any) -> Any:
+    import_transformers()
+    import transformers
+
     path = smollm2_directory() if str(name) == SMOLLM2 else SHIPPED.get(str(name), name)
     is_here = Path(path).is_dir()
     if _looks_like_a_path(str(path)) and not is_here:
@@ -123,7 +122,7 @@ def _load(what: str, kind: Any, name: str | os.PathLike[str], **options: Any) ->
         # Progress bars are for downloads; reading a folder takes seconds.
         with _no_progress_bars() if is_here else nullcontext():
             # None would let transformers ask at a terminal whether to run the model's code.
-            return kind.from_pretrained(path, trust_remote_code=False, **options)
+            return getattr(transformers, kind).from_pretrained(path, trust_remote_code=False, **options)
     # A damaged, missing or wrong file raises whatever its reader raises.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

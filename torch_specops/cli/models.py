@@ -22,6 +22,7 @@ from .loading import (
     is_folder,
     load_model,
     load_tokenizer,
+    read_text,
     smollm2_directory,
     smollm2_is_converted,
 )
@@ -109,7 +110,7 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         lookup = PromptLookup(longest, 1, repeat=False)
         return Models(target, lookup, lambda count: fields | {"prompt_lookup_num_tokens": count})
     if draft.startswith(NGRAM):
-        text = _read_text(draft.removeprefix(NGRAM))
+        text = read_text("draft", Path(draft.removeprefix(NGRAM)))
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
         return Models(target, NGram.from_tokens(tokens, vocab_size=target.vocab_size, device=target.device))
     if draft.startswith(EARLY_EXIT):
@@ -147,13 +148,6 @@ def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
     is_here = name == INT8 or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
     return console.status(f"loading {name}") if is_here else nullcontext()
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"draft: cannot read {path!r} as UTF-8 text: {error}") from error
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> Tensor:

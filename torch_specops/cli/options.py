@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from rich.console import Console
 
 from .. import checks
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
@@ -81,6 +82,11 @@ Compile = Annotated[
         show_default="on CUDA; the demo also compiles long texts on a CPU",
     ),
 ]
+
+
+def new_console() -> Console:
+    """Prints text as it is: words have no colours of rich's own, and a terminal breaks long lines."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def compute_on(device: str, threads: int | None) -> torch.device:

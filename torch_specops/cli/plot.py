@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from .categories import by_category, fastest
 from .providers import ASSISTED, SPECULATIVE
-from .results import title_of
+from .results import Record, by_category, fastest, title_of
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def plot_providers(results: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_providers(results: Sequence[Record], file: Path) -> None:
     """Plot tokens per second: a panel for each temperature and batch size, with a bar for each provider."""
     from matplotlib.figure import Figure
 
@@ -36,7 +34,7 @@ def plot_providers(results: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def plot_categories(records: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_categories(records: Sequence[Record], file: Path) -> None:
     """Plot the speed over the fastest way without a draft: a panel for each temperature, with a group of bars for each
     category and a bar for each batch size. A black line marks the fastest assisted generation."""
     from matplotlib import colormaps
@@ -55,7 +53,7 @@ def plot_categories(records: Sequence[dict[str, Any]], file: Path) -> None:
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize="medium")
         same = (each for each in records if (each["temperature"], each["batch_size"]) == (temperature, size))
         for ways in by_category(same):
-            own, assisted = ways[-1], fastest(ways, ASSISTED)
+            own, assisted = ways[-1], fastest(ways, (ASSISTED,))
             left = categories.index(own["category"]) + index * width - 0.4
             colour = colormaps["viridis"]((index + 0.5) / len(sizes))
             bar = {"width": 0.9 * width, "align": "edge", "color": colour, "zorder": 2}

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .loading import read_text
+
 # The category of a line without one.
 ALL = "all"
 
@@ -26,11 +28,8 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ValueError: a file that cannot be read, or a line that is not a question; the message names the line.
     """
-    try:
-        # Not `splitlines`, because JSON may hold other line breaks than newlines.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+    # Not `splitlines`, because JSON may hold other line breaks than newlines.
+    lines = read_text("prompts", path).split("\n")
     questions = [
         _question(line, f"prompts: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
     ]

@@ -5,8 +5,7 @@ All decode the same number of tokens and do not stop at an eos.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +37,8 @@ class Provider:
     """One way to decode."""
 
     name: str
-    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, how to sample, and a seed.
-    decode: Callable[[Tensor, Tensor, SamplingParams, int], Answer]
+    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, max_new_tokens, how to sample, and a seed.
+    decode: Callable[[Tensor, Tensor, int, SamplingParams, int], Answer]
     # The models that it calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
@@ -51,7 +50,6 @@ class Provider:
 
 def make_providers(
     models: Models,
-    max_new_tokens: int,
     num_draft_tokens: int,
     schedule: str = "constant",
     verify: str = "exact",
@@ -60,7 +58,7 @@ def make_providers(
     """`schedule`, `verify` and `compile` are for this package. Without `models.assistance`, assisted generation is left
     out."""
     target = models.target.model
-    providers = [_transformers(GENERATE, target, max_new_tokens)]
+    providers = [_transformers(GENERATE, target, {}, {})]
     if models.assistance is not None:
         fields = models.assistance(num_draft_tokens)
         same_number = {
@@ -69,85 +67,59 @@ def make_providers(
             "assistant_confidence_threshold": 0.0,
         }
         name = f"{ASSISTED}, K = {num_draft_tokens}"
-        providers.append(_transformers(name, target, max_new_tokens, fields, same_number))
+        providers.append(_transformers(name, target, fields, same_number))
         if "prompt_lookup_num_tokens" not in fields:
-            providers.append(_transformers(f"{ASSISTED}, own K", target, max_new_tokens, fields))
+            providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))
     options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
-    providers.append(_own(PLAIN, target, None, max_new_tokens, options))
-    providers.append(_own(SPECULATIVE, target, models.draft, max_new_tokens, options | {"verify": verify}))
+    providers.append(_own(PLAIN, target, None, options))
+    providers.append(_own(SPECULATIVE, target, models.draft, options | {"verify": verify}))
     return providers
 
 
-def _own(
-    name: str, target: nn.Module, draft: DraftSource | nn.Module | None, max_new_tokens: int, options: dict[str, Any]
-) -> Provider:
+def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, options: dict[str, Any]) -> Provider:
     # Made from the model, not from its adapter, so that each decoder has its own cache.
     decoder = SpeculativeDecoder(target, draft, **options)
 
-    def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
-        output = decoder.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            eos_token_id=(),
-        )
+    def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
+        how: dict[str, Any] = {"sampling": sampling, "seed": seed, "eos_token_id": ()}
+        output = decoder.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, **how)
         if output.errors:
             raise RuntimeError("; ".join(f"row {row}: {error}" for row, error in output.errors.items()))
-        return Answer([output.new_tokens(row) for row in range(input_ids.shape[0])], output.stats)
+        return Answer([output.new_tokens(row) for row in range(ids.shape[0])], output.stats)
 
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
     # Early exit may draft with the target itself.
-    modules = tuple(dict.fromkeys([target, *([drafting] if isinstance(drafting, nn.Module) else [])]))
+    modules = (target, drafting) if isinstance(drafting, nn.Module) and drafting is not target else (target,)
     return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
 
 
-def _transformers(
-    name: str,
-    target: Any,
-    max_new_tokens: int,
-    fields: dict[str, Any] | None = None,
-    assistant_config: dict[str, Any] | None = None,
-) -> Provider:
-    """`target.generate`, without anything of the model's own generation config, which may have an eos, a top-k or
-    penalties.
+def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_config: dict[str, Any]) -> Provider:
+    """`target.generate`, without anything of the models' own generation configs, which may have an eos, a top-k or
+    penalties: each call replaces them.
 
     Args:
-        fields: arguments that make it assisted; None = no draft.
-        assistant_config: the generation config of the model that drafts; None = transformers' defaults.
+        fields: arguments that make it assisted; none without a draft.
+        assistant_config: what the generation config of the model that drafts has besides transformers' defaults.
     """
-    fields = fields or {}
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
     # Without an assistant the target drafts for itself. The config of the last module is therefore the assistant's.
-    configs = [{}, assistant_config or {}][-len(modules) :]
+    configs = [{}, assistant_config][-len(modules) :]
 
-    def decode(input_ids: Tensor, attention_mask: Tensor, sampling: SamplingParams, seed: int) -> Answer:
+    def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
         torch.manual_seed(seed)
         asked = fields | {"max_new_tokens": max_new_tokens, "do_sample": sampling.temperature != 0}
         if asked["do_sample"]:
             asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             asked["min_p"] = sampling.min_p or None
+        # `generate` takes from them what its arguments leave out.
+        for model, config in zip(modules, configs, strict=True):
+            old = model.generation_config
+            model.generation_config = type(old)(pad_token_id=old.pad_token_id or 0, **config)
         # transformers' call of the assistant makes transformers warn of deprecated arguments.
-        with _generation_configs(modules, configs), log_messages_off():
-            output = target.generate(input_ids=input_ids, attention_mask=attention_mask, **asked)
-        return Answer(output[:, input_ids.shape[1] :].tolist())
+        with log_messages_off():
+            output = target.generate(input_ids=ids, attention_mask=mask, **asked)
+        return Answer(output[:, ids.shape[1] :].tolist())
 
     early_exit = "assistant_early_exit" in fields
     return Provider(name, decode, modules, single=bool(fields), drafts_with_target=early_exit)
-
-
-@contextmanager
-def _generation_configs(models: tuple[Any, ...], configs: list[dict[str, Any]]) -> Iterator[None]:
-    """Gives each model a new generation config, from which `generate` takes what its arguments leave out; restores the
-    old ones afterwards."""
-    kept = [model.generation_config for model in models]
-    for model, old, fields in zip(models, kept, configs, strict=True):
-        pad = 0 if old.pad_token_id is None else old.pad_token_id
-        model.generation_config = type(old)(pad_token_id=pad, **fields)
-    try:
-        yield
-    finally:
-        for model, old in zip(models, kept, strict=True):
-            model.generation_config = old

@@ -1,4 +1,4 @@
-"""Turns measurements into records for JSON, tables, and lines about differing outputs."""
+"""Turns what was measured into records for JSON, tables, and lines about differing outputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .comparison import Measurement
-from .greedy import worst_of
+from .comparison import Run
+from .greedy import GreedyDifference, worst_of
 from .providers import ASSISTED, GENERATE, PLAIN
 
 # (header, key of a result, format, factor). A column without values is left out.
@@ -25,6 +25,9 @@ COLUMNS = (
     ("ms/st", "outside_seconds_per_step", ".2f", 1e3),
     ("MB", "peak_memory_bytes", ".0f", 1e-6),
 )
+# The positions of drafts whose acceptance is shown by category. With more of them a table may be wider than 80.
+PLACES = (1, 2, 4, 8)
+NAME_WIDTH = 15
 # The mark after a row and its meaning, by how the output compares.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
@@ -36,61 +39,70 @@ MARKS = {
 PROVIDERS_LEGEND = """tok/s: new tokens per second of the whole batch, prompts included
 /gen, /asst: over transformers generate, over the fastest assisted generation
 len: tokens per step; rate: drafts accepted; ms/st: outside the models, a step"""
+CATEGORIES_LEGEND = """undrafted, asst, specops: new tokens per second, prompts included
+undrafted: the faster of transformers generate (t) and specops, no draft (s)
+asst: the fastest assisted generation of transformers; /best: over undrafted
+len: tokens per step; 1, 2, ...: percent accepted of the 1st, 2nd, ... drafts"""
 # The ways to decode without a draft.
 UNDRAFTED = (GENERATE, PLAIN)
-TOTAL = "total"
+
+Record = dict[str, Any]
 
 
-def totals(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """All categories together; empty if there is only one."""
-    together: dict[tuple[float, int, str], Measurement] = {}
-    for row in measurements:
-        key = row.temperature, row.batch_size, row.provider
-        runs = together[key].runs if key in together else []
-        together[key] = replace(row, category=TOTAL, runs=runs + row.runs)
-    return list(together.values()) if len({row.category for row in measurements}) > 1 else []
+def totals(runs: Sequence[Run]) -> list[Run]:
+    """The runs as those of one category, "total"; empty if there is only one category."""
+    if len({run.case.category for run in runs}) <= 1:
+        return []
+    return [replace(run, case=replace(run.case, category="total")) for run in runs]
 
 
-def as_results(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Records of what was timed, each with its speedups in the same case: over transformers' `generate`, over the
-    fastest assisted generation, and over the fastest way without a draft."""
+def as_results(runs: Sequence[Run]) -> list[Record]:
+    """Records of what was timed, one per provider and case, each with its speedups in the same case: over transformers'
+    `generate`, over the fastest assisted generation, and over the fastest way without a draft."""
+    cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
+    for run in runs:
+        case = cases.setdefault((run.case.temperature, run.case.batch_size, run.case.category), {})
+        case.setdefault(run.provider.name, []).append(run)
     results = []
-    for _, group in groupby(measurements, lambda row: (row.temperature, row.batch_size, row.category)):
-        records = [_record(row) for row in group]
+    for case in cases.values():
+        records = [_record(own) for own in case.values()]
         for key, names in (
-            ("speedup", GENERATE),
-            ("speedup_over_assisted", ASSISTED),
+            ("speedup", (GENERATE,)),
+            ("speedup_over_assisted", (ASSISTED,)),
             ("speedup_over_undrafted", UNDRAFTED),
         ):
-            base = [each["tokens_per_second"] for each in records if each["provider"].startswith(names)]
+            base = fastest(records, names)
             for record in records:
-                record[key] = record["tokens_per_second"] / max(base) if base else None
+                record[key] = record["tokens_per_second"] / base["tokens_per_second"] if base else None
         results += records
     return results
 
 
-def _record(row: Measurement) -> dict[str, Any]:
+def _record(runs: Sequence[Run]) -> Record:
+    """The record of one provider in one case, from its runs on all batches."""
+
     def total(name: str) -> Any:
-        values = [getattr(run, name) for run in row.runs]
+        values = [getattr(run, name) for run in runs]
         return None if None in values else sum(values)
 
     new_tokens, num_steps, num_row_steps = total("new_tokens"), total("num_steps"), total("num_row_steps")
     outside_seconds = total("outside_seconds")
     proposed, accepted = (
-        [sum(counts) for counts in zip_longest(*(getattr(run, name) for run in row.runs), fillvalue=0)]
+        [sum(counts) for counts in zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)]
         for name in ("proposed_at", "accepted_at")
     )
-    memory = [run.peak_memory_bytes for run in row.runs if run.peak_memory_bytes is not None]
+    memory = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
+    case, provider = runs[0].case, runs[0].provider
     return {
-        "category": row.category or None,
-        "temperature": row.temperature,
-        "batch_size": row.batch_size,
-        "provider": row.provider,
-        "compiled": row.compiled,
-        "num_batches": len(row.runs),
+        "category": case.category or None,
+        "temperature": case.temperature,
+        "batch_size": case.batch_size,
+        "provider": provider.name,
+        "compiled": provider.compiled,
+        "num_batches": len(runs),
         "new_tokens": new_tokens,
-        "seconds": [run.seconds for run in row.runs],
-        "tokens_per_second": new_tokens / sum(statistics.median(run.seconds) for run in row.runs),
+        "seconds": [run.seconds for run in runs],
+        "tokens_per_second": new_tokens / sum(statistics.median(run.seconds) for run in runs),
         "num_steps": num_steps,
         "mean_acceptance_length": None if num_row_steps is None else new_tokens / num_row_steps,
         "acceptance_rate": sum(accepted) / sum(proposed) if proposed else None,
@@ -98,8 +110,8 @@ def _record(row: Measurement) -> dict[str, Any]:
         "outside_seconds_per_step": None if outside_seconds is None else outside_seconds / num_steps,
         "compile_seconds": total("compile_seconds"),
         "peak_memory_bytes": max(memory, default=None),
-        "greedy": worst_verdict(run.greedy for run in row.runs),
-        "differences": [asdict(each) for run in row.runs for each in run.differences],
+        "greedy": worst_verdict(run.greedy for run in runs),
+        "differences": [asdict(each) for run in runs for each in run.differences],
     }
 
 
@@ -107,66 +119,99 @@ def worst_verdict(verdicts: Iterable[str | None]) -> str | None:
     return max(verdicts, key=list(MARKS).index)
 
 
-def title_of(result: dict[str, Any]) -> str:
+def fastest(records: Sequence[Record], names: tuple[str, ...]) -> Record | None:
+    found = [record for record in records if record["provider"].startswith(names)]
+    return max(found, key=lambda record: record["tokens_per_second"], default=None)
+
+
+def by_category(results: Iterable[Record]) -> list[list[Record]]:
+    return [list(group) for _, group in groupby(results, lambda result: result["category"])]
+
+
+def title_of(result: Record) -> str:
     return f"T = {result['temperature']:g}, batch {result['batch_size']}"
 
 
-def table_of(*columns: str, gap: int = 2) -> Table:
-    """A table without lines. Names are in the first column, numbers in the others."""
+def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], gap: int) -> None:
+    """Print a table without lines, names in the first column and numbers in the others, in its full width: a narrower
+    terminal breaks its lines, where rich would cut off digits."""
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, gap), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="crop")
-    return table
-
-
-def print_whole(console: Console, table: Table) -> None:
-    """Print it in its full width: a narrower terminal breaks its lines, where rich would cut off digits."""
+    for row in rows:
+        table.add_row(*row)
     table.width = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.print(table, crop=False)
+    console.print(table)
 
 
-def print_providers(console: Console, results: Sequence[dict[str, Any]]) -> None:
+def print_providers(console: Console, results: Sequence[Record]) -> None:
     """The table of one temperature and batch size, with a row per provider."""
     columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in results)]
-    table = table_of(title_of(results[0]), *(header for header, *_ in columns), "")
+    rows = []
     for row in results:
         name = row["provider"].replace(", K = ", " K=").replace(", own", " own")
         cells = ["-" if row[key] is None else format(row[key] * factor, form) for _, key, form, factor in columns]
-        table.add_row(name, *cells, MARKS[row["greedy"]][0])
+        rows.append([name, *cells, MARKS[row["greedy"]][0]])
     console.print()
-    print_whole(console, table)
+    _print_table(console, [title_of(results[0]), *(header for header, *_ in columns), ""], rows, gap=2)
 
 
-def print_legend(
-    console: Console, legend: str, results: Sequence[dict[str, Any]], totals: Sequence[dict[str, Any]]
-) -> None:
+def print_categories(console: Console, results: Sequence[Record], totals: Sequence[Record]) -> None:
+    """The table of one temperature and batch size, with a row for each category."""
+    num_drafted = max(len(result["acceptance_rate_per_position"]) for result in results)
+    places = [place for place in PLACES if place <= num_drafted]
+    headers = "category", "undrafted", "asst", "len", "specops", "/best", "len", *map(str, places), ""
+    rows = [_category_cells(ways, places) for ways in [*by_category(results), *by_category(totals)]]
+    console.print(f"\n{title_of(results[0])}", style="bold")
+    _print_table(console, headers, rows, gap=1)
+
+
+def _category_cells(ways: Sequence[Record], places: Sequence[int]) -> list[str]:
+    # This package with its draft is the last of the providers.
+    undrafted, assisted, own = fastest(ways, UNDRAFTED), fastest(ways, (ASSISTED,)), ways[-1]
+    assert undrafted is not None
+    name, letter = own["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
+    (speed, length), rates = _speed_and_length(own), own["acceptance_rate_per_position"]
+    return [
+        name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 2] + "..",
+        f"{undrafted['tokens_per_second']:.1f} {letter}",
+        *_speed_and_length(assisted),
+        speed,
+        f"{own['speedup_over_undrafted']:.2f}",
+        length,
+        *(f"{100 * rates[place - 1]:.0f}" if place <= len(rates) else "-" for place in places),
+        MARKS[worst_verdict(way["greedy"] for way in ways)][0],
+    ]
+
+
+def _speed_and_length(way: Record | None) -> tuple[str, str]:
+    if way is None:
+        return "-", "-"
+    length = way["mean_acceptance_length"]
+    return f"{way['tokens_per_second']:.1f}", "-" if length is None else f"{length:.2f}"
+
+
+def print_legend(console: Console, legend: str, results: Sequence[Record], totals: Sequence[Record]) -> None:
     """The meaning of the columns and marks, and the times of compiling."""
-    console.print(f"\n{legend}", soft_wrap=True)
+    console.print(f"\n{legend}")
     found = {result["greedy"] for result in results}
     for verdict, meaning in MARKS.items():
         if verdict in found:
-            console.print(": ".join(filter(None, meaning)), soft_wrap=True)
+            console.print(": ".join(filter(None, meaning)))
     for result in totals or results:
         if result["compile_seconds"]:
+            seconds = f"{result['compile_seconds']:.1f} s compiling, not counted"
+            console.print(f"{result['provider']}, {title_of(result)}: {seconds}")
+
+
+def print_differences(console: Console, results: Sequence[Record], decode_text: Callable[[list[int]], str]) -> None:
+    """A line for each result that differs from plain greedy decoding."""
+    for result in results:
+        differences = [GreedyDifference(**each) for each in result["differences"]]
+        if differences:
+            worst = worst_of(differences)
+            place = ", ".join(filter(None, [result["provider"], f"batch {result['batch_size']}", result["category"]]))
             console.print(
-                f"{result['provider']}, {title_of(result)}: {result['compile_seconds']:.1f} s compiling, not counted",
-                soft_wrap=True,
+                f"{place}: {len(differences)} tokens are not those of plain greedy decoding. The worst: in row "
+                f"{worst.row}, {worst.describe(decode_text)}"
             )
-
-
-def print_differences(
-    console: Console, measurements: Sequence[Measurement], decode_text: Callable[[list[int]], str]
-) -> bool:
-    """A line for each provider that differs from plain greedy decoding; returns whether any differs beyond rounding."""
-    for measured in measurements:
-        differences = [each for run in measured.runs for each in run.differences]
-        if not differences:
-            continue
-        worst = worst_of(differences)
-        place = ", ".join(filter(None, [measured.provider, f"batch {measured.batch_size}", measured.category]))
-        console.print(
-            f"{place}: {len(differences)} tokens are not those of plain greedy decoding. The worst: in row "
-            f"{worst.row}, {worst.describe(decode_text)}",
-            soft_wrap=True,
-        )
-    return any(run.greedy == "different" for measured in measurements for run in measured.runs)
