@@ -64,10 +64,15 @@ def ours(model: PreTrainedModel, **options: Any) -> Any:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "whisper", "t5"])
 def test_greedy_is_what_transformers_returns(family: str) -> None:
     target = shared_tiny(family)
-    expected = plain(target, **arguments(family), max_new_tokens=14)
-    for draft in (None, perturbed(target), EarlyExit(1)):
-        output = ours(target, **arguments(family), max_new_tokens=14, draft_model=draft, num_draft_tokens=3)
-        assert output.dtype == expected.dtype and torch.equal(output, expected)
+    options = {**arguments(family), "max_new_tokens": 14, "pad_token_id": 11}
+    free = plain(target, **options)
+    # Tokens that end the rows at different places, and none at the limit.
+    eos = [int(free[row, place - 14]) for row, place in enumerate((3, 6, 1))]
+    for expected, ends in ((free, {}), (plain(target, **options, eos_token_id=eos), {"eos_token_id": eos})):
+        for draft in (None, perturbed(target), EarlyExit(1)):
+            output = ours(target, **options, **ends, draft_model=draft, num_draft_tokens=3)
+            assert output.dtype == expected.dtype and torch.equal(output, expected)
+    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -85,20 +90,6 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
     kept = _kept[target].decoder
     assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
-    target = shared_tiny(family)
-    free = plain(target, **arguments(family), max_new_tokens=14)
-    width = free.shape[1] - 14
-    # Tokens that end the rows at different places, and none at the limit.
-    eos = [int(free[0, width + 3]), int(free[1, width + 6]), int(free[2, width + 1])]
-    options = {**arguments(family), "max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 11}
-    expected = plain(target, **options)
-    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
-    assert torch.equal(ours(target, **options, draft_model=target, num_draft_tokens=4), expected)
-    assert torch.equal(ours(target, **options), expected)
 
 
 def test_right_padded_prompts_stay_as_given() -> None:
