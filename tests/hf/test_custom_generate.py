@@ -141,10 +141,10 @@ def test_several_sequences_of_one_prompt() -> None:
     assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
     assert len({tuple(row) for row in output[:4].tolist()}) > 1
     assert torch.equal(output, again) and not torch.equal(output, other)
-    # The draft's encoder reads the input of each sequence.
+    # A draft with an encoder of its own, which reads the input of each sequence.
     target, steps = shared_tiny("t5"), list[Step]()
     options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
-    output = ours(target, **options, draft_model=target, seed=3, token_streamer=steps.append)
+    output = ours(target, **options, draft_model=copy.deepcopy(target), seed=3, token_streamer=steps.append)
     assert all(step.num_accepted == step.num_proposed for step in steps)
     assert streamed(steps, 6) == output[:, 3:].tolist()
 

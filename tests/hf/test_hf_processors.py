@@ -126,15 +126,15 @@ def test_what_has_no_counterpart_is_called_and_says_so() -> None:
     options: dict[str, Any] = {**OPTIONS, **DICT, "max_new_tokens": 4, "draft_model": TARGET, "seed": 2}
     for given, called in (
         (processed(Alternating()), "eager: Alternating of logits_processor: called as they are"),
-        ({"typical_p": 0.9}, "eager: TemperatureLogitsWarper, TypicalLogitsWarper of logits_processor"),
+        ({"typical_p": 0.9, "temperature": 1.5}, "eager: TemperatureLogitsWarper, TypicalLogitsWarper of logits_proc"),
         (processed(TopPLogitsWarper(0.5, -math.inf, 2)), "eager: TopPLogitsWarper of"),
         (processed(MinPLogitsWarper(0.5, -9.0)), "eager: MinPLogitsWarper of"),
-        (processed(MinPLogitsWarper(0.5), TopPLogitsWarper(0.5)), "eager: MinPLogitsWarper, TopPLogitsWarper of"),
-        (processed(TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)), "eager: TemperatureLogitsWarper, Temp"),
+        (processed(MinPLogitsWarper(0.5), TopPLogitsWarper(0.5)), "eager: MinPLogitsWarper of"),
+        (processed(TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(3.0)), "eager: TemperatureLogitsWarper of"),
         ({"top_k": 5, "repetition_penalty": 1.1}, "eager: on cpu compiling pays"),
         (CASES["mixed"], "eager: on cpu compiling pays"),
     ):
-        output: Any = ours(TARGET, **options, **({"do_sample": True, "top_k": 0, "temperature": 1.5} | given))
+        output: Any = ours(TARGET, **(options | {"do_sample": True, "top_k": 0} | given))
         assert output.stats.compiled.startswith(called), output.stats.compiled
         assert output.stats.acceptance_rate > 0.999
     with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: Alternating of logits"):
