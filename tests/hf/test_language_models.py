@@ -44,7 +44,7 @@ def test_any_way_of_reading_gives_the_same_logits(family: str, attention: str | 
     expected = full_logits(model, TOKENS, inputs)
     adapter = hf.language_model(model)
     assert isinstance(adapter, LanguageModel)
-    for change in (lambda values: values.flip(0), lambda values: values[1:], torch.clone):
+    for change in (lambda values: values[1:], lambda values: values.flip(0), torch.clone):
         own = None if inputs is None else {name: change(value) for name, value in inputs.items()}
         tokens = change(TOKENS[:, :6])
         adapter.start(len(tokens), CAPACITY, own)
