@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Directories of a target and a draft, with a tokenizer whose words are numbers."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of a target and a draft, with a tokenizer whose words are numbers, and of an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("models")
     vocab = {str(token): token for token in range(VOCAB)}
     words = Tokenizer(WordLevel(vocab, unk_token="7"))
@@ -51,7 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     for name, model in (("target", target), ("draft", perturbed(target))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    return str(folder / "target"), str(folder / "draft")
+    save_head(new_head(), folder / "head")
+    return {name: str(folder / name) for name in ("target", "draft", "head")}
 
 
 def test_every_example_is_tested() -> None:
@@ -78,58 +80,52 @@ def test_the_first_scripts_print_what_is_committed(run: Run, name: str) -> None:
     assert run(name) == (EXAMPLES / "outputs" / name).with_suffix(".txt").read_text()
 
 
-def test_verify_one_step(run: Run, models: tuple[str, str]) -> None:
+PAIR = "--target {target} --draft {draft}"
+SAME = "identical to transformers: True"
+OWN = (r"^[2-5]\.\d\d tokens per step$", "identical to decoding without drafts: True", "still in training mode: True")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "patterns"),
+    [
+        ("verify_one_step.py", f"{PAIR} --prompt '3 17 5' --temperature 0", [r"^emitted:( \d+)+$"]),
+        ("hf_generate.py", "", [SAME]),
+        ("hf_generate.py", f"{PAIR} --prompts '3 17 5 3 17' '9 4' --max-new-tokens 12", [SAME]),
+        ("own_model.py", "", OWN),
+        ("eagle3.py", "--target {target} --head {head} --prompts '3 17 5 3 17' '9 4'", ["the same text: True"]),
+        ("processors.py", f"{PAIR} --prompt '3 17 5 3 17' --words 9 '4 5'", [SAME]),
+    ],
+)
+def test_a_script_says_so(run: Run, models: dict[str, str], name: str, arguments: str, patterns: list[str]) -> None:
+    """On its tiny defaults, or on a model from a directory."""
+    output = run(name, *shlex.split(arguments.format(**models)))
+    assert [each for each in patterns if not re.search(each, output, re.MULTILINE)] == [], output
+
+
+def test_verify_one_step(run: Run, models: dict[str, str]) -> None:
     drafts, emitted, summary = run("verify_one_step.py", "--temperature", "1").splitlines()
     drafts, emitted = drafts.split()[1:], emitted.split()[1:]
     num_accepted = int(summary.split()[0])
     assert len(drafts) == 4 and len(emitted) == num_accepted + 1
     assert emitted[:num_accepted] == drafts[:num_accepted]
     assert summary.endswith(f"{num_accepted + 1} tokens for one target forward")
-    target, draft = models
-    output = run("verify_one_step.py", "--target", target, "--draft", draft, "--prompt", "3 17 5", "--temperature", "0")
-    assert re.search(r"^emitted:( \d+)+$", output, re.MULTILINE)
     with pytest.raises(SystemExit):
-        run("verify_one_step.py", "--target", target)
+        run("verify_one_step.py", "--target", models["target"])
 
 
-def test_hf_generate(run: Run, models: tuple[str, str]) -> None:
-    assert "identical to transformers: True" in run("hf_generate.py")
-    target, draft = models
-    arguments = ["--target", target, "--draft", draft, "--prompts", "3 17 5 3 17", "9 4", "--max-new-tokens", "12"]
-    assert "identical to transformers: True" in run("hf_generate.py", *arguments)
-
-
-def test_own_model(run: Run) -> None:
-    output = run("own_model.py")
-    assert "identical to decoding without drafts: True" in output and "still in training mode: True" in output
-    assert re.search(r"^[2-5]\.\d\d tokens per step$", output, re.MULTILINE), output
-
-
-def test_eagle3(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
-    save_head(new_head(), tmp_path / "head")
-    arguments = ["--target", models[0], "--head", str(tmp_path / "head"), "--prompts", "3 17 5 3 17", "9 4"]
-    assert "the same text: True" in run("eagle3.py", *arguments)
-
-
-def test_processors(run: Run, models: tuple[str, str]) -> None:
+def test_processors(run: Run) -> None:
     output = run("processors.py")
     texts = dict(re.findall(r"^(.*): '(.*)'$", output, re.MULTILINE))
     assert len(texts) == len(set(texts.values())) == 4 and "great" in texts["as it is"]
     assert "great" not in texts["banned words"] and "identical to transformers: True" in output
-    target, draft = models
-    arguments = ["--target", target, "--draft", draft, "--prompt", "3 17 5 3 17", "--words", "9", "4 5"]
-    assert "identical to transformers: True" in run("processors.py", *arguments)
 
 
 def test_structured_output(run: Run) -> None:
     """A model that knows no JSON writes some."""
     folder = Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
     output = run("structured_output.py", "--target", str(folder), "--new-tokens", "200")
-    assert re.findall(r"^(.*?): (Person|not)", output, re.MULTILINE) == [
-        ("xgrammar", "Person"),
-        ("llguidance", "Person"),
-        ("no grammar", "not"),
-    ]
+    found = dict(re.findall(r"^(.*?): (Person|not)", output, re.MULTILINE))
+    assert found == {"xgrammar": "Person", "llguidance": "Person", "no grammar": "not"}
 
 
 def test_quantised_draft(run: Run) -> None:
@@ -147,13 +143,12 @@ def test_check_law(run: Run) -> None:
 
 
 def test_check_engine(run: Run) -> None:
-    right, transformers, wrong = run("check_engine.py", "--trials", "1000").split("transformers")[:3]
-    for text in (right, transformers):
-        assert "No bias seen in 3 settings." in text
+    *right, wrong = run("check_engine.py", "--trials", "1000").split("transformers")[:3]
+    assert all("No bias seen in 3 settings." in text for text in right)
     assert "Not the target's law: temperature 0.7, top-p 0.9; top-k 3 (2 of 3 settings)." in wrong
 
 
-def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]) -> None:
+def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: dict[str, str]) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -173,8 +168,8 @@ def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, m
     # Fewer steps than tokens, and rows that do not wait for each other.
     assert num_steps < min(emitted) and emitted[0] != emitted[1]
 
-    target, draft = models
-    assert "one compiled graph" in run("compiled_loop.py", "--target", target, "--draft", draft, "--width", "24")
+    arguments = f"{PAIR} --width 24".format(**models).split()
+    assert "one compiled graph" in run("compiled_loop.py", *arguments)
     assert len(graphs) == 2
 
 
@@ -200,18 +195,18 @@ def test_tensor_parallel() -> None:
     assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
 
 
-def test_rollouts(run: Run, models: tuple[str, str], tmp_path: Path) -> None:
+def test_rollouts(run: Run, models: dict[str, str], tmp_path: Path) -> None:
     """What the sampler says of its tokens is what a training forward says, also where an answer ends early."""
-    policy = shutil.copytree(models[0], tmp_path / "policy")
+    policy = shutil.copytree(models["target"], tmp_path / "policy")
     (policy / "generation_config.json").write_text('{"eos_token_id": 2}')
-    output = run("rollouts.py", "--target", str(policy), "--draft", models[1], "--prompt", "1 17 5", "--samples", "3")
+    arguments = f"{PAIR} --prompt '1 17 5' --samples 3".format(target=policy, draft=models["draft"])
+    output = run("rollouts.py", *shlex.split(arguments))
     assert "\n72 tokens" in output and "alone: True" in output and "of the training forward: True" in output
 
 
-def test_many_requests(run: Run, models: tuple[str, str]) -> None:
-    target, draft = models
-    for arguments in ((), ("--target", target, "--draft", draft, "--batch-size", "3")):
-        output = run("many_requests.py", *arguments)
+def test_many_requests(run: Run, models: dict[str, str]) -> None:
+    for arguments in ("", f"{PAIR} --batch-size 3"):
+        output = run("many_requests.py", *arguments.format(**models).split())
         assert "6 requests, 132 tokens" in output and "the same as each request alone: True" in output
         # Answers come as they finish.
         order = [int(line[0]) for line in output.splitlines() if "(length)" in line]

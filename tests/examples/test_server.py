@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -107,13 +107,10 @@ def serving(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any
 
 
 @contextmanager
-def posted(server: Any, body: Any, path: str = "/v1/completions") -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection(*server.server_address, timeout=WAIT)
-    connection.request("POST", path, json.dumps(body))
-    try:
+def posted(address: tuple[str, int], body: Any) -> Iterator[http.client.HTTPResponse]:
+    with closing(http.client.HTTPConnection(*address, timeout=WAIT)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
         yield connection.getresponse()
-    finally:
-        connection.close()
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[Any]:
@@ -141,14 +138,13 @@ def alone(decoder: SpeculativeDecoder, tokenizer: Any, body: Body) -> tuple[str,
 
 def ask(server: Any, body: Body, stream: bool) -> tuple[str, str]:
     """Text and finish reason, as the server gives them."""
-    with posted(server, body | {"model": "any", "stream": stream}) as response:
+    with posted(server.server_address, body | {"model": "any", "stream": stream}) as response:
         assert response.status == 200
         answers = list(events(response)) if stream else [json.loads(response.read())]
     *deltas, last = answers
-    assert len({answer["id"] for answer in answers}) == 1 and {answer["object"] for answer in answers} == {
-        "text_completion"
-    }
-    assert [delta["choices"][0]["finish_reason"] for delta in deltas] == [None] * len(deltas)
+    assert len({answer["id"] for answer in answers}) == 1
+    assert all(answer["object"] == "text_completion" for answer in answers)
+    assert all(delta["choices"][0]["finish_reason"] is None for delta in deltas)
     assert not stream or len(deltas) > 1
     text = "".join(answer["choices"][0]["text"] for answer in answers)
     return text, last["choices"][0]["finish_reason"]
@@ -161,7 +157,7 @@ def leave(server: Any, when: str) -> None:
             content = json.dumps(LONG).encode()
             connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
     else:
-        with posted(server, LONG | {"stream": True}) as response:
+        with posted(server.server_address, LONG | {"stream": True}) as response:
             for _ in zip(range(3), events(response), strict=False):
                 pass
 
@@ -179,7 +175,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def refuse(server: Any, name: str, body: Any) -> None:
-    with posted(server, body) as response:
+    with posted(server.server_address, body) as response:
         answer = json.loads(response.read())
         assert response.status == 400 and name in answer["error"]["message"], (body, answer)
 
@@ -223,7 +219,7 @@ def test_errors_of_the_server(example: dict[str, Any], decoder: SpeculativeDecod
         # Another call with the decoder ends the session.
         alone(decoder, tokenizer, REQUESTS[0])
         for stream, message in ((False, "another one has begun"), (True, "the session is closed")):
-            with posted(server, REQUESTS[0] | {"stream": stream}) as response:
+            with posted(server.server_address, REQUESTS[0] | {"stream": stream}) as response:
                 assert response.status == 500 and message in json.loads(response.read())["error"]["message"]
 
 
@@ -244,12 +240,11 @@ def test_an_interrupt_closes_the_server(example: dict[str, Any], monkeypatch: py
 
     def interrupt() -> Any:
         port = int(addresses.get(timeout=WAIT).split(":")[2].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        connection.request("POST", "/v1/completions", json.dumps(LONG | {"stream": True}))
-        answers = events(connection.getresponse())
-        next(answers)
-        os.kill(os.getpid(), signal.SIGINT)
-        return list(answers)[-1]
+        with posted(("127.0.0.1", port), LONG | {"stream": True}) as response:
+            answers = events(response)
+            next(answers)
+            os.kill(os.getpid(), signal.SIGINT)
+            return list(answers)[-1]
 
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(interrupt)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from chains import expect_caught, expect_laws
 from report import Report
-from tiny_loops import streamed
+from tiny_loops import TokenStreamer, streamed
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny, tiny
-from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationMixin,
@@ -49,14 +49,14 @@ def arguments(family: str, side: str = "left") -> dict[str, Any]:
     return {**inputs, "decoder_input_ids": ids}
 
 
-def plain(model: PreTrainedModel, **options: Any) -> Tensor:
+def plain(model: PreTrainedModel, **options: Any) -> Any:
     """By transformers alone. T5's own cache has as many layers as its encoder; Whisper's `generate` forces tokens."""
     if model.config.is_encoder_decoder:
         options["use_cache"] = False
     return GenerationMixin.generate(model, **({"do_sample": False, "pad_token_id": 0} | options))
 
 
-def ours(model: PreTrainedModel, **options: Any) -> Tensor:
+def ours(model: PreTrainedModel, **options: Any) -> Any:
     defaults = {"do_sample": False, "pad_token_id": 0, "custom_generate": custom_generate}
     return GenerationMixin.generate(model, **(defaults | options))
 
@@ -64,10 +64,15 @@ def ours(model: PreTrainedModel, **options: Any) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "whisper", "t5"])
 def test_greedy_is_what_transformers_returns(family: str) -> None:
     target = shared_tiny(family)
-    expected = plain(target, **arguments(family), max_new_tokens=14)
-    for draft in (None, perturbed(target), EarlyExit(1)):
-        output = ours(target, **arguments(family), max_new_tokens=14, draft_model=draft, num_draft_tokens=3)
-        assert output.dtype == expected.dtype and torch.equal(output, expected)
+    options = {**arguments(family), "max_new_tokens": 14, "pad_token_id": 11}
+    free = plain(target, **options)
+    # Tokens that end the rows at different places, and none at the limit.
+    eos = [int(free[row, place - 14]) for row, place in enumerate((3, 6, 1))]
+    for expected, ends in ((free, {}), (plain(target, **options, eos_token_id=eos), {"eos_token_id": eos})):
+        for draft in (None, perturbed(target), EarlyExit(1)):
+            output = ours(target, **options, **ends, draft_model=draft, num_draft_tokens=3)
+            assert output.dtype == expected.dtype and torch.equal(output, expected)
+    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -85,20 +90,6 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
     kept = _kept[target].decoder
     assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_rows_end_at_their_eos_and_are_padded(family: str) -> None:
-    target = shared_tiny(family)
-    free = plain(target, **arguments(family), max_new_tokens=14)
-    width = free.shape[1] - 14
-    # Tokens that end the rows at different places, and none at the limit.
-    eos = [int(free[0, width + 3]), int(free[1, width + 6]), int(free[2, width + 1])]
-    options = {**arguments(family), "max_new_tokens": 14, "eos_token_id": eos, "pad_token_id": 11}
-    expected = plain(target, **options)
-    assert bool((expected[:, -1] == 11).any()) and expected.shape[1] < free.shape[1]
-    assert torch.equal(ours(target, **options, draft_model=target, num_draft_tokens=4), expected)
-    assert torch.equal(ours(target, **options), expected)
 
 
 def test_right_padded_prompts_stay_as_given() -> None:
@@ -150,10 +141,10 @@ def test_several_sequences_of_one_prompt() -> None:
     assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
     assert len({tuple(row) for row in output[:4].tolist()}) > 1
     assert torch.equal(output, again) and not torch.equal(output, other)
-    # The draft's encoder reads the input of each sequence.
+    # A draft with an encoder of its own, which reads the input of each sequence.
     target, steps = shared_tiny("t5"), list[Step]()
     options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
-    output = ours(target, **options, draft_model=target, seed=3, token_streamer=steps.append)
+    output = ours(target, **options, draft_model=copy.deepcopy(target), seed=3, token_streamer=steps.append)
     assert all(step.num_accepted == step.num_proposed for step in steps)
     assert streamed(steps, 6) == output[:, 3:].tolist()
 
@@ -171,41 +162,35 @@ def test_several_sequences_of_one_prompt() -> None:
 )
 def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: str) -> None:
     """Without a top_k, transformers' own default of 50 filters."""
-    target, options = shared_tiny("llama"), arguments("llama")
-    sampling = SamplingParams(temperature=1.5, **({"top_k": 50} | filters))
-    both: dict[str, Any] = {**options, "max_new_tokens": 12, "verify": verify, "seed": 3}
-    if verify == "sigmoid":
-        both |= {"alpha": -2.0, "beta": 0.5}
-    warpers = {"do_sample": True, "temperature": 1.5, **filters}
+    target = shared_tiny("llama")
     # A draft whose tokens are rejected under these bounds, and rarely under the default ones.
-    draft = perturbed(target, 0.2)
-    output = ours(target, **both, **warpers, draft_model=draft)
-    same = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
-    if verify == "sigmoid":
-        both |= {"alpha": -1e3, "beta": 1e3}
-        default = torch_specops.generate(target, **both, draft=draft, sampling=sampling)
-        assert default.stats.num_steps < same.stats.num_steps
+    draft, bounds = perturbed(target, 0.2), {"alpha": -2.0, "beta": 0.5} if verify == "sigmoid" else {}
+    both: dict[str, Any] = {**arguments("llama"), "max_new_tokens": 12, "verify": verify, "seed": 3}
+    own = both | {"draft": draft, "sampling": SamplingParams(temperature=1.5, **({"top_k": 50} | filters))}
+    output = ours(target, **both, **bounds, do_sample=True, temperature=1.5, **filters, draft_model=draft)
+    same = torch_specops.generate(target, **own, **bounds)
+    if bounds:
+        assert torch_specops.generate(target, **own).stats.num_steps < same.stats.num_steps
     for row in range(len(output)):
         text = same.new_tokens(row)
-        assert output[row, options["input_ids"].shape[1] :][: len(text)].tolist() == text
+        assert output[row, both["input_ids"].shape[1] :][: len(text)].tolist() == text
 
 
 def test_the_temperature_is_the_targets_law(report: Report) -> None:
     """The first new token's law, at a temperature that is not 1, over many rows."""
-    target, temperature, trials = shared_tiny("llama"), 2.5, 1500
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 2, "num_draft_tokens": 1}
-    ids = PROMPT.expand(trials, -1).contiguous()
-    mask = torch.ones_like(ids)
-    p_values = []
-    for asked in (temperature, 1.0):
-        options |= {"temperature": asked, "draft_model": perturbed(target), "seed": 1}
-        output = ours(target, input_ids=ids, attention_mask=mask, **options)
-        with torch.no_grad():
-            law = (target(PROMPT).logits[0, -1] / temperature).softmax(-1)
-        p_values.append(chi_square(torch.bincount(output[:, 5], minlength=VOCAB), law))
-    report.p_values["custom_generate, first token"] = p_values[0]
-    report.wrong_p_values["custom_generate at another temperature"] = p_values[1]
-    assert p_values[0] > 1e-5 > p_values[1]
+    target = shared_tiny("llama")
+    ids = PROMPT.repeat(1500, 1)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": True, "top_k": 0, "seed": 1}
+    with torch.no_grad():
+        law = (target(PROMPT).logits[0, -1] / 2.5).softmax(-1)
+
+    def p_value(temperature: float) -> float:
+        draft = {"draft_model": perturbed(target), "num_draft_tokens": 1, "max_new_tokens": 2}
+        output = ours(target, **options, **draft, temperature=temperature)
+        return chi_square(torch.bincount(output[:, 5], minlength=VOCAB), law)
+
+    expect_laws(report, "custom_generate", {"first token": p_value(2.5)})
+    expect_caught(report, "custom_generate at another temperature", {"first token": p_value(1.0)})
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -262,32 +247,33 @@ def test_two_threads_do_not_share_a_decoder() -> None:
     assert _kept[target].decoder is kept
 
 
+ENSEMBLE = {"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}
+NOT_DONE: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
+    ({"use_mtp": True}, "use_mtp: expected None"),
+    ({"speculation_type": "dflash"}, "speculation_type: expected None"),
+    ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
+    (ENSEMBLE, "assistant_ensemble_weight: .* got 0.5"),
+    ({"assistant_model": EarlyExit(1), "assistant_tokenizer": 1}, "assistant_tokenizer: .*TokenMap"),
+]
+BESIDE = "expected None beside"
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"draft_model": EarlyExit(1), "prompt_lookup_num_tokens": 3}, f"prompt_lookup_num.*: {BESIDE} draft_model, got 3"),
+    ({"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3}, f"assistant_early_exit: {BESIDE} prompt_lookup_num"),
+    ({"assistant_model": EarlyExit(1), "draft_model": EarlyExit(1)}, f"assistant_model: {BESIDE} draft_model"),
+    ({"streamer": TokenStreamer(), "token_streamer": print}, f"streamer: {BESIDE} token_streamer"),
+    (
+        {cache_argument(shared_tiny("llama")): DynamicCache()},
+        "(past_key_values|cache): the loop has a cache of its own",
+    ),
+    ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
+    ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
+]
+
+
 def test_what_is_not_done_is_an_error() -> None:
-    not_done: list[tuple[dict[str, Any], str]] = [
-        ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
-        ({"use_mtp": True}, "use_mtp: expected None"),
-        ({"speculation_type": "dflash"}, "speculation_type: expected None"),
-        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
-        ({"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight: .* got 0.5"),
-    ]
-    wrong_values: list[tuple[dict[str, Any], str]] = [
-        (
-            {"draft_model": EarlyExit(1), "prompt_lookup_num_tokens": 3},
-            "prompt_lookup_num_tokens: expected None beside draft_model, got 3",
-        ),
-        (
-            {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
-            "assistant_early_exit: expected None beside prompt_lookup_num_tokens, got 1",
-        ),
-        (
-            {cache_argument(shared_tiny("llama")): DynamicCache()},
-            "(past_key_values|cache): the loop has a cache of its own",
-        ),
-        ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),
-        ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds: this loop does not pass it"),
-    ]
-    cases = [(options, NotImplementedError, message) for options, message in not_done]
-    cases += [(options, ValueError, message) for options, message in wrong_values]
+    cases = [(options, NotImplementedError, message) for options, message in NOT_DONE]
+    cases += [(options, ValueError, message) for options, message in WRONG_VALUES]
     assert raised(lambda options: ours(shared_tiny("llama"), **(ONE_PROMPT | options)), cases) == []
 
 

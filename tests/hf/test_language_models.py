@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,12 +38,18 @@ def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor
 )
 @torch.inference_mode()
 def test_any_way_of_reading_gives_the_same_logits(family: str, attention: str | None) -> None:
-    """Rows read at positions of their own, in pieces of many widths, each after a wrong guess that is rolled back."""
+    """Rows read at positions of their own, in pieces of many widths, each after a wrong guess that is rolled back; and
+    batches before, of other sizes, with inputs of their own for the encoder."""
     model, inputs = shared_tiny(family, attention=attention), encoder_inputs(family)
     expected = full_logits(model, TOKENS, inputs)
     adapter = hf.language_model(model)
     assert isinstance(adapter, LanguageModel)
-    adapter.start(3, CAPACITY, inputs)
+    for change in (lambda values: values[1:], lambda values: values.flip(0), torch.clone):
+        own = None if inputs is None else {name: change(value) for name, value in inputs.items()}
+        tokens = change(TOKENS[:, :6])
+        adapter.start(len(tokens), CAPACITY, own)
+        logits = adapter.forward(tokens, torch.arange(6).expand(len(tokens), -1))
+        torch.testing.assert_close(logits, full_logits(model, tokens, own), rtol=1e-5, atol=1e-5)
     starts = torch.tensor([0, 0, 0])
     for widths in ([5, 5, 5], [1, 4, 2], [4, 4, 1], [3, 1, 2], [3, 3, 3], [1, 1, 1], [4, 4, 4]):
         # One width per call: a row that takes fewer reads the rest as a guess.
@@ -64,23 +69,6 @@ def test_any_way_of_reading_gives_the_same_logits(family: str, attention: str | 
     logits = adapter.forward(TOKENS.gather(1, positions), positions, 2)
     at = positions[:, 2:, None].expand(-1, -1, VOCAB)
     torch.testing.assert_close(logits, expected.gather(1, at), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["whisper", "t5"])
-@torch.inference_mode()
-def test_a_new_batch_has_its_own_encoder_input(family: str) -> None:
-    model, inputs = shared_tiny(family), encoder_inputs(family)
-    assert inputs is not None
-    flipped = {name: value.flip(0) for name, value in inputs.items()}
-    two = {name: value[1:] for name, value in inputs.items()}
-    adapter = hf.language_model(model)
-    for each in (inputs, flipped, two, inputs):
-        rows = len(next(iter(each.values())))
-        tokens = TOKENS[:rows, :6]
-        adapter.start(rows, CAPACITY, each)
-        for _ in range(2):
-            logits = adapter.forward(tokens, torch.arange(6).expand(rows, -1))
-            torch.testing.assert_close(logits, full_logits(model, tokens, each), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["whisper", "t5"])
@@ -182,22 +170,16 @@ def everything_of(model: PreTrainedModel) -> list[Any]:
 def test_the_model_is_not_changed(family: str) -> None:
     model = tiny(family).train()
     inputs, (ids, mask) = encoder_inputs(family), padded(PROMPTS, "left")
-    before, weights = everything_of(model), copy.deepcopy(model.state_dict())
-    during: list[Any] = []
-    watch = model.get_decoder().register_forward_hook(lambda *call: during.append(everything_of(model)))
-    before = everything_of(model)
+    during, weights = list[Any](), copy.deepcopy(model.state_dict())
+    model.get_decoder().register_forward_hook(lambda *call: during.append(everything_of(model)))
+    before, prompt = everything_of(model), {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6}
     for options in ({"draft": EarlyExit(1), "compile": False}, {"compile": True}):
-        torch_specops.generate(
-            model, ids, attention_mask=mask, max_new_tokens=6, eos_token_id=(), inputs=inputs, **options
-        )
-    if inputs is None:
-        prompt = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 4}
-        for compile in (False, True):
-            GenerationMixin.generate(model, **prompt, custom_generate=hf.custom_generate, compile=compile)
-    assert len(during) > 5 and all(each == before for each in during)
-    assert everything_of(model) == before
+        torch_specops.generate(model, **prompt, eos_token_id=(), inputs=inputs, **options)
+        if inputs is None:
+            own = {"custom_generate": hf.custom_generate, "pad_token_id": 0, "compile": options["compile"]}
+            GenerationMixin.generate(model, **prompt, **own)
+    assert len(during) > 5 and all(each == before for each in (*during, everything_of(model)))
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-    watch.remove()
 
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
@@ -258,27 +240,21 @@ def test_an_architecture_is_checked_once() -> None:
         """Forwards of one call of `generate`, with the check if there is one."""
         reads.clear()
         watch = model.model.register_forward_pre_hook(lambda *call: reads.append(call))
-        ids = torch.tensor([[5, 6, 7]])
-        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
-        GenerationMixin.generate(model, **prompt, pad_token_id=0, custom_generate=hf.custom_generate)
+        torch_specops.generate(model, torch.tensor([[5, 6, 7]]), max_new_tokens=2, sampling=GREEDY)
         watch.remove()
         return len(reads)
 
     checked = reads_of(model)
     alone = reads_of(model)
     assert checked > alone and reads_of(untested("Granite", **sizes)) == alone
-
-    def adapted(model: PreTrainedModel) -> None:
-        layer = model.model.layers[0].self_attn
-        layer.q_proj = nn.Sequential(layer.q_proj)
-
-    changes: list[Callable[[PreTrainedModel], object]] = [
-        lambda model: model.bfloat16(),
-        lambda model: model.set_attn_implementation("eager"),
-        adapted,
-    ]
-    for change in changes:
-        change(model)
+    layer = model.model.layers[0].self_attn
+    for change in (
+        lambda: model.bfloat16(),
+        lambda: model.set_attn_implementation("eager"),
+        # As an adapter does.
+        lambda: setattr(layer, "q_proj", nn.Sequential(layer.q_proj)),
+    ):
+        change()
         assert reads_of(model) > alone
         assert reads_of(model) == alone
     # What a forward of its own does cannot be known.
@@ -315,16 +291,8 @@ def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def around(prefix: str, family: str) -> PreTrainedModel:
     """A model of images and text around a text model."""
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-        "projection_dim": 32,
-    }
+    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14, "projection_dim": 32}
     text, config_class = shared_tiny(family), getattr(transformers, f"{prefix}Config")
     config = config_class(text_config=text.config.to_dict(), vision_config=vision, projection_dim=32)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).double().eval()
@@ -348,9 +316,11 @@ def test_a_model_around_a_text_model_is_checked() -> None:
         hf.language_model(around("PaliGemma", "gemma"))
 
 
-def changed(change: Callable[[PreTrainedModel], object]) -> PreTrainedModel:
+def changed(**attributes: object) -> PreTrainedModel:
+    """A model with other attributes, of its own or (by `config_...`) of its config."""
     model = tiny("llama")
-    change(model)
+    for name, value in attributes.items():
+        setattr(model.config if name.startswith("config_") else model, name.removeprefix("config_"), value)
     return model
 
 
@@ -364,19 +334,19 @@ def test_models_that_cannot_be_read_are_refused() -> None:
     models = [
         (transformers.RwkvForCausalLM(rwkv), "model: RwkvForCausalLM has a recurrent state, which"),
         (transformers.MambaForCausalLM(mamba), f"model: MambaForCausalLM {linear}"),
-        (changed(lambda model: setattr(model.config, "layer_types", kinds)), f"model: LlamaForCausalLM {linear}"),
+        (changed(config_layer_types=kinds), f"model: LlamaForCausalLM {linear}"),
+        # Setting it properly would need the package behind it.
         (
-            # Setting it properly would need the package behind it.
-            changed(lambda model: setattr(model.config, "_attn_implementation", "flash_attention_2")),
-            "model: attention 'flash_attention_2' takes no mask .*sdpa",
+            changed(config__attn_implementation="flash_attention_2"),
+            "model: attention 'flash_attention_2' takes no mask",
         ),
         (transformers.LlamaModel(tiny("llama").config), "model: expected a model with a language head, got LlamaModel"),
-        (changed(lambda model: model.lm_head.to("meta")), f"{one_device} cpu, meta.*offload"),
+        (changed(lm_head=nn.Linear(32, VOCAB, device="meta")), f"{one_device} cpu, meta.*offload"),
         (tiny("llama").to("meta"), f"{one_device} meta.*offload"),
-        (changed(lambda model: setattr(model, "_hf_hook", offloaded)), f"{one_device} cpu.*offload"),
+        (changed(_hf_hook=offloaded), f"{one_device} cpu.*offload"),
         (
-            changed(lambda model: setattr(model, "peft_config", {"default": alora})),
-            "model: an aLoRA adapter depends on where a text calls it; decode with peft_model.generate",
+            changed(peft_config={"default": alora}),
+            "model: an aLoRA adapter depends .*; decode with peft_model.generate",
         ),
     ]
     cases = [(model, ValueError, message) for model, message in models]

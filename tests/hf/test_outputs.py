@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_custom_generate import arguments, ours, plain
 from tiny_loops import DRAFTS, Late
-from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, shared_tiny
+from tiny_models import PROMPTS, perturbed, shared_tiny
 from torch import Tensor
 from transformers import (
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -18,14 +18,15 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
+from transformers.generation import GenerateEncoderDecoderOutput
 
 from torch_specops.decode import batch as batch_module
-from torch_specops.hf import custom_generate
+from torch_specops.drafts import PromptLookup
 
-IDS, MASK = padded(PROMPTS, "left")
-WIDTH = IDS.shape[1]
+TARGET = shared_tiny("llama")
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 11, **ASKED}
+CALL: dict[str, Any] = {**arguments("llama"), **ASKED, "max_new_tokens": 12, "pad_token_id": 11}
+WIDTH = CALL["input_ids"].shape[1]
 
 
 def check(found: Any, expected: Any, lengths: list[int]) -> None:
@@ -66,22 +67,15 @@ def test_greedy_rows_have_the_scores_of_transformers(draft: str, late: bool, mon
     text, and one takes no NaN."""
     if late:
         monkeypatch.setattr(batch_module, "RecordReader", Late)
-    target = shared_tiny("llama")
-    free = target.generate(IDS, **CALL).sequences[:, WIDTH:]
+    free = plain(TARGET, **CALL).sequences[:, WIDTH:]
     options = {**CALL, "repetition_penalty": 1.5, "eos_token_id": int(free[0, 4])}
     options["logits_processor"] = LogitsProcessorList([Strict()])
     gaps = set()
     for gap in (0.0, 0.05, 0.5):
         both = [Doubtful(gap), Doubtful(gap)]
-        expected = target.generate(IDS, **options, stopping_criteria=StoppingCriteriaList(both[:1]))
-        found = target.generate(
-            IDS,
-            **options,
-            stopping_criteria=StoppingCriteriaList(both[1:]),
-            custom_generate=custom_generate,
-            draft_model=DRAFTS[draft]("llama"),
-            num_draft_tokens=4,
-        )
+        expected = plain(TARGET, **options, stopping_criteria=StoppingCriteriaList(both[:1]))
+        drafts = {"draft_model": DRAFTS[draft]("llama"), "num_draft_tokens": 4}
+        found = ours(TARGET, **options, stopping_criteria=StoppingCriteriaList(both[1:]), **drafts)
         new = expected.sequences[:, WIDTH:].tolist()
         lengths = [row.index(11) if 11 in row else len(row) for row in new]
         check(found, expected, lengths)
@@ -94,40 +88,38 @@ def test_greedy_rows_have_the_scores_of_transformers(draft: str, late: bool, mon
 
 
 def test_sampled_rows_have_the_scores_they_were_drawn_from() -> None:
-    target = shared_tiny("llama")
-    sampled = {"do_sample": True, "temperature": 1.5, "top_k": 7, "seed": 3}
     prompt = torch.tensor([PROMPTS[0]]).expand(4, -1)
-    options = {**CALL, "attention_mask": torch.ones_like(prompt), **sampled}
-    found = target.generate(prompt, **options, custom_generate=custom_generate, draft_model=perturbed(target))
+    sampled = {"do_sample": True, "temperature": 1.5, "top_k": 7, "seed": 3}
+    options = {**CALL, "input_ids": prompt, "attention_mask": torch.ones_like(prompt), **sampled}
+    found = ours(TARGET, **options, draft_model=perturbed(TARGET))
     with torch.no_grad():
-        logits = target(found.sequences).logits.float()[:, prompt.shape[1] - 1 : -1].unbind(1)
+        logits = TARGET(found.sequences).logits.float()[:, prompt.shape[1] - 1 : -1].unbind(1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(1.5), TopKLogitsWarper(7)])
     torch.testing.assert_close(found.logits, tuple(logits))
     torch.testing.assert_close(found.scores, tuple(warpers(found.sequences, row) for row in logits))
     # As transformers' own function reads them.
-    transition = target.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+    transition = TARGET.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
     assert transition.shape == (4, 12) and bool((transition.exp() > 0).all())
 
 
 def test_an_encoder_decoder_has_them_too() -> None:
-    target, inputs = shared_tiny("t5"), encoder_inputs("t5")
-    options = {**inputs, "decoder_input_ids": torch.tensor([[1, 9, 17]] * 3), "max_new_tokens": 6, **ASKED}
-    expected = GenerationMixin.generate(target, **options, use_cache=False)
-    found = GenerationMixin.generate(target, **options, custom_generate=custom_generate, draft_model=perturbed(target))
-    check(found, expected, [6, 6, 6])
+    """With a draft that has no config, which transformers would look into."""
+    options = {**arguments("t5"), **ASKED, "max_new_tokens": 6}
+    found = ours(shared_tiny("t5"), **options, assistant_model=PromptLookup(1, 1))
+    check(found, plain(shared_tiny("t5"), **options), [6, 6, 6])
+    assert isinstance(found, GenerateEncoderDecoderOutput)
+    assert found.stats.num_proposed > 0 and len(found.stats.seeds) == 3
 
 
 def test_they_come_from_eager_steps_and_only_on_request() -> None:
-    target = shared_tiny("llama")
-    options = {**CALL, "custom_generate": custom_generate}
-    eager = target.generate(IDS, **options)
+    eager = ours(TARGET, **CALL)
     assert eager.stats.compiled == "eager: scores and logits are kept"
     with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: scores and logits are kept"):
-        target.generate(IDS, **options, compile=True)
-    none = target.generate(IDS, **(options | {"output_scores": False}))
+        ours(TARGET, **CALL, compile=True)
+    none = ours(TARGET, **(CALL | {"output_scores": False}))
     assert none.scores is None and torch.equal(none.logits[3], eager.logits[3])
-    assert target.generate(IDS, **(options | {"output_logits": False})).logits is None
-    assert torch.equal(target.generate(IDS, **(options | {"return_dict_in_generate": False})), eager.sequences)
+    assert ours(TARGET, **(CALL | {"output_logits": False})).logits is None
+    assert torch.equal(ours(TARGET, **(CALL | {"return_dict_in_generate": False})), eager.sequences)
     # The loop that measures the cost of a draft first.
-    again = target.generate(IDS, **options, draft_model=perturbed(target), schedule="optimal")
+    again = ours(TARGET, **CALL, draft_model=perturbed(TARGET), schedule="optimal")
     torch.testing.assert_close(again.logits, eager.logits)

@@ -20,18 +20,21 @@ import torch_specops
 from torch_specops import hf
 from torch_specops.drafts import EarlyExit
 
+CALL: dict[str, Any] = {"input_ids": TOKENS[:, :6], "max_new_tokens": 8, "eos_token_id": ()}
+POSITIONS = torch.arange(24).expand(3, -1)
+
+
+def greedy(model: nn.Module, draft: Any = None) -> Tensor:
+    return torch_specops.generate(model, **CALL, draft=draft, sampling=GREEDY).sequences
+
 
 def test_a_training_model_is_read_without_dropout() -> None:
     evaluated, training = (tiny("llama", attention_dropout=0.5) for _ in range(2))
     # A model that is compiled by itself is read in the same way.
     training.train().compile(backend="eager")
-    wrapped = torch.compile(training, backend="eager")
-    outputs = [
-        torch_specops.generate(model, TOKENS[:, :6], draft=model, max_new_tokens=8, sampling=GREEDY, eos_token_id=())
-        for model in (evaluated, training, wrapped)
-    ]
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert torch.equal(outputs[0].sequences, outputs[2].sequences)
+    expected = greedy(evaluated, evaluated)
+    for model in (training, torch.compile(training, backend="eager")):
+        assert torch.equal(greedy(model, model), expected)
     with pytest.raises(TypeError, match=r"target: .*DataParallel.* without .*; of a wrapper, pass the model inside"):
         torch_specops.SpeculativeDecoder(nn.DataParallel(evaluated))
 
@@ -88,17 +91,10 @@ def as_compiled(module: nn.Module) -> None:
         module.model.layers[index] = torch.compile(module.model.layers[index], backend="eager")
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        around_forward,
-        as_a_default,
-        as_hooks_of_accelerate,
-        as_the_head_of_trl,
-        as_prepared_by_accelerate,
-        as_compiled,
-    ],
-)
+WRAPPERS = (around_forward, as_a_default, as_hooks_of_accelerate, as_the_head_of_trl, as_prepared_by_accelerate)
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPERS, as_compiled])
 def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.Module], None]) -> None:
     model = tiny("llama", attention_dropout=0.5)
     with torch.no_grad():
@@ -111,7 +107,7 @@ def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.
         forwards = []
         for _ in range(2):
             adapter.start(3, CAPACITY)
-            logits = adapter.forward(TOKENS, torch.arange(24).expand(3, -1))
+            logits = adapter.forward(TOKENS, POSITIONS)
             torch.testing.assert_close(logits, expected)
             forwards.append(vars(adapter.prepared)["forward"])
         # Another object would be compiled again. The loop compiles its own steps.
@@ -120,7 +116,7 @@ def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.
         # The layers that run are the copy's, which an early exit shortens.
         first = adapter.first_layers(1)
         first.start(3, CAPACITY)
-        assert not torch.equal(first.forward(TOKENS, torch.arange(24).expand(3, -1)), logits)
+        assert not torch.equal(first.forward(TOKENS, POSITIONS), logits)
 
 
 def test_a_wrapper_writes_to_its_own_variables() -> None:
@@ -134,9 +130,8 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
 
     model.forward = forward
     adapter, before = hf.language_model(model), count
-    positions = torch.arange(24).expand(3, -1)
     adapter.start(3, CAPACITY)
-    adapter.forward(TOKENS, positions)
+    adapter.forward(TOKENS, POSITIONS)
     assert count == before + 1
     # Two functions of the same variables are two.
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)
@@ -144,7 +139,7 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
     model.forward = lambda *args, **kwargs: own(*args, **kwargs) and 1 / 0
     adapter.start(3, CAPACITY)
     with pytest.raises(ZeroDivisionError):
-        adapter.forward(TOKENS, positions)
+        adapter.forward(TOKENS, POSITIONS)
 
 
 def test_a_forward_that_was_replaced_is_not_kept() -> None:
@@ -163,8 +158,7 @@ def test_a_forward_that_was_replaced_is_not_kept() -> None:
 
 def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:
     model = tiny("llama", attention_dropout=0.5)
-    call: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": ()}
-    expected = torch_specops.generate(model, TOKENS[:, :6], sampling=GREEDY, **call).sequences
+    expected = greedy(model)
     kept = {"own": model.forward}
     scope: dict[str, Any] = {"own": model.forward}
 
@@ -181,13 +175,13 @@ def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> No
         model.eval()
         model.forward = forward
         decoder = torch_specops.SpeculativeDecoder(model, model, sampling=GREEDY)
-        assert torch.equal(decoder.generate(TOKENS[:, :6], **call).sequences, expected)
+        assert torch.equal(decoder.generate(**CALL).sequences, expected)
         model.train()
         for target, draft in ((decoder.target, None), (tiny("llama"), model)):
             with pytest.raises(ValueError, match=r"forward of its own .* in training mode .*model\.eval\(\)"):
-                torch_specops.generate(target, TOKENS[:, :6], draft=draft, **call)
+                greedy(target, draft)
         model.eval()
-        assert torch.equal(decoder.generate(TOKENS[:, :6], **call).sequences, expected)
+        assert torch.equal(decoder.generate(**CALL).sequences, expected)
         with pytest.raises(ValueError, match=r"forward of its own .* fewer layers"):
             torch_specops.SpeculativeDecoder(model, EarlyExit(1))
         del model.forward
@@ -237,15 +231,13 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
     model = tiny("llama")
     layer = model.model.layers[0].self_attn.q_proj = LowRank(model.model.layers[0].self_attn.q_proj)
     wrapper = Adapted(model).train()
-    call: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": ()}
     for draft in (None, wrapper, EarlyExit(1)):
         decoder = torch_specops.SpeculativeDecoder(wrapper, draft, sampling=GREEDY)
         texts = []
         for is_on in (True, False):
             layer.is_on = is_on
-            plain = torch_specops.generate(copy.deepcopy(model).eval(), TOKENS[:, :6], sampling=GREEDY, **call)
-            texts.append(decoder.generate(TOKENS[:, :6], **call).sequences)
-            assert torch.equal(texts[-1], plain.sequences)
+            texts.append(decoder.generate(**CALL).sequences)
+            assert torch.equal(texts[-1], greedy(copy.deepcopy(model).eval()))
         assert not torch.equal(*texts)
     for refused in (Adapted(model, is_prompt_learning=True, kind="PREFIX_TUNING"), Adapted(model, kind="POLY")):
         for use in (hf.language_model, lambda draft: torch_specops.SpeculativeDecoder(model, draft)):

@@ -8,25 +8,47 @@ import pytest
 import torch
 from tiny_models import PROMPTS, padded, tiny
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import PromptLookup
 
-SAMPLING = {"temperature": [0.7, 0.0, 1.3], "top_k": [0, 3, 8], "top_p": [1.0, 1.0, 0.8]}
+SAMPLING: dict[str, Any] = {
+    "repetition_penalty": [1.5, 1.2, 1.0],
+    "no_repeat_ngram_size": [2, 0, 0],
+    "temperature": [0.7, 0.0, 1.3],
+    "top_k": [20, 3, 8],
+    "top_p": [1.0, 1.0, 0.8],
+}
+PROCESSORS = (
+    RepetitionPenaltyLogitsProcessor,
+    lambda size: NoRepeatNGramLogitsProcessor(size or LENGTH),
+    lambda temperature: TemperatureLogitsWarper(temperature or 1.0),
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+# Longer than any text here.
+LENGTH = 99
 
 
 def plain_log_probabilities(model: Any, tokens: list[int], row: int, logprobs: str) -> Tensor:
     """The log-probability of each token but the first, by a forward without a cache."""
     logits = model(torch.tensor([tokens])).logits[0, :-1].float()
-    temperature, top_k, top_p = (SAMPLING[name][row] for name in ("temperature", "top_k", "top_p"))
     if logprobs == "processed":
-        if temperature == 0:
+        if SAMPLING["temperature"][row] == 0:
             return torch.zeros(len(tokens) - 1)
-        logits = logits / temperature
-        for warper in ([TopKLogitsWarper(top_k)] if top_k else []) + [TopPLogitsWarper(top_p)]:
-            logits = warper(None, logits)
+        made = [make(values[row]) for make, values in zip(PROCESSORS, SAMPLING.values(), strict=True)]
+        processors = LogitsProcessorList(made)
+        texts = [torch.tensor([tokens[:length]]) for length in range(1, len(tokens))]
+        logits = torch.cat([processors(text, each.unsqueeze(0)) for text, each in zip(texts, logits, strict=True)])
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
 
 
@@ -37,7 +59,7 @@ def plain_log_probabilities(model: Any, tokens: list[int], row: int, logprobs: s
 )
 @torch.inference_mode()
 def test_log_probabilities_are_those_of_a_plain_forward(draft: str | None, compile: bool, logprobs: str) -> None:
-    """Rows are ragged, greedy and sampled, with filters and without, and end at different steps."""
+    """Rows are ragged, greedy and sampled, with processors, with filters and without, and end at different steps."""
     model = tiny("llama")
     sources = {None: None, "model": tiny("llama", num_hidden_layers=1), "lookup": PromptLookup(min_ngram=1)}
     decoder = SpeculativeDecoder(

@@ -24,6 +24,7 @@ def test_defaults() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
     assert torch.equal(params.tensors(batch=3).temperature, torch.ones(3))
+    assert SamplingParams(top_k=[0, 0], top_p=torch.ones(2), min_p=0).tensors(batch=2).filters == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0  # type: ignore[misc]
 
@@ -48,11 +49,6 @@ def test_values_of_a_batch(field: str, value: Any, expected: list[float]) -> Non
     assert getattr(params.tensors(batch=2, device="meta"), field).device.type == "meta"
     # A filter that no row uses is None, and costs nothing.
     assert list(params.tensors(batch=2).filters) == ([field] if field in FILTERS else [])
-
-
-def test_a_filter_at_its_default_is_no_filter() -> None:
-    params = SamplingParams(top_k=[0, 0], top_p=torch.ones(2), min_p=0)
-    assert params.tensors(batch=2).filters == {}
 
 
 def test_values_for_another_number_of_rows() -> None:
@@ -109,36 +105,20 @@ def test_a_generation_config_means_what_transformers_means() -> None:
         return SamplingParams.from_generation_config(GenerationConfig(**fields))
 
     neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "num_beams": 1}
-    assert taken(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, **neutral) == SamplingParams(
-        temperature=0.7, top_k=20, top_p=0.8, min_p=0.1
-    )
+    filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
+    assert taken(do_sample=True, **filters, **neutral) == SamplingParams(**filters)
     # Its defaults, which are in no config.
     assert taken(do_sample=True) == SamplingParams(top_k=50)
     # Greedy decoding reads no filter.
     assert taken(temperature=0.7, top_k=20, typical_p=0.5) == taken() == SamplingParams(temperature=0.0)
     # The defaults of Qwen2.5-Instruct.
-    assert taken(
-        do_sample=True,
-        temperature=0.7,
-        top_k=20,
-        top_p=0.8,
-        repetition_penalty=1.05,
-        eos_token_id=[5, 3],
-        pad_token_id=3,
-    ) == SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
+    qwen = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+    assert taken(do_sample=True, eos_token_id=[5, 3], pad_token_id=3, **qwen) == SamplingParams(**qwen)
     # Biases of one token, and -inf for several.
-    assert taken(
-        no_repeat_ngram_size=3,
-        min_new_tokens=2,
-        bad_words_ids=[[1, 2], [3]],
-        suppress_tokens=[4, -1],
-        sequence_bias=[[[5], 1.5], [[6, 7], -math.inf]],
-    ) == SamplingParams(
-        temperature=0.0,
-        no_repeat_ngram_size=3,
-        min_new_tokens=2,
-        logit_bias={5: 1.5, 4: -math.inf},
-        bad_words=([1, 2], [3], [6, 7]),
+    sizes = {"no_repeat_ngram_size": 3, "min_new_tokens": 2}
+    words = {"bad_words_ids": [[1, 2], [3]], "suppress_tokens": [4, -1]}
+    assert taken(**sizes, **words, sequence_bias=[[[5], 1.5], [[6, 7], -math.inf]]) == SamplingParams(
+        temperature=0.0, **sizes, logit_bias={5: 1.5, 4: -math.inf}, bad_words=([1, 2], [3], [6, 7])
     )
     with pytest.raises(ValueError, match=r"config: .* has no min_length = 3, no sequence_bias \(1, 2\): 0\.5"):
         taken(min_length=3, sequence_bias={(1, 2): 0.5, (3,): 1.0})

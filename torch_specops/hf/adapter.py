@@ -46,9 +46,8 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
             )
         return EncoderDecoderModel(model)
     adapter = TransformersModel(model)
-    has_own_forward = any("forward" in vars(module) for module in model.modules())
-    if has_own_forward:
-        # Unknown code: it is checked every time.
+    # A forward of its own is unknown code: it is checked every time.
+    if any("forward" in vars(module) for module in model.modules()):
         adapter.supports_spans = _check(adapter)
     elif not is_tested:
         architecture = _architecture(model)

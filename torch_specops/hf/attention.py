@@ -50,7 +50,7 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def use_grouped_attention(config: PreTrainedConfig, use_spans: bool = False) -> None:
+def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
     """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
     given spans, and otherwise set "sdpa" again."""
     num_heads = getattr(config, "num_attention_heads", None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,27 +59,24 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any; with a draft, any that is a function of its arguments. Temperature, top-k, top-p, min-p,
-            biases, bad words, suppressed tokens, repetition penalty, n-grams, least lengths, renormalisation and
-            removal of invalid values are understood. Others are called as transformers would call them, for every
-            position, and so are those that come before them; such steps are not compiled.
-        stopping_criteria: any. A row ends with the token at which one says so. Lengths, eos tokens, stop strings and
-            times are understood; any other is called as transformers would call it: once per token, with all rows, and
-            with scores if they are asked for.
+        logits_processor: any; with a draft, any that is a function of its arguments. One without a counterpart in
+            `SamplingParams`, and those before it, are called as transformers would call them; such steps are not
+            compiled.
+        stopping_criteria: any. A row ends with the token at which one says so. Criteria other than lengths, eos tokens,
+            stop strings and times are called as transformers would call them: once per token, with all rows, and with
+            scores if they are asked for.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=` and `assistant_early_exit=` are drafts as well,
             with transformers' meaning.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
-        token_streamer: as `SpeculativeDecoder.generate` takes its `streamer`. A streamer of transformers is passed as
-            `streamer=`.
-        seed: as there.
-        inputs_tensor: the input of the encoder; transformers passes it.
+        token_streamer: the `streamer` of `SpeculativeDecoder.generate`. One of transformers is passed as `streamer=`.
+        seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
+            called is read as a grammar.
         tokenizer: not used here; `generate` needs it for stop strings.
-        grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been called
-            is read as one.
-        model_kwargs: masks, the encoder's output, and what transformers prepared for its own loop.
+        inputs_tensor, model_kwargs: masks, the encoder's input and output, and what transformers prepared for its own
+            loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
@@ -112,6 +108,8 @@ def custom_generate(
     if generation_config.prompt_lookup_num_tokens is not None:
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
         num_draft_tokens = generation_config.prompt_lookup_num_tokens
+    if generation_config.assistant_early_exit is not None:
+        draft_model = EarlyExit(generation_config.assistant_early_exit)
     if grammar is not None and generation_config.output_scores:
         raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
     own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))
@@ -123,7 +121,6 @@ def custom_generate(
     mask = _prompt_mask(model, input_ids, model_kwargs)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
-    has_draft = draft_model is not None or generation_config.assistant_early_exit is not None
     sampling = read_processors(
         own_processors,
         input_ids,
@@ -131,12 +128,12 @@ def custom_generate(
         do_sample=bool(generation_config.do_sample),
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         pad_token_id=pad_token_id,
-        asked_once=not (has_draft or generation_config.output_scores),
+        asked_once=draft_model is None and not generation_config.output_scores,
     )
     choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
     choices |= {"verify": verify, "alpha": alpha, "beta": beta}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    kept = _kept_decoder(model, draft_model, generation_config.assistant_early_exit, eager, choices)
+    kept = _kept_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
     inputs = None
     if isinstance(target, EncoderDecoderModel):
@@ -144,7 +141,7 @@ def custom_generate(
     arguments = GenerateArguments(
         attention_mask=mask,
         # transformers emits one token even if the prompt has max_length tokens already.
-        max_new_tokens=max(stops.max_length - input_ids.shape[1], 1),
+        max_new_tokens=max(min(stops.lengths) - input_ids.shape[1], 1),
         sampling=sampling,
         seed=seed,
         # transformers ignores an eos that the model cannot emit.
@@ -170,8 +167,7 @@ def custom_generate(
 hand_on_arguments(GenerationMixin, custom_generate)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A decoder, the settings it was made for, and the copy of the model that it reads."""
 
     made_for: tuple[Any, ...]
@@ -184,16 +180,15 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 
 def _kept_decoder(
-    model: PreTrainedModel,
-    draft_model: AnyDraft,
-    early_exit: int | None,
-    not_compiled: str | None,
-    choices: dict[str, Any],
+    model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
 ) -> _Kept:
-    # The name stands for the model itself, because an entry must not keep its own key alive.
-    draft = "itself" if draft_model is model else draft_model
+    # A name stands for the model itself, because an entry must not keep its own key alive, and for an early exit, which
+    # is made anew for every call.
+    draft: Any = "itself" if draft_model is model else draft_model
+    if type(draft_model) is EarlyExit:
+        draft = "early exit", draft_model.num_layers
     # A graph of another device or dtype cannot be used again.
-    made_for = draft, early_exit, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
+    made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _kept.get(model)
     # Taken out while it is in use: a call from another thread makes its own.
     if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
@@ -203,8 +198,7 @@ def _kept_decoder(
     own = shadow.of(model)
     target = language_model(own)
     target.not_compiled = target.not_compiled or not_compiled
-    own_draft = EarlyExit(early_exit) if early_exit is not None else own if draft_model is model else draft_model
-    return _Kept(made_for, shadow, SpeculativeDecoder(target, own_draft, **choices))
+    return _Kept(made_for, shadow, SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices))
 
 
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
@@ -232,11 +226,10 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
-_PREPARED = {"cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 # The cache has its second name since transformers 5.24.
 _CACHES = ("past_key_values", "cache")
-_PREPARED |= {*_CACHES, "use_cache"}
+# Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
+_PREPARED = {*_CACHES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:

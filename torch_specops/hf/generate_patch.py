@@ -41,10 +41,9 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     def extract_more(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
-        # The function may be behind a `functools.partial`.
-        is_ours = getattr(custom_generate, "func", custom_generate) is function
         more: dict[str, Any] = {}
-        if is_ours:
+        # The function may be behind a `functools.partial`.
+        if getattr(custom_generate, "func", custom_generate) is function:
             if kwargs.get("assistant_tokenizer") is not None:
                 raise NotImplementedError(
                     "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"

@@ -8,7 +8,7 @@ from transformers.generation import LogitsProcessorList
 
 from ..decode.inputs import AnyGrammar
 from ..grammars import Grammar, llguidance, xgrammar
-from .processors import commutes_with_masks, is_warper
+from .processors import FIRST_WARPER, STAGE
 
 __all__ = ["take_grammars"]
 
@@ -28,7 +28,9 @@ def take_grammars(
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
         found = _grammars_of(processor, num_rows)
-        if found is None or any(map(is_warper, before)) or not all(map(commutes_with_masks, after)):
+        # The loop masks between the processors and the warpers. All that is understood commutes with a mask before it.
+        is_behind_a_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
+        if found is None or is_behind_a_warper or any(type(each) not in STAGE for each in after):
             continue
         if grammar is not None:
             raise ValueError(f"grammar: expected None beside {_name_of(processor)} in logits_processor, got both")

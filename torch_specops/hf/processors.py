@@ -10,56 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation import (
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import generation
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
-__all__ = ["ProcessorSampling", "commutes_with_masks", "is_warper", "read_processors"]
+__all__ = ["FIRST_WARPER", "STAGE", "ProcessorSampling", "read_processors"]
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
 # before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed (docs/law.md).
 _STAGES: tuple[tuple[type, ...], ...] = (
-    (SequenceBiasLogitsProcessor,),
+    (generation.SequenceBiasLogitsProcessor,),
     (
-        RepetitionPenaltyLogitsProcessor,
-        NoRepeatNGramLogitsProcessor,
-        NoBadWordsLogitsProcessor,
-        MinLengthLogitsProcessor,
-        MinNewTokensLengthLogitsProcessor,
-        InfNanRemoveLogitsProcessor,
-        SuppressTokensLogitsProcessor,
-        SuppressTokensAtBeginLogitsProcessor,
+        generation.RepetitionPenaltyLogitsProcessor,
+        generation.NoRepeatNGramLogitsProcessor,
+        generation.NoBadWordsLogitsProcessor,
+        generation.MinLengthLogitsProcessor,
+        generation.MinNewTokensLengthLogitsProcessor,
+        generation.InfNanRemoveLogitsProcessor,
+        generation.SuppressTokensLogitsProcessor,
+        generation.SuppressTokensAtBeginLogitsProcessor,
     ),
-    (TemperatureLogitsWarper,),
-    (TopKLogitsWarper,),
-    (TopPLogitsWarper,),
-    (MinPLogitsWarper,),
-    (LogitNormalization,),
+    (generation.TemperatureLogitsWarper,),
+    (generation.TopKLogitsWarper,),
+    (generation.TopPLogitsWarper,),
+    (generation.MinPLogitsWarper,),
+    (generation.LogitNormalization,),
 )
-_STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
-_FIRST_WARPER = _STAGE[TemperatureLogitsWarper]
+STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
+FIRST_WARPER = STAGE[generation.TemperatureLogitsWarper]
 # They remember their calls, but may answer the first questions as if they did not: before enough calls, or as long as
 # the text stays within one state of a grammar.
-_STATEFUL = SynthIDTextWatermarkLogitsProcessor
+_STATEFUL = generation.SynthIDTextWatermarkLogitsProcessor
 _GRAMMARS = ("llguidance", "outlines", "xgrammar")
 # The padding of prompts is rounded up to a multiple of this, so that batches share compiled code.
 PADDING_MULTIPLE = 64
@@ -96,12 +78,14 @@ class ProcessorSampling(SamplingParams):
 
     def tensors(self, batch: int, device: torch.device | str = "cpu", **prompts: Any) -> SamplingTensors:
         tensors = super().tensors(batch, device, **prompts)
-        processors = tensors.processors
         if self.called:
             return replace(tensors, processors=_Called(self, prompts["prompt_lengths"], prompts["eos"]))
-        if isinstance(processors, Processors) and self.num_ignored is not None:
+        processors = tensors.processors
+        if not isinstance(processors, Processors):
+            return tensors
+        if self.num_ignored is not None:
             processors = replace(processors, num_ignored=self.num_ignored.to(device))
-        if isinstance(processors, Processors) and processors.read_text and bool((self.num_padding > 0).any()):
+        if processors.read_text and bool((self.num_padding > 0).any()):
             width = -(-int(self.num_padding.max()) // PADDING_MULTIPLE) * PADDING_MULTIPLE
             processors = replace(
                 processors,
@@ -142,11 +126,11 @@ def read_processors(
     num_padding = (mask.cumsum(1) == 0).sum(1)
     is_padding = torch.arange(input_ids.shape[1]) < num_padding.unsqueeze(1)
     widths = num_padding + mask.sum(1)
-    values = None
-    num_called = -1
+    fields = [_fields_of(processor, input_ids.shape[1], widths, vocab_size) for processor in processors]
+    num_called, values = 0, _merged(processors, fields, 0)
     while values is None:
         num_called += 1
-        values = _translated(processors[num_called:], input_ids.shape[1], widths, vocab_size, num_called > 0)
+        values = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
     if not do_sample:
         # Temperature and filters do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
@@ -161,38 +145,18 @@ def read_processors(
     )
 
 
-def is_warper(processor: LogitsProcessor) -> bool:
-    """True if `SamplingParams` applies it after the masks of grammars."""
-    return _STAGE.get(type(processor), -1) >= _FIRST_WARPER
-
-
-def commutes_with_masks(processor: LogitsProcessor) -> bool:
-    """True if a grammar's mask before it means the same as the loop's, after the processors and before the warpers."""
-    return type(processor) in _STAGE
-
-
-def _translated(
-    processors: list[LogitsProcessor], prompt_width: int, widths: Tensor, vocab_size: int, only_warpers: bool
+def _merged(
+    processors: list[LogitsProcessor], fields: list[dict[str, Any] | None], stage: int
 ) -> dict[str, Any] | None:
-    """The fields of `ProcessorSampling` that do what these processors do; None if there are none.
-
-    Args:
-        prompt_width: P.
-        widths: [B] the prompts with their padding on the left.
-    """
-    values: dict[str, Any] = {}
-    biases: list[Bias] = []
-    last = _FIRST_WARPER if only_warpers else 0
-    for processor in processors:
-        own = _fields_of(processor, prompt_width, widths, vocab_size)
-        if own is None or _STAGE[type(processor)] < last:
+    """The fields of all processors. None if one has none, if two have the same, or if the processors do not come in the
+    order of stages, from `stage` on."""
+    values: dict[str, Any] = {"biases": ()}
+    for processor, own in zip(processors, fields, strict=True):
+        if own is None or STAGE[type(processor)] < stage or (own.keys() & values.keys()) - {"biases"}:
             return None
-        biases += own.pop("biases", ())
-        if own.keys() & values.keys():
-            return None
-        values |= own
-        last = _STAGE[type(processor)]
-    return values | {"biases": tuple(biases)}
+        values |= own | {"biases": values["biases"] + own.get("biases", ())}
+        stage = STAGE[type(processor)]
+    return values
 
 
 def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: int) -> dict[str, Any] | None:
@@ -201,45 +165,45 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
     def excluded(tokens: Tensor, until: int) -> dict[str, Any]:
         # transformers ignores tokens that the model cannot emit, but in a bias.
         known = [token for token in tokens.flatten().tolist() if 0 <= token < vocab_size and until > 0]
-        return {"biases": [Bias((token,), -math.inf, until) for token in known]}
+        return {"biases": tuple(Bias((token,), -math.inf, until) for token in known)}
 
     # Not isinstance: a subclass may do anything.
-    if type(processor) not in _STAGE or getattr(processor, "filter_value", -math.inf) != -math.inf:
+    if type(processor) not in STAGE or getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
         # This is also the class of bad words, which have dropped those that are an eos token.
-        case SequenceBiasLogitsProcessor():
+        case generation.SequenceBiasLogitsProcessor():
             # transformers 5.17 ignores a sequence that is longer than the text, padding included.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
-            return {"biases": [Bias(tuple(map(int, key)), value) for key, value in processor.sequence_bias.items()]}
-        case MinLengthLogitsProcessor():
+            return {"biases": tuple(Bias(tuple(map(int, key)), bias) for key, bias in processor.sequence_bias.items())}
+        case generation.MinLengthLogitsProcessor():
             return excluded(processor.eos_token_id, processor.min_length - prompt_width)
-        case MinNewTokensLengthLogitsProcessor():
+        case generation.MinNewTokensLengthLogitsProcessor():
             fewest = processor.prompt_length_to_skip + processor.min_new_tokens
             return excluded(processor.eos_token_id, fewest - prompt_width)
-        case SuppressTokensLogitsProcessor():
+        case generation.SuppressTokensLogitsProcessor():
             return excluded(processor.suppress_tokens, ALWAYS)
-        case SuppressTokensAtBeginLogitsProcessor() if processor.begin_index <= prompt_width:
+        case generation.SuppressTokensAtBeginLogitsProcessor() if processor.begin_index <= prompt_width:
             return excluded(processor.begin_suppress_tokens, processor.begin_index - prompt_width + 1)
-        case RepetitionPenaltyLogitsProcessor():
+        case generation.RepetitionPenaltyLogitsProcessor():
             # From transformers 5.23 on, `generate` passes the padding of each row.
             given = processor.prompt_ignore_length
             ignored = torch.as_tensor(0 if given is None else given).cpu()
             if ignored.shape not in ((), widths.shape) or bool(((ignored < 0) | (ignored >= widths)).any()):
                 return None
             return {"repetition_penalty": processor.penalty, "num_ignored": ignored.expand_as(widths).contiguous()}
-        case NoRepeatNGramLogitsProcessor():
+        case generation.NoRepeatNGramLogitsProcessor():
             return {"no_repeat_ngram_size": processor.ngram_size}
-        case TemperatureLogitsWarper():
+        case generation.TemperatureLogitsWarper():
             return {"temperature": processor.temperature}
-        case TopKLogitsWarper():
+        case generation.TopKLogitsWarper():
             return {"top_k": processor.top_k}
-        case TopPLogitsWarper() if processor.min_tokens_to_keep == 1 and processor.top_p > 0:
+        case generation.TopPLogitsWarper() if processor.min_tokens_to_keep == 1 and processor.top_p > 0:
             return {"top_p": processor.top_p}
-        case MinPLogitsWarper() if processor.min_tokens_to_keep == 1:
+        case generation.MinPLogitsWarper() if processor.min_tokens_to_keep == 1:
             return {"min_p": processor.min_p}
-        case LogitNormalization() | InfNanRemoveLogitsProcessor():
+        case generation.LogitNormalization() | generation.InfNanRemoveLogitsProcessor():
             return {}
     return None
 
@@ -333,7 +297,7 @@ class _Called:
 
     def _of_rows_asked(self, processor: Any) -> Any:
         """The processor; one that asks a function about each row alone then asks about no other rows."""
-        if type(processor) is not PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
+        if type(processor) is not generation.PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
             return processor
         allowed = processor._prefix_allowed_tokens_fn
 
@@ -341,7 +305,7 @@ class _Called:
             # Allow anything in the other rows: their scores are not used.
             return allowed(row, text) if self._rows_asked[row] else [0]
 
-        return PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)
+        return generation.PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)
 
 
 def _refused(processor: object, what: str) -> NotImplementedError:

@@ -36,14 +36,10 @@ def compile_once(layers: Iterable[nn.Module]) -> None:
 
 # Pickle finds a method by its name, and then finds the one of the layer's class.
 def forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    is_compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
     # On CUDA a layer also fuses with its neighbours, and what that is worth was not measured.
-    if (
-        torch.compiler.is_dynamo_compiling()
-        and not torch.compiler.is_exporting()
-        and hidden_states.device.type == "cpu"
-    ):
-        return _region(layer, hidden_states, *args, **kwargs)
-    return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    run = _region if is_compiled and hidden_states.device.type == "cpu" else _own_forward
+    return run(layer, hidden_states, *args, **kwargs)
 
 
 def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +23,13 @@ from .outputs import Predictions
 __all__ = ["StopRules", "read_criteria", "stop_string_rule"]
 
 
-@dataclass(frozen=True)
-class StopRules:
-    """The rules that end rows.
+class StopRules(NamedTuple):
+    """The rules that end rows."""
 
-    Args:
-        max_length: the longest sequence, prompt and padding included.
-        eos_token_ids: tokens that end a row.
-        row_rules: criteria whose answer for a row depends on this row, or on the clock.
-        batch_rules: all others, which are called as transformers would call them.
-    """
-
-    max_length: int
+    lengths: list[int]  # of the longest sequence, prompt and padding included; at least one
     eos_token_ids: list[int]
-    row_rules: list[RowRule]
-    batch_rules: list[BatchRule]
+    row_rules: list[RowRule]  # their answer for a row depends on this row, or on the clock
+    batch_rules: list[BatchRule]  # all others, which are called as transformers would call them
 
 
 def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> StopRules:
@@ -47,38 +38,33 @@ def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | Non
     Raises:
         ValueError: no length.
     """
-    lengths: list[int] = []
-    eos_token_ids: list[int] = []
-    row_rules: list[RowRule] = []
-    batch_rules: list[BatchRule] = []
+    rules = StopRules([], [], [], [])
     for criterion in criteria:
         # Not isinstance: a subclass may do anything.
         kind = type(criterion)
         if kind is MaxLengthCriteria:
-            lengths.append(criterion.max_length)
+            rules.lengths.append(criterion.max_length)
         elif kind is EosTokenCriteria:
-            eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
-        elif kind is StopStringCriteria:
-            row_rules.append(partial(_ask_of_rows, criterion, criterion.maximum_token_len))
-        elif kind is MaxTimeCriteria:
-            row_rules.append(partial(_ask_of_rows, criterion, 1))
+            rules.eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+        elif kind in (StopStringCriteria, MaxTimeCriteria):
+            rules.row_rules.append(partial(_ask_of_rows, criterion))
         else:
-            batch_rules.append(partial(_ask, criterion, predictions))
-    if not lengths:
+            rules.batch_rules.append(partial(_ask, criterion, predictions))
+    if not rules.lengths:
         raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
-    return StopRules(min(lengths), eos_token_ids, row_rules, batch_rules)
+    return rules
 
 
 # The criterion keeps a tensor in a cache of transformers, where others find it.
 @torch.inference_mode(False)
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
     """A text ends with one of these strings, or inside its newest token."""
-    criterion = StopStringCriteria(tokenizer, list(stop_strings))
-    return partial(_ask_of_rows, criterion, criterion.maximum_token_len)
+    return partial(_ask_of_rows, StopStringCriteria(tokenizer, list(stop_strings)))
 
 
-def _ask_of_rows(criterion: StoppingCriteria, width: int, texts: list[list[int]]) -> list[bool]:
-    """Show the criterion the newest `width` tokens of each text, which decide."""
+def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bool]:
+    """Show the criterion the newest tokens of each text: as many as a stop string may have, or one."""
+    width = getattr(criterion, "maximum_token_len", 1)
     # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max
     newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -120,7 +121,7 @@ class SamplingParams:
                 raise ValueError(f"{name}: expected {field.expected}, got {given}")
         biases: Any = self.logit_bias if _is_sequence(self.logit_bias) else [self.logit_bias]
         for bias in biases:
-            _check_bias(bias)
+            _check_bias({} if bias is None else bias)
         if not _is_sequence(self.bad_words):
             raise TypeError(f"bad_words: expected sequences of tokens, or a list for each row, got {self.bad_words!r}")
         words: Any = self.bad_words
@@ -173,50 +174,35 @@ class SamplingParams:
             ValueError: values for another number of sequences; tokens outside the vocabulary; no prompt_lengths where
                 they are needed.
         """
-        filters = {name: self._if_any(name, batch, device) for name in ("top_k", "top_p", "min_p")}
-        processors = self._processors(batch, device, prompt_lengths, eos, vocab_size)
         temperature = self._per_sequence("temperature", batch, device)
-        return SamplingTensors(temperature, **filters, processors=processors)
-
-    def _processors(
-        self,
-        batch: int,
-        device: torch.device | str,
-        prompt_lengths: Tensor | None,
-        eos: Tensor | None,
-        vocab_size: int | None,
-    ) -> Processors | None:
+        filters: dict[str, Any] = {name: self._if_any(name, batch, device) for name in ("top_k", "top_p", "min_p")}
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
         values = {name: self._if_any(name, batch, device) for name in names}
-        rows = self._biases(
-            batch, [[]] * batch if eos is None else [[t for t in row if t >= 0] for row in eos.tolist()]
-        )
+        rows = self._biases(batch, [[]] * batch if eos is None else eos.tolist())
         tokens = [token for biases in rows for bias in biases for token in bias.tokens]
         if vocab_size is not None and tokens and max(tokens) >= vocab_size:
             raise ValueError(
                 f"logit_bias, bad_words: expected tokens in [0, {vocab_size}), as the target has, got {max(tokens)}"
             )
         if not tokens and all(value is None for value in values.values()):
-            return None
+            return SamplingTensors(temperature, **filters)
         if prompt_lengths is None:
             raise ValueError("prompt_lengths: expected the prompts' lengths, which processors need, got None")
         size = values["no_repeat_ngram_size"]
-        return Processors(
-            prompt_lengths.to(device),
-            **values,
-            longest_ngram=0 if size is None else round_up(int(size.max()), 4),
-            **(_bias_tensors(rows, device) if tokens else {}),
-        )
+        longest_ngram = 0 if size is None else round_up(int(size.max()), 4)
+        biases = _bias_tensors(rows, device) if tokens else {}
+        processors = Processors(prompt_lengths.to(device), **values, longest_ngram=longest_ngram, **biases)
+        return SamplingTensors(temperature, **filters, processors=processors)
 
     def _biases(self, batch: int, eos: list[list[int]]) -> list[list[Bias]]:
-        """The biases of each row; `eos` lists the eos tokens of each row."""
+        """The biases of each row; `eos` has the eos tokens of each row, and -1."""
         biases = _of_rows("logit_bias", self.logit_bias, _is_sequence(self.logit_bias), batch)
         words = _of_rows("bad_words", self.bad_words, self._words_are_per_row, batch)
         fewest = self._per_sequence("min_new_tokens", batch, "cpu").tolist()
         return [
             [Bias((int(token),), float(value)) for token, value in (biases[row] or {}).items()]
             + [Bias(tuple(map(int, word)), -math.inf) for word in words[row] if list(word) not in [[t] for t in ends]]
-            + [Bias((token,), -math.inf, fewest[row]) for token in ends if fewest[row] > 0]
+            + [Bias((token,), -math.inf, fewest[row]) for token in ends if token >= 0 and fewest[row] > 0]
             for row, ends in enumerate(eos)
         ]
 
@@ -271,7 +257,8 @@ class SamplingTensors:
 
         Args:
             logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft.
+            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft, and no
+                logits behind that are used.
             lengths: [B, n] int64 in 1..W, how many tokens of the row's text come before position i.
         """
         return logits if self.processors is None else self.processors(logits, text, lengths)
@@ -295,8 +282,6 @@ def _is_sequence(value: object) -> bool:
 
 
 def _check_bias(bias: object) -> None:
-    if bias is None:
-        return
     if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias: expected a dict of tokens and numbers, or one per sequence, got {bias!r}")
     for token, value in bias.items():
@@ -325,33 +310,26 @@ def _check_token(name: str, token: Any) -> None:
 
 
 def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[Any]:
-    if not is_per_row:
-        return [value] * batch
-    if len(value) != batch:
-        raise ValueError(f"{name}: expected one for all sequences or {batch}, got {len(value)}")
-    rows: Sequence[Any] = value
+    rows: Sequence[Any] = value if is_per_row else [value] * batch
+    if len(rows) != batch:
+        raise ValueError(f"{name}: expected one for all sequences or {batch}, got {len(rows)}")
     return rows
 
 
 def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[str, Tensor]:
     """The biases as tensors of `Processors`."""
-    # One number for each sequence, so that the order of additions on a device cannot matter.
-    sums: list[dict[tuple[tuple[int, ...], int], float]] = [{} for _ in rows]
-    for row, biases in zip(sums, rows, strict=True):
-        for bias in biases:
-            key = (bias.tokens, bias.until)
-            row[key] = row.get(key, 0.0) + bias.value
-    count = round_up(max(len(row) for row in sums), 8)
-    length = round_up(max(len(tokens) for row in sums for tokens, _ in row), 4)
-    no_bias = ([-1] * length, 0.0, 0)
-    filled = [
-        [([-1] * (length - len(tokens)) + list(tokens), value, limit) for (tokens, limit), value in row.items()]
-        + [no_bias] * (count - len(row))
-        for row in sums
-    ]
-    sequences, values, until = ([[entry[part] for entry in row] for row in filled] for part in range(3))
+    count = round_up(max(map(len, rows)), 8)
+    length = round_up(max(len(bias.tokens) for row in rows for bias in row), 4)
+    filled = []
+    for row in rows:
+        # One number for each sequence, so that the order of additions on a device cannot matter.
+        sums: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
+        for tokens, value, until in row:
+            sums[tokens, until] += value
+        filled.append([*sums.items(), *[(((), 0), 0.0)] * (count - len(sums))])
+    sequences = [[[-1] * (length - len(tokens)) + list(tokens) for (tokens, _), _ in row] for row in filled]
     return {
         "sequences": torch.tensor(sequences, device=device),
-        "biases": torch.tensor(values, dtype=torch.float32, device=device),
-        "until": torch.tensor(until, device=device),
+        "biases": torch.tensor([[value for _, value in row] for row in filled], device=device),
+        "until": torch.tensor([[until for (_, until), _ in row] for row in filled], device=device),
     }

@@ -27,11 +27,9 @@ class AnyProcessors(Protocol):
     @property
     def constants(self) -> Hashable:
         """The values other than tensors that determine what a call computes."""
-        ...
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """New logits [B, n, V], float32; `Processors` documents the arguments."""
-        ...
+        """New logits [B, n, V], float32; the arguments are those of `SamplingTensors.process`."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,7 @@ class Processors:
         return has_words or any(value is not None for value in values)
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """New logits [B, n, V], float32: biases first, then the penalties in the order above, then n-grams.
-
-        Args:
-            logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, with the drafts; -1 where there is no draft. No
-                logits behind that are used.
-            lengths: [B, n] int64 in 1..W, how many tokens of the row come before position i.
-        """
+        """Biases first, then the penalties in the order above, then n-grams."""
         if is_eager_cpu(text):
             text = text[:, : int(lengths.max())]
         text = text.clamp(min=0)
