@@ -271,32 +271,24 @@ def test_padding_without_a_mask_is_said() -> None:
 def test_generate_passes_everything_on() -> None:
     input_ids, mask = padded(PROMPTS, "left")
     steps: list[Step] = []
-    arguments: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": [9, 20, 4],
-        "seed": 3,
-        "eos_token_id": [5, 6],
-        "pad_token_id": 9,
-    }
-    options: dict[str, Any] = {
-        "num_draft_tokens": 4,
-        "schedule": "heuristic",
-        "sampling": SamplingParams(temperature=0.8),
-        "verify": "sigmoid",
-        "alpha": -2.0,
-        "beta": 0.5,
-        "compile": False,
-    }
-    model, draft = shared_tiny("llama"), perturbed(shared_tiny("llama"))
-    output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
-    same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": [9, 20, 4], "seed": 3}
+    arguments |= {"eos_token_id": [5, 6], "pad_token_id": 9}
+    options: dict[str, Any] = {"num_draft_tokens": 4, "schedule": "heuristic", "compile": False}
+    options |= {"verify": "sigmoid", "alpha": -2.0, "beta": 0.5}
+    sampling = SamplingParams(temperature=0.8)
+    # It is often rejected.
+    model = shared_tiny("llama")
+    draft = perturbed(model, 0.2)
+
+    def run(**others: Any) -> GenerationOutput:
+        given = {"draft": draft, "sampling": sampling, **arguments, **options, **others}
+        return torch_specops.generate(model, input_ids, **given)
+
+    output = run(streamer=steps.append)
+    same = SpeculativeDecoder(model, draft, sampling=sampling, **options).generate(input_ids, **arguments)
     assert torch.equal(output.sequences, same.sequences)
-    # Of a draft that is often rejected.
-    texts = []
-    for bounds in ({}, {"alpha": -1e3}, {"beta": 1e3}):
-        chosen = {**arguments, **options, **bounds}
-        texts.append(new_tokens(torch_specops.generate(model, input_ids, draft=perturbed(model, 0.2), **chosen)))
-    assert texts[0] not in texts[1:]
+    for bounds in ({"alpha": -1e3}, {"beta": 1e3}):
+        assert new_tokens(run(**bounds)) != new_tokens(output)
     assert output.stats.seeds == row_seeds(3, 3).tolist() and len(steps) == output.stats.num_steps
     assert output.stats.compiled == "compile=False was asked for"
     # The default limit is 128 tokens.

@@ -6,22 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
-from tiny_loops import DRAFTS, GREEDY, Late
-from tiny_models import VOCAB, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny, tiny
+from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
+from tiny_models import VOCAB, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny
+from tiny_requests import alone, in_order, many, texts, texts_alone
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_specops
-from torch_specops import Completion, Request, SamplingParams, Session, SpeculativeDecoder, compilation
-from torch_specops.compilation import compile_piece
+from torch_specops import Completion, Request, SamplingParams, Session, SpeculativeDecoder
 from torch_specops.decode import Handle
-from torch_specops.decode import batch as batch_module
 from torch_specops.decode import session as session_module
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate
@@ -38,26 +34,6 @@ def requests(temperature: float, eos: int | None = None) -> list[Request]:
         Request(prompt, limit, params, seed=[seed], eos_token_id=end)
         for seed, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
     ]
-
-
-def alone(decoder: SpeculativeDecoder, request: Request, **options: Any) -> torch_specops.GenerationOutput:
-    return decoder.generate(
-        torch.tensor([request.input_ids]),
-        max_new_tokens=request.max_new_tokens,
-        sampling=request.sampling,
-        seed=request.seed,
-        eos_token_id=request.eos_token_id,
-        inputs=request.inputs,
-        **options,
-    )
-
-
-def texts_alone(decoder: SpeculativeDecoder, given: list[Request]) -> list[list[int]]:
-    return [alone(decoder, request).new_tokens(0) for request in given]
-
-
-def texts(completions: list[Completion]) -> list[list[int]]:
-    return [each.new_tokens.tolist() for each in sorted(completions, key=lambda each: each.index)]
 
 
 @contextmanager
@@ -92,11 +68,9 @@ def test_every_way_in_gives_the_same_tokens(draft: str, temperature: float) -> N
     ids, mask = padded(PROMPTS, "left")
     batch: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": LIMITS, "seed": list(range(len(given)))}
     batch |= {"sampling": given[0].sampling, "eos_token_id": ()}
-    output = decoder.generate(ids, **batch)
-    assert [output.new_tokens(row) for row in range(len(given))] == expected
-    steps = list(decoder.stream(ids, **batch))
-    assert [[token for step in steps for token in step.tokens[row]] for row in range(len(given))] == expected
-    assert texts(list(decoder.generate_many(given, batch_size=2))) == expected
+    assert new_tokens(decoder.generate(ids, **batch)) == expected
+    assert streamed(list(decoder.stream(ids, **batch)), len(given)) == expected
+    assert many(decoder, given, 2) == expected
     with running(decoder.session(2, max_length=40)) as session:
         handles = [session.submit(request) for request in given]
         assert [list(handle.tokens()) for handle in handles] == expected
@@ -110,32 +84,10 @@ def test_every_way_in_gives_the_same_tokens(draft: str, temperature: float) -> N
         assert found[0, prompt.shape[1] :].tolist() == text
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_sessions_give_the_tokens_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    target = tiny("llama", num_hidden_layers=1)
-    eager, compiled = (
-        SpeculativeDecoder(target, PromptLookup(min_ngram=1), num_draft_tokens=3, compile=compile, max_length=40)
-        for compile in (False, True)
-    )
-    given = [*requests(1.0), *requests(0.0)]
-    expected = texts_alone(eager, given)
-    for _ in range(2):
-        with compiled.session(3) as session:
-            handles = [session.submit(request) for request in given]
-            assert texts(until_done(session, *handles)) == expected
-        # A second session compiles nothing.
-        torch.compiler.set_stance("fail_on_recompile")
-    torch.compiler.set_stance("default")
-
-
 # What arrives, leaves and fails.
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_cancelled_requests_leave_their_rows(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if late:
-        monkeypatch.setattr(batch_module, "RecordReader", Late)
+def test_cancelled_requests_leave_their_rows(late: bool) -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=3)
     given = requests(1.0)
     expected = texts_alone(decoder, given)
@@ -228,7 +180,7 @@ def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(err
         assert handle.result(0).finish_reason == "error" and type(error).__name__ in str(handle.result().error)
     with pytest.raises(RuntimeError, match="the session is closed"):
         session.submit([5])
-    assert texts(list(decoder.generate_many(requests(1.0), batch_size=2))) == expected
+    assert many(decoder, requests(1.0), 2) == expected
 
 
 def test_another_call_ends_a_session() -> None:
@@ -312,10 +264,8 @@ def test_time_that_is_up_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None
         assert "max_time: expected" in str(refused.result(0).error)
 
 
-def test_stop_strings_of_each_row_and_request() -> None:
-    folder = files("torch_specops") / "data" / "austen_bytes"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+def test_stop_strings_of_each_row_and_request(austen: tuple[Any, Any, Any]) -> None:
+    target, _, tokenizer = austen
     decoder = SpeculativeDecoder(target, PromptLookup(min_ngram=1), sampling=GREEDY)
     prompts = [list(text.encode()) for text in ("It was not to be ", "She had ", "Mr. Darcy said that he would ")]
     strings: list[list[str]] = [[" the", "e"], [], ["h"]]
@@ -333,9 +283,9 @@ def test_stop_strings_of_each_row_and_request() -> None:
         for prompt, own in zip(prompts, strings, strict=True)
     ]
     for batch_size in (1, 3):
-        completions = list(decoder.generate_many([*given, *given], batch_size=batch_size))
-        assert texts(completions) == [output.new_tokens(row) for row in range(3)] * 2
-        assert {each.index % 3: each.finish_reason for each in completions} == dict(enumerate(output.finish_reasons))
+        completions = in_order(decoder.generate_many([*given, *given], batch_size=batch_size))
+        assert texts(completions) == new_tokens(output) * 2
+        assert [each.finish_reason for each in completions] == output.finish_reasons * 2
     with pytest.raises(ValueError, match="stop_strings: expected strings for all rows, or for each of 3, got 2"):
         decoder.generate(ids, **call, stop_strings=strings[:2])
 
@@ -374,37 +324,31 @@ def test_requests_with_inputs_of_an_encoder(family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["raw", "processed"])
-def test_top_logprobs_are_those_of_the_softmax(kind: str) -> None:
-    target, prompt, count = shared_tiny("llama"), [5, 6, 7], 6
-    decoder = SpeculativeDecoder(target, DRAFTS["perturbed"]("llama"), num_draft_tokens=3)
-    for sampling in (SamplingParams(0.7, top_k=4), GREEDY):
-        call: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 9, "eos_token_id": (), "seed": 3}
-        output = decoder.generate(torch.tensor([prompt, prompt]), **call, logprobs=kind, top_logprobs=count)
-        top = output.top_logprobs
-        assert top is not None and output.logprobs is not None
-        assert top.tokens[:, :3].unique().tolist() == [-1] and bool(top.values[:, :3].isnan().all())
-        logits = target(output.sequences).logits[:, 2:-1].double()
-        if kind == "processed" and sampling is GREEDY:
-            best = logits.argmax(2, keepdim=True)
-            wanted = torch.full_like(logits, -torch.inf).scatter(2, best, 0.0)
-        elif kind == "processed":
-            kept = logits >= logits.topk(4).values[..., -1:]
-            wanted = (logits / 0.7).masked_fill(~kept, -torch.inf).log_softmax(2)
-        else:
-            wanted = logits.log_softmax(2)
-        torch.testing.assert_close(top.values[:, 3:].double(), wanted.topk(count).values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            top.values[:, 3:].double(), wanted.gather(2, top.tokens[:, 3:]), atol=1e-4, rtol=1e-4
-        )
-        # A token among the most likely ones has the same number in both.
-        is_own = top.tokens == output.sequences.unsqueeze(2)
-        own = output.logprobs.unsqueeze(2).expand_as(top.values)
-        torch.testing.assert_close(top.values[is_own], own[is_own])
+@pytest.mark.parametrize("sampling", [SamplingParams(0.7, top_k=4), GREEDY], ids=["sampled", "greedy"])
+def test_top_logprobs_are_those_of_the_softmax(sampling: SamplingParams, kind: str) -> None:
+    target, prompts, count = shared_tiny("llama"), torch.tensor([[5, 6, 7]] * 2), 6
+    decoder = SpeculativeDecoder(target, DRAFTS["perturbed"]("llama"), num_draft_tokens=3, sampling=sampling)
+    call: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": (), "seed": 3, "top_logprobs": count}
+    output = decoder.generate(prompts, **call, logprobs=kind)
+    top = output.top_logprobs
+    assert top is not None and output.logprobs is not None
+    assert top.tokens[:, :3].unique().tolist() == [-1] and bool(top.values[:, :3].isnan().all())
+    logits = target(output.sequences).logits[:, 2:-1]
+    if kind == "processed":
+        kept = logits >= logits.topk(1 if sampling is GREEDY else 4).values[..., -1:]
+        logits = (logits / 0.7).masked_fill(~kept, -torch.inf)
+    wanted, found = logits.log_softmax(2).float(), top.values[:, 3:]
+    torch.testing.assert_close(found, wanted.topk(count).values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, wanted.gather(2, top.tokens[:, 3:]), atol=1e-4, rtol=1e-4)
+    # A token among the most likely ones has the same number in both.
+    is_own = top.tokens == output.sequences.unsqueeze(2)
+    own = output.logprobs.unsqueeze(2).expand_as(top.values)
+    torch.testing.assert_close(top.values[is_own], own[is_own])
+    # Without `logprobs` these are the raw ones.
     if kind == "raw":
-        # Without `logprobs` these are the raw ones.
-        alone_top = decoder.generate(torch.tensor([prompt, prompt]), **call, top_logprobs=count)
-        assert alone_top.logprobs is None and alone_top.top_logprobs is not None
-        torch.testing.assert_close(alone_top.top_logprobs.values, top.values, equal_nan=True)
+        output = decoder.generate(prompts, **call)
+        assert output.logprobs is None and output.top_logprobs is not None
+        torch.testing.assert_close(output.top_logprobs.values, top.values, equal_nan=True)
 
 
 def test_equally_likely_tokens_come_by_index() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice, pairwise
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from tiny_loops import (
     GREEDY,
     LENGTH,
-    Pauses,
     TokenStreamer,
     decode,
     expected_rows,
@@ -101,29 +101,17 @@ def test_a_custom_schedule_is_followed_and_told() -> None:
     assert schedule.told == expected
 
 
-@pytest.mark.parametrize(
-    ("draft", "expected"), [("itself", [2, 4, 6, 8]), ("stranger", [2, 1, 1, 1, 1]), ("nothing", [0, 0, 0])]
-)
-def test_the_heuristic_moves_the_number_of_drafts(draft: str, expected: list[int]) -> None:
-    """2 more after a step without rejections, otherwise 1 fewer; none without a draft."""
-    steps, output = steps_of(draft, 2, schedule="heuristic", max_new_tokens=40)
-    assert [max(step.num_proposed) for step in steps][: len(expected)] == expected
-    assert new_tokens(output) == expected_rows(40)
-
-
 @pytest.mark.parametrize("scale", [0.0, 0.01, 0.04])
 def test_the_heuristic_is_that_of_transformers(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same number of drafts in every step of a text, up to 20, which transformers does not have."""
     target = shared_tiny("llama")
     draft = perturbed(target, scale)
-    settings = {"num_assistant_tokens_schedule": "heuristic_transient", "assistant_confidence_threshold": 0.0}
-    for name, value in (settings | {"num_assistant_tokens": 5}).items():
-        setattr(draft.generation_config, name, value)
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.generation_config.num_assistant_tokens = 5
     theirs: list[int] = []
 
-    def counted(
-        self: AssistedCandidateGenerator, input_ids: Tensor, *rest: Tensor, **more: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def counted(self: AssistedCandidateGenerator, input_ids: Tensor, *rest: Tensor, **more: Tensor) -> Any:
         found = candidates(self, input_ids, *rest, **more)
         theirs.append(found[0].shape[1] - input_ids.shape[1])
         return found
@@ -136,28 +124,28 @@ def test_the_heuristic_is_that_of_transformers(scale: float, monkeypatch: pytest
     steps, output = steps_of(draft, 5, schedule="heuristic", prompts=PROMPTS[:1], max_new_tokens=70)
     assert output.sequences.tolist() == expected.tolist()
     assert [step.num_proposed[0] for step in steps] == theirs
+    # 2 more after a step without rejections, otherwise 1 fewer.
     assert scale > 0 or theirs[:5] == [5, 7, 9, 11, 13]
     assert scale == 0 or {later - earlier for earlier, later in pairwise(theirs[:-1])} >= {2, -1}
 
 
-def test_no_more_drafts_than_some_row_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are those of a loop that drafts K anyway. A compiled step takes the smallest K that is ready."""
+@pytest.mark.parametrize("limits", [[3, 3, 3], [2, 3, 1]])
+def test_no_more_drafts_than_some_row_has_room_for(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of a loop that drafts K anyway."""
     input_ids, mask = padded(PROMPTS, "left")
     texts, forwards = [], []
-    for limits in ([3, 3, 3], [2, 3, 1]):
-        for fits in (True, False):
-            draft = language_model(shared_tiny("llama", seed=3))
-            draft.forward = mock.Mock(wraps=draft.forward)
-            sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
-            decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
-            if not fits:
-                monkeypatch.setattr(decoder._runner, "smallest_sufficient", lambda wanted, *others: wanted)
-            texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
-            forwards.append(draft.forward.call_count)
-    assert texts[::2] == texts[1::2]
+    for fits in (True, False):
+        draft = language_model(shared_tiny("llama", seed=3))
+        draft.forward = mock.Mock(wraps=draft.forward)
+        sampling = SamplingParams(temperature=[0.0, 1.0, 0.5])
+        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=50, sampling=sampling)
+        if not fits:
+            monkeypatch.setattr(decoder._runner, "smallest_sufficient", lambda wanted, *others: wanted)
+        texts.append(new_tokens(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=limits, seed=1)))
+        forwards.append(draft.forward.call_count)
+    assert texts[0] == texts[1]
     # One for the prompts, and two drafts in the first step, one in the second.
-    assert max(forwards[::2]) <= 4 and min(forwards[1::2]) >= 101
-    monkeypatch.undo()
+    assert forwards[0] <= 4 and forwards[1] >= 101
 
 
 def test_compiled_steps_have_few_numbers_of_drafts() -> None:
@@ -172,11 +160,6 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
         # A value below all buckets.
         runner.schedule, runner._ready = Optimal(0.1, buckets=(4, 8)), set()
         assert runner.smallest_sufficient(3, 9) == (4 if compiled else 3)
-
-
-def test_a_draft_reads_what_steps_without_drafts_gave() -> None:
-    _, output = steps_of("itself", 3, schedule=Pauses(), max_new_tokens=[40, 40, 5])
-    assert output.stats.acceptance_rate == 1.0
 
 
 class Trimming(Constant):
@@ -241,22 +224,8 @@ def test_a_streamer_of_transformers() -> None:
     assert streamer.heard == [[1, 2], [], "end"]
 
 
-def test_a_stream_ends_where_the_next_one_begins() -> None:
-    """A decoder has one state: an earlier stream may not continue with the tokens of a later one."""
-    target = shared_tiny("llama")
-    decoder = SpeculativeDecoder(target, perturbed(target), num_draft_tokens=2, sampling=GREEDY)
-    first = decoder.stream(torch.tensor([PROMPTS[0]]), max_new_tokens=LENGTH)
-    next(first)
-    never_begun = decoder.stream(torch.tensor([PROMPTS[2]]), max_new_tokens=LENGTH)
-    input_ids, mask = padded(PROMPTS, "left")
-    last = decoder.stream(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
-    for old in (first, never_begun):
-        with pytest.raises(RuntimeError, match="stream"):
-            next(old)
-    assert streamed(list(last)) == expected_rows()
-
-
-def test_an_interrupt_in_a_streamer_keeps_what_was_generated() -> None:
+def test_an_interrupt_in_a_streamer_keeps_what_was_streamed(late: bool) -> None:
+    """The state may be a step ahead of what the host has seen."""
     steps: list[Step] = []
 
     def impatient(step: Step) -> None:
@@ -265,10 +234,9 @@ def test_an_interrupt_in_a_streamer_keeps_what_was_generated() -> None:
             raise KeyboardInterrupt
 
     output = decode("perturbed", 2, streamer=impatient)
-    assert output.interrupted and output.errors == {}
+    assert output.interrupted and output.errors == {} and output.stats.num_steps == 3
     kept = new_tokens(output)
     assert kept == streamed(steps) == limited(expected_rows(), [len(row) for row in kept])
-    assert output.stats.num_steps == 3
 
 
 class Interrupting(DraftSource):
