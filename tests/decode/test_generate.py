@@ -186,37 +186,26 @@ def new_decoder(**options: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(target, perturbed(target), num_draft_tokens=3, **options)
 
 
-def test_a_decoder_serves_batch_after_batch() -> None:
-    """The caches of earlier batches leave no trace, whatever their sizes; outputs are not overwritten."""
-    decoder = new_decoder(sampling=GREEDY)
-    rows, outputs = expected_rows(), []
-    batches = ([0, 1, 2], [2, 0, 1], [1], [0, 2], [2, 1], [1, 1, 1])
-    for chosen in batches:
-        input_ids, mask = padded([PROMPTS[row] for row in chosen], "left")
-        outputs.append(decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH))
-        assert outputs[-1].stats.num_tokens == LENGTH * len(chosen)
-    for chosen, output in zip(batches, outputs, strict=True):
-        assert new_tokens(output) == [rows[row] for row in chosen]
-
-
-def test_a_decoder_keeps_nothing_of_the_batch_before() -> None:
-    """Seeds, limits and eos tokens are those of each call."""
+def test_a_decoder_keeps_nothing_of_the_batches_before() -> None:
+    """Caches, seeds, limits and eos tokens are those of each call, whatever the sizes; outputs are not overwritten."""
     decoder = new_decoder()
-    input_ids, mask = padded(PROMPTS, "left")
-    calls: list[dict[str, Any]] = [
-        {},
-        {"seed": 9},
-        {"max_new_tokens": [5, 12, 2]},
-        {"eos_token_id": list(range(0, VOCAB, 3))},
-        {"sampling": GREEDY},
-        {},
+    calls: list[tuple[list[int], dict[str, Any]]] = [
+        ([0, 1, 2], {}),
+        ([0, 1, 2], {"seed": 9}),
+        ([2, 0, 1], {"max_new_tokens": [5, 12, 2]}),
+        ([1], {"eos_token_id": list(range(0, VOCAB, 3))}),
+        ([0, 2], {"sampling": GREEDY}),
+        ([1, 1, 1], {}),
+        ([0, 1, 2], {}),
     ]
-    texts = []
-    for call in calls:
-        arguments = {"attention_mask": mask, "max_new_tokens": 12, "seed": 1} | call
-        texts.append(new_tokens(decoder.generate(input_ids, **arguments)))
-        assert texts[-1] == new_tokens(new_decoder().generate(input_ids, **arguments))
-    assert texts[0] == texts[-1] != texts[1]
+    found, expected = [], []
+    for chosen, options in calls:
+        input_ids, mask = padded([PROMPTS[row] for row in chosen], "left")
+        arguments = {"attention_mask": mask, "max_new_tokens": 12, "seed": 1} | options
+        found.append(decoder.generate(input_ids, **arguments))
+        expected.append(new_tokens(new_decoder().generate(input_ids, **arguments)))
+    assert list(map(new_tokens, found)) == expected
+    assert expected[0] == expected[-1] != expected[1]
 
 
 def test_dtypes_of_prompts_and_masks() -> None:

@@ -108,12 +108,10 @@ def test_cancelled_requests_leave_their_rows(late: bool) -> None:
         long[1].cancel()
         long[1].cancel()
         found += until_done(session, last)
-    for index in range(2):
-        whole = alone(decoder, Request([5, 6], 50, seed=index)).new_tokens(0)
-        completion = next(each for each in found if each.index == index)
-        count = len(completion.new_tokens)
-        assert completion.finish_reason == "cancelled" and completion.error is None and 0 < count < 50
-        assert completion.new_tokens.tolist() == whole[:count]
+    for seed, handle in enumerate(long):
+        whole, new = alone(decoder, Request([5, 6], 50, seed=seed)).new_tokens(0), handle.new_tokens
+        assert handle.result().finish_reason == "cancelled" and handle.result().error is None
+        assert handle.result().new_tokens.tolist() == new == whole[: len(new)] and 0 < len(new) < 50
     assert texts([each for each in found if each.index > 2]) == [*expected[1:], expected[2]]
     # No step counts what a row would have emitted after its request was cancelled.
     assert session.stats.num_tokens == sum(len(each.new_tokens) for each in found)
@@ -188,32 +186,25 @@ def test_another_call_ends_a_session() -> None:
     session = decoder.session(2, max_length=60, logprobs="raw")
     handle = session.submit(Request([5, 6], 50))
     session.step()
-    [expected] = texts_alone(decoder, requests(0.0)[:1])
+    other = requests(0.0)[0]
     # Its log-probabilities are not those of the session's request.
-    alone(decoder, requests(0.0)[1], logprobs="raw")
+    expected = alone(decoder, other, logprobs="raw")
     with pytest.raises(RuntimeError, match="another one has begun"):
         session.step()
     assert "another one has begun" in str(handle.result(0).error)
     assert handle.result().logprobs is not None and bool(handle.result().logprobs.isnan().all())
-    assert texts_alone(decoder, requests(0.0)[:1]) == [expected]
+    assert texts_alone(decoder, [other]) == new_tokens(expected)
 
 
 def test_an_idle_session_uses_no_processor_time() -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(2, max_length=40)
-    thread = threading.Thread(target=session.run, daemon=True)
-    thread.start()
-    session.submit(Request([5, 6], 3)).result(WAIT)
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    # The step that ended the request is over soon after.
-    time.sleep(0.2)
-    before = time.clock_gettime(clock)
-    time.sleep(0.4)
-    assert time.clock_gettime(clock) - before < 0.1
-    session.close()
-    thread.join(WAIT)
-    assert not thread.is_alive()
+    with running(decoder.session(2, max_length=40)) as session:
+        session.submit(Request([5, 6], 3)).result(WAIT)
+        # The step that ended the request is over soon after.
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(0.4)
+        assert time.process_time() - before < 0.1
 
 
 def test_many_threads_submit_and_cancel() -> None:
@@ -251,14 +242,12 @@ def test_time_that_is_up_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(session_module, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
     decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
     with decoder.session(1, max_length=40) as session:
-        first, second = (session.submit(Request([5, 6], 30, eos_token_id=(), max_time=5.0)) for _ in range(2))
-        for now[0] in (1.0, 4.0, 6.0):
-            session.step()
+        both = [session.submit(Request([5, 6], 30, eos_token_id=(), max_time=5.0)) for _ in range(2)]
         # The time of the second one begins with its row.
-        assert first.result(0).finish_reason == "time" and len(first.result().new_tokens) == 3
-        for now[0] in (7.0, 10.0, 13.0):
-            session.step()
-        assert second.result(0).finish_reason == "time" and len(second.result().new_tokens) == 3
+        for handle, times in zip(both, ((1.0, 4.0, 6.0), (7.0, 10.0, 13.0)), strict=True):
+            for now[0] in times:
+                session.step()
+            assert handle.result(0).finish_reason == "time" and len(handle.result().new_tokens) == 3
         refused = session.submit(Request([5], 3, max_time="soon"))  # type: ignore[arg-type]
         session.step()
         assert "max_time: expected" in str(refused.result(0).error)
@@ -273,10 +262,10 @@ def test_stop_strings_of_each_row_and_request(austen: tuple[Any, Any, Any]) -> N
     call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "eos_token_id": (), "tokenizer": tokenizer}
     output = decoder.generate(ids, **call, stop_strings=strings)
     free = decoder.generate(ids, **call)
-    for row, own in enumerate(strings):
-        text = bytes(free.new_tokens(row)).decode()
+    for own, whole, stopped in zip(strings, new_tokens(free), new_tokens(output), strict=True):
+        text = bytes(whole).decode()
         ends = [text.index(string) + len(string) for string in own if string in text]
-        assert bytes(output.new_tokens(row)).decode() == text[: min(ends, default=30)]
+        assert stopped == whole[: min(ends, default=30)]
     assert output.finish_reasons == ["stop", "length", "stop"]
     given = [
         Request(prompt, 30, eos_token_id=(), stop_strings=own, tokenizer=tokenizer)
@@ -308,16 +297,15 @@ def test_requests_with_inputs_of_an_encoder(family: str) -> None:
     given = [Request([1], 7 + index, eos_token_id=(), inputs=own) for index, own in enumerate(inputs)]
     expected = texts_alone(decoder, given)
     assert len({tuple(text[:7]) for text in expected}) > 3
-    bad = [
-        (Request([1], 3, inputs={"unknown": torch.ones(1, 3)}), "inputs: expected input_"),
-        (Request([1], 3), "inputs: expected those of the target's encoder, got <class 'NoneType'>"),
-        (Request([1], 3, inputs={"input_ids": torch.ones(2, 3)}), "inputs: expected input_ids with a batch of one"),
+    bad: list[tuple[dict[str, Tensor] | None, str]] = [
+        ({"unknown": torch.ones(1, 3)}, "inputs: expected input_"),
+        (None, "inputs: expected those of the target's encoder, got <class 'NoneType'>"),
+        ({"input_ids": torch.ones(2, 3)}, "inputs: expected input_ids with a batch of one"),
     ]
-    completions = list(decoder.generate_many([*given[:3], *(each for each, _ in bad), *given[3:]], batch_size=2))
-    errors = {each.index: each.error for each in completions if each.error is not None}
-    assert sorted(errors) == [3, 4, 5]
-    assert all(message in str(errors[index]) for index, (_, message) in enumerate(bad, 3))
-    assert texts([each for each in completions if each.error is None]) == expected
+    refused = [Request([1], 3, inputs=own) for own, _ in bad]
+    found = in_order(decoder.generate_many([*given[:3], *refused, *given[3:]], batch_size=2))
+    assert all(message in str(each.error) for each, (_, message) in zip(found[3:6], bad, strict=True))
+    assert texts(found[:3] + found[6:]) == expected
 
 
 # Log-probabilities.
