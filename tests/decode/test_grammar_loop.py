@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,22 +26,18 @@ REGEX = r"[a-f]{3,9}(: (true|10+))?"
 FORCED = r"name: (true, name: ){8}"
 
 
+def hf_text(prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> Any:
+    """transformers' `generate`, of a padded batch."""
+    input_ids, mask = padded(prompts, "left")
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": EOS} | options
+    return shared_tiny("llama").generate(input_ids, attention_mask=mask, **options)
+
+
 @cache
 def transformers_rows(regex: str) -> list[list[int]]:
     """What transformers' greedy text is, of each prompt alone, up to its eos."""
-    rows = []
-    for prompt in PROMPTS:
-        inputs = torch.tensor([prompt])
-        output = shared_tiny("llama").generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=LENGTH,
-            eos_token_id=EOS,
-            logits_processor=[LogitsProcessor(compiled(regex))],
-        )
-        rows.append(output[0, len(prompt) :].tolist())
-    return rows
+    texts = [hf_text([prompt], logits_processor=[LogitsProcessor(compiled(regex))])[0].tolist() for prompt in PROMPTS]
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
 
 
 @cache
@@ -245,13 +242,6 @@ def test_compiled_steps_give_the_same_text(draft: str) -> None:
     assert text(True) == text(False)
 
 
-def hf_text(**options: Any) -> Tensor:
-    """transformers' `generate`, of a padded batch."""
-    input_ids, mask = padded(PROMPTS, "left")
-    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": EOS} | options
-    return shared_tiny("llama").generate(input_ids, attention_mask=mask, **options)
-
-
 def test_the_processor_of_xgrammar_is_read_as_a_grammar() -> None:
     ours = {"custom_generate": torch_specops.hf.custom_generate}
     for draft in (None, PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama")):
@@ -260,8 +250,8 @@ def test_the_processor_of_xgrammar_is_read_as_a_grammar() -> None:
             def processors() -> list[Any]:
                 return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
 
-            expected: Any = hf_text(logits_processor=processors(), **more)
-            found: Any = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
+            expected = hf_text(logits_processor=processors(), **more)
+            found = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
             if more.get("output_scores"):
                 for own, theirs in zip(found.scores, expected.scores, strict=True):
                     assert torch.equal(own.isneginf()[~own.isnan()], theirs.isneginf()[~own.isnan()])
@@ -281,11 +271,7 @@ def test_a_processor_of_a_grammar_that_is_no_grammar_here_is_refused() -> None:
     wrong = raised(
         lambda options: hf_text(**ours, **options),
         [
-            (
-                {"logits_processor": [used]},
-                NotImplementedError,
-                "logits_processor: xgrammar.*passed as grammar=",
-            ),
+            ({"logits_processor": [used]}, NotImplementedError, "logits_processor: xgrammar.*passed as grammar="),
             (fresh | grammar, ValueError, "grammar: expected None beside xgrammar.contrib.hf.LogitsProcessor"),
             (grammar | scores, NotImplementedError, "grammar: scores come from logits_processor"),
         ],
