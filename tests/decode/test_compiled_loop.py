@@ -11,13 +11,11 @@ import torch
 from tiny_loops import DRAFTS
 from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.compilation import compile_errors_named
 from torch_specops.decode import runner
-from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import PromptLookup
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -125,25 +123,20 @@ IN_SHORT = ("llama", "gemma3", "t5")
         ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
     ],
 )
+@pytest.mark.usefixtures("without_inductor")
 def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
-    """And some steps give the records of eager ones."""
-    backend = CompileCounterWithBackend("eager")
-    inputs = encoder_inputs(family, slice(2))
     # One layer is enough where the draft or the op is what differs.
     target = shared_tiny(family) if kind == "prompt lookup" else tiny("llama", num_hidden_layers=1)
-    records = []
-    for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
-        decoder = SpeculativeDecoder(
-            target, DRAFTS[kind](family), num_draft_tokens=2, sampling=SAMPLING, compile=False, **options
+    options = {"num_draft_tokens": 2, "sampling": SAMPLING} | options
+    eager, compiled = (
+        decode(
+            SpeculativeDecoder(target, DRAFTS[kind](family), compile=compile, one_graph=compile, **options),
+            inputs=encoder_inputs(family, slice(2)),
         )
-        decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
-        step = wrap(speculative_step)
-        with torch.inference_mode():
-            arguments = (decoder.target, decoder.draft, decoder._runner.state, 2, decoder._runner.verify)
-            records.append([step(*arguments) for _ in range(4)])
-    assert backend.frame_count == 1
-    for expected, found in zip(*records, strict=True):
-        assert torch.equal(expected, found)
+        for compile in (False, True)
+    )
+    assert torch.equal(compiled, eager)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -48,20 +48,7 @@ def new_decoder(draft: str | AnyDraft = None, **options: Any) -> SpeculativeDeco
     return SpeculativeDecoder(shared_tiny("llama"), source, **({"num_draft_tokens": 3} | options))
 
 
-DETERMINED = [
-    "nothing",
-    "prompt lookup",
-    "n-gram with counts",
-    "perturbed",
-    "token map",
-    "hierarchical",
-    "over a model",
-    "early exit",
-    "eagle 3",
-]
-
-
-@pytest.mark.parametrize("draft", DETERMINED)
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_a_request_gets_the_tokens_that_it_gets_alone(draft: str) -> None:
     decoder = new_decoder(draft)
     expected = texts_alone(decoder, REQUESTS)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def running(session: Session) -> Iterator[Session]:
         yield session
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def greedy() -> SpeculativeDecoder:
+    return SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
 
 
 def until_done(session: Session, *handles: Handle) -> list[Completion]:
@@ -117,9 +123,8 @@ def test_cancelled_requests_leave_their_rows(late: bool) -> None:
     assert session.stats.num_tokens == sum(len(each.new_tokens) for each in found)
 
 
-def test_requests_that_end_at_once_let_others_step() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    with decoder.session(2, max_length=40) as session:
+def test_requests_that_end_at_once_let_others_step(greedy: SpeculativeDecoder) -> None:
+    with greedy.session(2, max_length=40) as session:
         long = session.submit(Request([5, 6], 20))
         instant = [session.submit(Request([5], 0) if index % 2 else Request([VOCAB], 3)) for index in range(300)]
         assert not any(handle.done for handle in instant)
@@ -135,9 +140,8 @@ def test_requests_that_end_at_once_let_others_step() -> None:
         assert session.step() == [] and session.is_idle
 
 
-def test_closing_ends_all_requests() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(1, max_length=90)
+def test_closing_ends_all_requests(greedy: SpeculativeDecoder) -> None:
+    session = greedy.session(1, max_length=90)
     with running(session):
         active = session.submit(Request([5, 6], 80, eos_token_id=()))
         waiting = session.submit(Request([5, 6], 80))
@@ -151,29 +155,16 @@ def test_closing_ends_all_requests() -> None:
     assert len(session.step()) <= 2 and session.step() == []
 
 
-class Failing(PairModel):
-    """A forward raises."""
-
-    error: BaseException | None = None
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return super().forward(tokens, positions, num_logits)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(error: BaseException) -> None:
-    target = Failing(random_table(VOCAB, seed=5))
+    target = PairModel(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3)
     expected = texts_alone(decoder, requests(1.0))
     session = decoder.session(2, max_length=60, logprobs="raw")
     handles = [session.submit(Request([5, 6], 50, eos_token_id=())) for _ in range(3)]
     session.step()
-    target.error = error
-    with pytest.raises(type(error)):
+    with mock.patch.object(target, "forward", side_effect=error), pytest.raises(type(error)):
         session.step()
-    target.error = None
     for handle in handles:
         assert handle.result(0).finish_reason == "error" and type(error).__name__ in str(handle.result().error)
     with pytest.raises(RuntimeError, match="the session is closed"):
@@ -181,24 +172,22 @@ def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(err
     assert many(decoder, requests(1.0), 2) == expected
 
 
-def test_another_call_ends_a_session() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(2, max_length=60, logprobs="raw")
+def test_another_call_ends_a_session(greedy: SpeculativeDecoder) -> None:
+    session = greedy.session(2, max_length=60, logprobs="raw")
     handle = session.submit(Request([5, 6], 50))
     session.step()
     other = requests(0.0)[0]
     # Its log-probabilities are not those of the session's request.
-    expected = alone(decoder, other, logprobs="raw")
+    expected = alone(greedy, other, logprobs="raw")
     with pytest.raises(RuntimeError, match="another one has begun"):
         session.step()
     assert "another one has begun" in str(handle.result(0).error)
     assert handle.result().logprobs is not None and bool(handle.result().logprobs.isnan().all())
-    assert texts_alone(decoder, [other]) == new_tokens(expected)
+    assert texts_alone(greedy, [other]) == new_tokens(expected)
 
 
-def test_an_idle_session_uses_no_processor_time() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    with running(decoder.session(2, max_length=40)) as session:
+def test_an_idle_session_uses_no_processor_time(greedy: SpeculativeDecoder) -> None:
+    with running(greedy.session(2, max_length=40)) as session:
         session.submit(Request([5, 6], 3)).result(WAIT)
         # The step that ended the request is over soon after.
         time.sleep(0.2)
@@ -237,11 +226,10 @@ def test_many_threads_submit_and_cancel() -> None:
 # What a request may ask for.
 
 
-def test_time_that_is_up_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_is_up_ends_a_request(greedy: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(session_module, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    with decoder.session(1, max_length=40) as session:
+    with greedy.session(1, max_length=40) as session:
         both = [session.submit(Request([5, 6], 30, eos_token_id=(), max_time=5.0)) for _ in range(2)]
         # The time of the second one begins with its row.
         for handle, times in zip(both, ((1.0, 4.0, 6.0), (7.0, 10.0, 13.0)), strict=True):
@@ -365,7 +353,6 @@ def test_a_session_has_the_log_probabilities_of_generate() -> None:
         torch.testing.assert_close(completion.top_logprobs.values, output.top_logprobs.values[0, new])
 
 
-def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    assert len(list(decoder.generate_many(requests(0.0), batch_size=2, progress=True))) == 5
+def test_progress_is_shown(greedy: SpeculativeDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(greedy.generate_many(requests(0.0), batch_size=2, progress=True))) == 5
     assert "5/5" in capsys.readouterr().err

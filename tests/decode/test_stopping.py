@@ -204,7 +204,6 @@ def test_what_comes_after_a_stop_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     sampler = SpeculativeDecoder(PairModel(table), sampling=GREEDY)
     ends = [lambda texts: [text[-1] == 1 for text in texts]]
     output = sampler.run(torch.tensor([[3]]), {}, row_rules=ends)
-    assert bool(sampler._runner.state.failed[0])
     assert output.new_tokens(0) == [1] and output.errors == {} and output.finish_reasons == ["stop"]
 
 
