@@ -205,6 +205,7 @@ def test_a_decoder_keeps_nothing_of_the_batches_before() -> None:
         found.append(decoder.generate(input_ids, **arguments))
         expected.append(new_tokens(new_decoder().generate(input_ids, **arguments)))
     assert list(map(new_tokens, found)) == expected
+    assert [output.stats.num_tokens for output in found] == [sum(map(len, rows)) for rows in expected]
     assert expected[0] == expected[-1] != expected[1]
 
 

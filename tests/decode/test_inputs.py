@@ -15,7 +15,7 @@ import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.step import Verifier
-from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, PromptLookup
+from torch_specops.drafts import Draft, EarlyExit, LanguageModel, PromptLookup
 from torch_specops.ops.uniforms import row_seeds
 from torch_specops.sampling import SamplingTensors
 
@@ -165,13 +165,8 @@ def test_bad_arguments_of_a_call() -> None:
         assert raised(lambda bad, call=call: call(**(given | bad)), BAD_CALLS) == []
 
 
-class Elsewhere(DraftSource):
-    device = torch.device("meta")
-
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
-        raise AssertionError("never asked")
-
-
+ELSEWHERE = PromptLookup()
+ELSEWHERE.device = torch.device("meta")
 SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
 BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
@@ -182,7 +177,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
     ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* \(8 tokens\), got 7 tokens .*TokenMap"),
-    ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
+    ({"draft": ELSEWHERE}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
     ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),

@@ -11,7 +11,7 @@ import transformers
 from tiny_loops import DRAFTS, GREEDY, Late, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -40,7 +40,7 @@ class Watched(StoppingCriteria):
         return self.stops(input_ids)
 
 
-def ends() -> dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]]:
+def endings() -> dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]]:
     """Criteria, and other settings, that end the greedy rows in different ways."""
     first, second, third = rows = expected_rows(LENGTH)
     return {
@@ -71,7 +71,7 @@ def test_a_criterion_sees_and_stops_what_it_does_in_transformers(draft: str) -> 
     """Rows get different numbers of tokens per step, some of them beyond the place where they are to end."""
     target, source = shared_tiny("llama"), DRAFTS[draft]("llama")
     all_lengths = set()
-    for name, (rule, options) in ends().items():
+    for name, (rule, options) in endings().items():
         expected, expected_shown = generate(target, rule, **options)
         steps: list[Step] = []
         drafting = {"draft_model": source, "num_draft_tokens": 4, "token_streamer": steps.append}
@@ -159,6 +159,10 @@ def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
         assert assisted(TEXTS, **ours) == plain(TEXTS, **ours, draft_model=PromptLookup()) == expected
         # The one with a draft model, which is the first.
         assert sum(steps[0].num_accepted) > 0
+    heard, ours_heard = (TextIteratorStreamer(tokenizer, skip_prompt=True) for _ in range(2))
+    plain(TEXTS[0], **call, **stops, streamer=heard)
+    plain(TEXTS[0], **call, **stops, streamer=ours_heard, assistant_model=draft, custom_generate=custom_generate)
+    assert "".join(ours_heard) == "".join(heard)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -175,7 +179,7 @@ def test_a_stop_keeps_the_text_up_to_it(
     lengths = list(map(len, kept))
     assert len(set(lengths)) == 3
     ended: list[int] = []
-    sampler.draft.end = lambda tokens, lengths: ended.extend(lengths.tolist())
+    sampler.draft.end = lambda tokens, at: ended.extend(at.tolist())
     if late:
         monkeypatch.setattr(batch_module, "RecordReader", Late)
     steps: list[Step] = []
