@@ -207,6 +207,7 @@ def test_a_decoder_keeps_nothing_of_the_batches_before() -> None:
     assert list(map(new_tokens, found)) == expected
     assert [output.stats.num_tokens for output in found] == [sum(map(len, rows)) for rows in expected]
     assert expected[0] == expected[-1] != expected[1]
+    assert expected[4] == [row[:12] for row in (expected_rows()[0], expected_rows()[2])]
 
 
 def test_dtypes_of_prompts_and_masks() -> None:

@@ -176,8 +176,8 @@ def test_another_call_ends_a_session(greedy: SpeculativeDecoder) -> None:
     session = greedy.session(2, max_length=60, logprobs="raw")
     handle = session.submit(Request([5, 6], 50))
     session.step()
-    other = requests(0.0)[0]
-    # Its log-probabilities are not those of the session's request.
+    other = requests(0.0)[1]
+    # Its log-probabilities are not those of the session's request, whose prompt is longer.
     expected = alone(greedy, other, logprobs="raw")
     with pytest.raises(RuntimeError, match="another one has begun"):
         session.step()

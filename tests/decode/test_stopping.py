@@ -227,11 +227,13 @@ def test_several_sequences_of_a_prompt_are_rows() -> None:
 
 def test_an_encoder_reads_a_prompt_for_each_of_its_sequences() -> None:
     """Draft and target read the same inputs, and all drafts are accepted."""
-    start, call = torch.ones(3, 1, dtype=torch.int64), {"max_new_tokens": 8, "seed": 3, "eos_token_id": ()}
-    output = torch_specops.generate(
-        shared_tiny("t5"), start, draft=shared_tiny("t5"), **call, inputs=encoder_inputs("t5"), num_return_sequences=2
-    )
+    target, inputs, start = shared_tiny("t5"), encoder_inputs("t5"), torch.ones(3, 1, dtype=torch.int64)
+    call: dict[str, Any] = {"draft": target, "max_new_tokens": 8, "seed": 3, "eos_token_id": ()}
+    output = torch_specops.generate(target, start, **call, inputs=inputs, num_return_sequences=2)
     assert output.stats.acceptance_rate == 1.0
+    copies = {name: value.repeat_interleave(2, 0) for name, value in inputs.items()}
+    rows = torch_specops.generate(target, start.repeat(2, 1), **call, inputs=copies)
+    assert torch.equal(output.sequences, rows.sequences)
 
 
 def test_wrong_arguments_are_named(austen: tuple[Any, Any, Any]) -> None:
