@@ -165,8 +165,6 @@ def test_bad_arguments_of_a_call() -> None:
         assert raised(lambda bad, call=call: call(**(given | bad)), BAD_CALLS) == []
 
 
-ELSEWHERE = PromptLookup()
-ELSEWHERE.device = torch.device("meta")
 SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
 BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
@@ -177,7 +175,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
     ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* \(8 tokens\), got 7 tokens .*TokenMap"),
-    ({"draft": ELSEWHERE}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
+    ({"draft": PairModel(TABLE.to("meta"))}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
     ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
