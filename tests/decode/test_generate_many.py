@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import DRAFTS, GREEDY, AnyDraft, Late, Pauses, expected_rows, new_tokens
-from tiny_models import PROMPTS, PairModel, padded, perturbed, raised, random_table, shared_tiny, tiny
+from tiny_models import PROMPTS, PairModel, perturbed, raised, random_table, shared_tiny, tiny
 from tiny_requests import alone, in_order, many, texts, texts_alone
 from torch import Tensor
 from torch._dynamo.utils import counters
