@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import DRAFTS, GREEDY, AnyDraft, Late, Pauses, expected_rows, new_tokens
-from tiny_models import PROMPTS, PairModel, perturbed, raised, random_table, shared_tiny, tiny
+from tiny_models import PROMPTS, PairModel, padded, perturbed, raised, random_table, shared_tiny, tiny
 from tiny_requests import alone, in_order, many, texts, texts_alone
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -261,14 +261,16 @@ def test_a_row_that_fails_leaves_nothing_to_the_next_one() -> None:
     decoder = SpeculativeDecoder(model, tiny("llama"), num_draft_tokens=3, sampling=GREEDY, max_length=60)
     bad, good = Request([5, 4, 3, 2, 13, 13], 6), Request([5, 6], 9, eos_token_id=())
     long = Request([1] * 20, 40)
-    expected = texts_alone(decoder, [long, good])
+    others = [Request([3, 8, 3, 8], 9), Request([7], 9)]
+    expected = texts_alone(decoder, [long, good, *others])
     found = in_order(decoder.generate_many([long, bad, good, bad, good, bad], batch_size=2))
     assert texts(found) == [expected[0], [], expected[1], [], expected[1], []]
     assert [each.error for each in found[1::2]] == ["target: no finite logit after 6 tokens"] * 3
     assert found[1].finish_reason == "error" and found[1].tokens.tolist() == bad.input_ids
     # Nor to the next batch, which has the same cache, and whose shorter prompts overwrite less.
-    output = decoder.generate(torch.tensor([good.input_ids] * 2), max_new_tokens=9)
-    assert new_tokens(output) == [expected[1]] * 2 and output.errors == {}
+    ids, mask = padded([request.input_ids for request in others], "left")
+    output = decoder.generate(ids, attention_mask=mask, max_new_tokens=9)
+    assert new_tokens(output) == expected[2:] and output.errors == {}
 
 
 def test_wrong_arguments() -> None:
