@@ -65,7 +65,7 @@ def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.M
 
 
 def test_a_custom_schedule_is_followed_and_told() -> None:
-    schedule, limits = Pauses(), [20, 3, 12]
+    schedule, limits = Pauses(), [19, 3, 12]
     schedule.next = mock.Mock(wraps=schedule.next)  # type: ignore[method-assign]
     schedule.reset = mock.Mock()  # type: ignore[method-assign]
     steps, output = steps_of("perturbed", 2, schedule=schedule, max_new_tokens=limits)
