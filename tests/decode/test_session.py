@@ -118,6 +118,8 @@ def test_cancelled_requests_leave_their_rows(late: bool) -> None:
         whole, new = alone(decoder, Request([5, 6], 50, seed=seed)).new_tokens(0), handle.new_tokens
         assert handle.result().finish_reason == "cancelled" and handle.result().error is None
         assert handle.result().new_tokens.tolist() == new == whole[: len(new)] and 0 < len(new) < 50
+    # Each ends once.
+    assert [each.index for each in in_order(found)] == list(range(8))
     assert texts([each for each in found if each.index > 2]) == [*expected[1:], expected[2]]
     # No step counts what a row would have emitted after its request was cancelled.
     assert session.stats.num_tokens == sum(len(each.new_tokens) for each in found)
