@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 from tiny_loops import DRAFTS
 from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from torch_specops import SamplingParams, SpeculativeDecoder, compilation
-from torch_specops.compilation import compile_errors_named, compile_piece
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.compilation import compile_errors_named
 from torch_specops.decode import runner
-from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import PromptLookup
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -31,14 +28,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[SpeculativeDecoder]:
     """An eager and a compiled one."""
+    options |= {"num_draft_tokens": num_draft_tokens}
     return [
-        SpeculativeDecoder(
-            tiny("llama", num_hidden_layers=1),
-            DRAFTS[kind]("llama"),
-            num_draft_tokens=num_draft_tokens,
-            compile=compile,
-            **options,
-        )
+        SpeculativeDecoder(tiny("llama", num_hidden_layers=1), DRAFTS[kind]("llama"), compile=compile, **options)
         for compile in (False, True)
     ]
 
@@ -131,91 +123,78 @@ IN_SHORT = ("llama", "gemma3", "t5")
         ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
     ],
 )
+@pytest.mark.usefixtures("without_inductor")
 def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
-    """And some steps give the records of eager ones."""
-    backend = CompileCounterWithBackend("eager")
-    inputs = encoder_inputs(family, slice(2))
     # One layer is enough where the draft or the op is what differs.
     target = shared_tiny(family) if kind == "prompt lookup" else tiny("llama", num_hidden_layers=1)
-    records = []
-    for wrap in (lambda step: step, lambda step: torch.compile(step, backend=backend, fullgraph=True, dynamic=False)):
-        decoder = SpeculativeDecoder(
-            target, DRAFTS[kind](family), num_draft_tokens=2, sampling=SAMPLING, compile=False, **options
+    options = {"num_draft_tokens": 2, "sampling": SAMPLING} | options
+    eager, compiled = (
+        decode(
+            SpeculativeDecoder(target, DRAFTS[kind](family), compile=compile, one_graph=compile, **options),
+            inputs=encoder_inputs(family, slice(2)),
         )
-        decoder.stream(PROMPTS, attention_mask=MASK, max_new_tokens=30, seed=5, inputs=inputs)
-        step = wrap(speculative_step)
-        with torch.inference_mode():
-            arguments = (decoder.target, decoder.draft, decoder._runner.state, 2, decoder._runner.verify)
-            records.append([step(*arguments) for _ in range(4)])
-    assert backend.frame_count == 1
-    for expected, found in zip(*records, strict=True):
-        assert torch.equal(expected, found)
+        for compile in (False, True)
+    )
+    assert torch.equal(compiled, eager)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_more_drafts_are_not_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_draft_tokens in (5, 10):
-        torch._dynamo.reset()
-        backend = CompileCounterWithBackend("eager")
-        monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
-        decode(decoders("perturbed", num_draft_tokens, sampling=SAMPLING)[1])
-        # The draft's forward over two tokens and over one, the uniforms, the verification.
-        assert backend.frame_count == 4
-
-
-def test_nothing_is_left_of_a_deleted_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_inductor")
+def test_nothing_is_left_of_a_deleted_decoder() -> None:
     """Neither the models, if nobody else has them, nor their caches, nor the batch."""
-    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    both = decoders("perturbed", 2, sampling=SAMPLING)
-    while both:
+    both = decoders("perturbed", 6, sampling=SAMPLING)
+    # More drafts are not more graphs: the draft's forward over two tokens and over one, the uniforms, the verification.
+    for num_graphs in (4, 0):
+        counters.clear()
         decoder = both.pop()
         decode(decoder, logprobs="raw")
+        assert counters["stats"]["unique_graphs"] == num_graphs
         parts = parts_of(decoder)
         assert still_there(parts[:1]) != []
         del decoder
         assert still_there(parts) == []
 
 
-def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_inductor")
+def test_every_shape_has_graphs_of_its_own() -> None:
     """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
-    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
     eager, compiled = decoders("n-gram with counts", 1)
     greedy, filtered = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
     calls = [(1, 9, greedy), (2, 9, greedy), (2, 70, greedy), (2, 9, filtered)]
 
-    def same_as_eager(batch: int, new_tokens: int, sampling: SamplingParams) -> bool:
-        prompts, mask = PROMPTS[:batch], MASK[:batch]
+    def is_as_eager(batch: int, new_tokens: int, sampling: SamplingParams) -> bool:
+        prompts = PROMPTS[:batch], MASK[:batch]
         options = {"max_new_tokens": new_tokens, "sampling": sampling}
-        return torch.equal(decode(compiled, prompts, mask, **options), decode(eager, prompts, mask, **options))
+        return torch.equal(decode(compiled, *prompts, **options), decode(eager, *prompts, **options))
 
     with torch._dynamo.config.patch(recompile_limit=1):
-        assert all(same_as_eager(*call) for call in calls)
+        assert all(is_as_eager(*call) for call in calls)
     graphs = counters["stats"]["unique_graphs"]
     # Met again, in another order: all of them were kept.
-    assert all(same_as_eager(*call) for call in reversed(calls))
+    assert all(is_as_eager(*call) for call in reversed(calls))
     assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
-    prompt = PROMPTS[:1]
 
-    def stats_of(decoder: SpeculativeDecoder, max_new_tokens: int) -> tuple[bool, str]:
-        output = decoder.generate(prompt, max_new_tokens=max_new_tokens, eos_token_id=())
-        return decoder.compiled, output.stats.compiled
+    def is_compiled(max_new_tokens: int, *draft: Any) -> bool:
+        decoder = SpeculativeDecoder(tiny("llama"), *draft, num_draft_tokens=3)
+        decoder.generate(PROMPTS[:1], max_new_tokens=max_new_tokens, eos_token_id=())
+        return decoder.compiled
 
     # Without drafts every token is a step.
-    assert stats_of(SpeculativeDecoder(tiny("llama")), 11) == (
-        False,
-        "eager: on cpu compiling pays after about 12 steps, and 11 are done or certain",
-    )
-    assert stats_of(SpeculativeDecoder(tiny("llama")), 12)[0]
+    assert [is_compiled(11), is_compiled(12)] == [False, True]
     # With three drafts a step may emit four tokens, so 47 tokens are certain to need 11.75 steps, no more.
-    assert not stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 47)[0]
-    assert stats_of(SpeculativeDecoder(tiny("llama"), tiny("llama"), num_draft_tokens=3), 48)[0]
+    assert [is_compiled(47, tiny("llama")), is_compiled(48, tiny("llama"))] == [False, True]
     # Padding among the drafts costs a compiled step as much as drafts do.
-    assert not stats_of(SpeculativeDecoder(tiny("llama"), PromptLookup(), num_draft_tokens=3), 48)[0]
+    assert not is_compiled(48, PromptLookup())
     # The steps of earlier prompts count, and what was compiled stays.
     decoder = SpeculativeDecoder(tiny("llama"))
-    assert [stats_of(decoder, length)[0] for length in (6, 5, 1, 1)] == [False, False, True, True]
+    calls = ((6, "eager"), (5, "eager"), (1, "compiled"), (1, "compiled"))
+    for max_new_tokens, way in calls:
+        output = decoder.generate(PROMPTS[:1], max_new_tokens=max_new_tokens, eos_token_id=())
+        assert output.stats.compiled.startswith(f"{way}: on cpu compiling pays after about 12 steps")
+        assert decoder.compiled == (way == "compiled")
     assert not SpeculativeDecoder(tiny("llama"), compile=False).compiled

@@ -14,22 +14,23 @@ import torch
 from gpu_suite import no_synchronisation, size
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
+from tiny_loops import limited, new_tokens
 from tiny_models import VOCAB, perturbed, tiny
+from tiny_requests import many
 from torch import Tensor
 
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
-from torch_specops.decode import Step
 from torch_specops.drafts import DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
 
 PROMPTS, OTHER_PROMPTS = torch.randint(3, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1] * 7, [0] * 6 + [1], [1] * 4 + [0] * 3])
 LIMITS = size("new tokens of three rows")
 NUM_DRAFTS = size("drafts of a loop")
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY, MIXED = SamplingParams(temperature=0.0), SamplingParams(temperature=[0.0, 0.8, 0.0])
 PROCESSED = SamplingParams(
     temperature=[0.0, 0.8, 0.0],
     repetition_penalty=1.3,
@@ -51,7 +52,7 @@ def decoder(
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
     if kind == "head":
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
-    settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": SamplingParams(temperature=[0.0, 0.8, 0.0])} | options
+    settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": MIXED} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
 
@@ -61,59 +62,60 @@ def run(loop: SpeculativeDecoder, prompts: Tensor = PROMPTS, **options: object) 
     return loop.generate(prompts.to(device), **settings)
 
 
-def texts(output: GenerationOutput) -> list[list[int]]:
-    return [output.new_tokens(row) for row in range(len(output.lengths))]
-
-
-@pytest.fixture(scope="module")
-def of_the_cpu() -> list[list[int]]:
-    """The texts of the loop with a draft model."""
-    return texts(run(decoder("cpu", "model", compile=False)))
+def of_the_cpu(kind: str = "model", prompts: Tensor = PROMPTS, layers: int = 2, **options: object) -> list[list[int]]:
+    """The texts of an eager loop."""
+    return new_tokens(run(decoder("cpu", kind, layers, compile=False, **options), prompts))
 
 
 @pytest.mark.not_rehearsed("the code that Inductor makes for CUDA")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
-    expected = texts(run(decoder("cpu", "model", layers=1, compile=False)))
     loop = decoder("cuda", "model", layers=1)
-    first, second = run(loop), run(loop)
-    assert texts(first) == texts(second) == expected
+    with torch.compiler.set_stance("default"):
+        first, second = run(loop), run(loop)
+    assert new_tokens(first) == new_tokens(second) == of_the_cpu(layers=1)
     assert first.stats.compile_seconds > 0 and second.stats.compile_seconds == 0
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("kind", ["none", "lookup", "head", pytest.param("model", marks=pytest.mark.smoke)])
-def test_captured_steps_give_the_tokens_of_the_cpu(kind: str) -> None:
-    expected = texts(run(decoder("cpu", kind, compile=False)))
-    assert texts(run(decoder("cuda", kind, compile=False))) == expected
-    loop = decoder("cuda", kind)
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        *((kind, MIXED) for kind in ("none", "lookup", "head")),
+        pytest.param("model", MIXED, marks=pytest.mark.smoke),
+        *((kind, PROCESSED) for kind in ("model", "head")),
+    ],
+)
+def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: SamplingParams) -> None:
+    expected = of_the_cpu(kind, sampling=sampling)
+    assert new_tokens(run(decoder("cuda", kind, compile=False, sampling=sampling))) == expected
+    loop = decoder("cuda", kind, sampling=sampling)
+    # The second batch replays what the first one captured.
     for captured in (run(loop), run(loop)):
-        assert texts(captured) == expected
+        assert new_tokens(captured) == expected
     assert loop._runner._graphs
     assert captured.stats.compile_seconds == 0
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["none", "lookup", "model"])
 def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
     """Proposing and verifying are graphs of their own, and steps without grammars are one graph as before."""
 
-    def grammars() -> list[Allowing | None]:
-        return [Allowing(by_turns), None, Allowing(lambda text: by_turns((*text, 0)))]
+    def masked(loop: SpeculativeDecoder) -> list[list[int]]:
+        grammars = [Allowing(by_turns), None, Allowing(lambda text: by_turns((*text, 0)))]
+        found = new_tokens(run(loop, grammar=grammars))
+        assert all(grammar is None or list(grammar.text) == text for grammar, text in zip(grammars, found, strict=True))
+        return found
 
-    expected = texts(run(decoder("cpu", kind, compile=False), grammar=grammars()))
-    assert texts(run(decoder("cuda", kind, compile=False), grammar=grammars())) == expected
-    loop, without = decoder("cuda", kind), texts(run(decoder("cpu", kind, compile=False)))
+    expected, without = masked(decoder("cpu", kind, compile=False)), of_the_cpu(kind)
+    assert masked(decoder("cuda", kind, compile=False)) == expected
+    loop = decoder("cuda", kind)
     for _ in range(2):
-        own = grammars()
-        assert texts(run(loop, grammar=own)) == expected
-        assert [list(each.text) for each in own if each is not None] == [expected[0], expected[2]]
-        assert texts(run(loop)) == without
+        assert masked(loop) == expected
+        assert new_tokens(run(loop)) == without
     assert {is_masked for _, is_masked in loop._runner._graphs} == {False, True}
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["lookup", "head"])
 def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
     """The models of the other tests are float64, which always has a mask."""
@@ -122,39 +124,21 @@ def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
         loop = decoder("cuda", kind, dtype=torch.float32, sampling=GREEDY)
         loop.target.use_spans = use_spans
         found = run(loop)
-        assert texts(found) == texts(expected)
+        assert new_tokens(found) == new_tokens(expected)
         assert found.stats.num_accepted == expected.stats.num_accepted
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_captured_steps_process_logits_as_eager_ones(kind: str) -> None:
-    expected = texts(run(decoder("cpu", kind, compile=False, sampling=PROCESSED)))
-    assert expected != texts(run(decoder("cpu", kind, compile=False)))
-    loop = decoder("cuda", kind, sampling=PROCESSED)
-    # The second batch replays what the first one captured.
-    assert [texts(run(loop)) for _ in range(2)] == [expected, expected]
-    assert loop._runner._graphs
-
-
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["lookup", "model", "head"])
 def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
     """A record is read when its row has another request already. The first filter captures other graphs, once, and so
     does the first penalty."""
     settings = [GREEDY, GREEDY, SamplingParams(), SamplingParams(0.8, top_k=20), SamplingParams(repetition_penalty=1.3)]
     requests = [Request([7, 5, 7], 2 + 2 * row, sampling, seed=row) for row, sampling in enumerate(settings)]
-
-    def all_texts(loop: SpeculativeDecoder) -> list[list[int]]:
-        found = {each.index: each.new_tokens.tolist() for each in loop.generate_many(requests, batch_size=2)}
-        return [found[index] for index in range(len(requests))]
-
-    expected = all_texts(decoder("cpu", kind, compile=False))
     loop = decoder("cuda", kind)
-    assert all_texts(loop) == expected and loop._runner._graphs
+    assert many(loop, requests, 2) == many(decoder("cpu", kind, compile=False), requests, 2)
+    assert loop._runner._graphs
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_a_step_waits_for_nothing(kind: str) -> None:
     loop = decoder("cuda", kind)
@@ -165,74 +149,62 @@ def test_a_step_waits_for_nothing(kind: str) -> None:
             loop._runner.run(NUM_DRAFTS)
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_every_bucket_of_a_schedule_is_a_graph_of_its_own() -> None:
     loop = decoder("cuda", "model", schedule="heuristic", sampling=GREEDY)
     output = run(loop)
     assert len(loop._runner._graphs) >= 2
-    assert texts(output) == texts(run(decoder("cpu", "none", compile=False, sampling=GREEDY)))
+    assert new_tokens(output) == of_the_cpu("none", sampling=GREEDY)
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("between", ["another decoder", "a greedy check"])
 def test_the_models_of_a_loop_serve_others_too(between: str) -> None:
     """They get a cache of another size then, and another one again for the loop, whose graphs know the first. A text
     that is decoded from that is not the text of its prompt."""
-    eager = decoder("cpu", "model", compile=False)
-    expected = [texts(run(eager, prompts)) for prompts in (PROMPTS, OTHER_PROMPTS)]
     loop = decoder("cuda", "model")
     other = SpeculativeDecoder(loop.target, loop.draft, num_draft_tokens=2, sampling=GREEDY)
-    for prompts, own in zip((PROMPTS, OTHER_PROMPTS), expected, strict=True):
-        assert texts(run(loop, prompts)) == own
+    for prompts in (PROMPTS, OTHER_PROMPTS):
+        expected = of_the_cpu(prompts=prompts)
+        assert new_tokens(run(loop, prompts)) == expected
         # The first row is greedy and has no padding.
         alone = prompts[:1].cuda()
         if between == "another decoder":
-            assert texts(other.generate(alone, max_new_tokens=LIMITS[0])) == own[:1]
+            assert new_tokens(other.generate(alone, max_new_tokens=LIMITS[0])) == expected[:1]
         else:
-            assert check_greedy(loop.target, alone, own[0]) == []
+            assert check_greedy(loop.target, alone, expected[0]) == []
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_an_encoder_reads_inputs_of_other_lengths() -> None:
     """Its states and their keys and values are then other tensors, which graphs of the length before do not know."""
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randint(3, VOCAB, (2, length), generator=generator) for length in (10, 14, 10)]
+    start = torch.ones(2, 1, dtype=torch.int64)
 
     def all_texts(device: str, compile: bool | str) -> list[list[list[int]]]:
         target, draft = tiny("t5").to(device), perturbed(tiny("t5"), 0.05).to(device)
         loop = SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=GREEDY, compile=compile)
-        start = torch.ones(2, 1, dtype=torch.int64, device=device)
-        outputs = [
-            loop.generate(
-                start,
-                max_new_tokens=LIMITS[0],
-                eos_token_id=(),
-                inputs={"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)},
-            )
-            for ids in inputs
-        ]
+        call = {"max_new_tokens": LIMITS[0], "eos_token_id": ()}
+        given = [{"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids, device=device)} for ids in inputs]
+        found = [new_tokens(loop.generate(start.to(device), inputs=own, **call)) for own in given]
         assert bool(loop._runner._graphs) == (device == "cuda")
-        return [texts(output) for output in outputs]
+        return found
 
     expected = all_texts("cpu", False)
     assert len({str(each) for each in expected}) == len(inputs)
     assert all_texts("cuda", "auto") == expected
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_weights_that_were_replaced_are_read() -> None:
     """As after a model was moved away and back: a graph knows the addresses of the weights before."""
     model, other = tiny("llama").cuda(), perturbed(tiny("llama"), 0.5)
     loop = SpeculativeDecoder(model, sampling=GREEDY)
-    before = texts(run(loop))
+    before = new_tokens(run(loop))
     for own, new in zip(model.parameters(), other.parameters(), strict=True):
         own.data = new.data.cuda()
-    expected = texts(run(SpeculativeDecoder(other, sampling=GREEDY, compile=False)))
-    assert texts(run(loop)) == expected != before
+    expected = new_tokens(run(SpeculativeDecoder(other, sampling=GREEDY, compile=False)))
+    assert new_tokens(run(loop)) == expected != before
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_capture_beside_another_thread(of_the_cpu: list[list[int]]) -> None:
+def test_capture_beside_another_thread() -> None:
     """A thread that serves something else allocates memory and reads results: no capture of ours may break its calls,
     nor they a capture."""
     stop, errors, rounds = threading.Event(), [], 0
@@ -257,64 +229,31 @@ def test_capture_beside_another_thread(of_the_cpu: list[list[int]]) -> None:
     thread = threading.Thread(target=something_else)
     thread.start()
     try:
-        captured = [texts(run(decoder("cuda", "model"))) for _ in range(2)]
+        captured = [new_tokens(run(decoder("cuda", "model"))) for _ in range(2)]
     finally:
         stop.set()
         thread.join()
     assert not errors
-    assert captured == [of_the_cpu, of_the_cpu]
+    assert captured == [of_the_cpu()] * 2
     assert rounds > 1
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_an_interrupt_keeps_what_was_streamed(of_the_cpu: list[list[int]]) -> None:
-    """The device is a step ahead of what the host has seen, which is not to come out."""
-    loop = decoder("cuda", "model")
-    run(loop)
-    steps: list[Step] = []
-
-    def stream(step: Step) -> None:
-        steps.append(step)
-        if len(steps) == 2:
-            raise KeyboardInterrupt
-
-    output = run(loop, streamer=stream)
-    assert output.interrupted and output.stats.num_steps == len(steps)
-    assert texts(output) == [[token for step in steps for token in step.tokens[row]] for row in range(3)]
-    # And the decoder goes on as if nothing had been.
-    assert texts(run(loop)) == of_the_cpu
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_row_that_the_host_stops_keeps_its_text(of_the_cpu: list[list[int]]) -> None:
+def test_a_row_that_the_host_stops_keeps_its_text() -> None:
     """The next step is queued when the host stops it, and graphs go on reading lengths from where they were."""
-    kept = [len(of_the_cpu[0]) // 2, len(of_the_cpu[1]) - 1, len(of_the_cpu[2])]
-    ended: list[list[int]] = []
-    loop = decoder("cuda", "model")
-    loop.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
-    prompts = [prompt[mask.bool()].tolist() for prompt, mask in zip(PROMPTS, MASK, strict=True)]
-    lengths = {prompt[0]: len(prompt) + count for prompt, count in zip(prompts, kept, strict=True)}
-    assert len(lengths) == 3
-
-    def ends(texts: list[list[int]]) -> list[bool]:
-        return [len(text) == lengths[text[0]] for text in texts]
-
+    loop, whole = decoder("cuda", "model"), of_the_cpu()
+    arguments = {"attention_mask": MASK.cuda(), "max_new_tokens": LIMITS, "seed": 3}
     for _ in range(2):
-        arguments = {"attention_mask": MASK.cuda(), "max_new_tokens": LIMITS, "seed": 3}
-        output = loop.run(PROMPTS.cuda(), arguments, row_rules=[ends])
-        assert texts(output) == [row[:count] for row, count in zip(of_the_cpu, kept, strict=True)]
-        assert output.finish_reasons == ["stop"] * 3
-        assert sorted(length for lengths in ended for length in lengths) == sorted(output.lengths.tolist())
-        ended.clear()
-    assert texts(run(loop)) == of_the_cpu
+        # The prompts have 7, 1 and 4 tokens.
+        output = loop.run(PROMPTS.cuda(), arguments, row_rules=[lambda texts: [len(text) == 8 for text in texts]])
+        assert new_tokens(output) == limited(whole, [1, 7, 4])
+    assert new_tokens(run(loop)) == whole
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.usefixtures("uncompiled")
-def test_a_loop_runs_where_its_models_are(of_the_cpu: list[list[int]]) -> None:
+def test_a_loop_runs_where_its_models_are() -> None:
     assert torch.cuda.current_device() == 0
     loop = decoder("cuda:1", "model")
     for _ in range(2):
-        assert texts(run(loop)) == of_the_cpu
+        assert new_tokens(run(loop)) == of_the_cpu()
     assert loop._runner._graphs
     assert torch.cuda.current_device() == 0

@@ -16,6 +16,7 @@ from chains import expect_caught, expect_laws
 from report import Report
 from tiny_laws import LENGTH, PROMPTS, TABLES, TARGET, V, filtered, first_tokens, joint_law, make_draft, p_values
 from tiny_models import PairModel
+from tiny_requests import many
 from torch import Tensor
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
@@ -172,8 +173,7 @@ def engine_report(new_grammar: Callable[[], Table]) -> EngineReport:
             Request(prompt, 2, each, [seed], (), grammar=new_grammar())
             for prompt, each, seed in zip(prompts, params, seeds, strict=True)
         ]
-        found = sorted(decoder.generate_many(requests, batch_size=50), key=lambda completion: completion.index)
-        return [each.tokens[len(prompt) :].tolist() for each, prompt in zip(found, prompts, strict=True)]
+        return many(decoder, requests, 50)
 
     def target(texts: Tensor) -> Tensor:
         place = texts.shape[1] - len(PROMPTS[1])

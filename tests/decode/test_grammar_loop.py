@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from tiny_grammars import EOS, LIBRARIES, Allowing, by_turns, compiled
-from tiny_loops import DRAFTS, GREEDY, LENGTH, Late, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
-from tiny_models import PROMPTS, padded, raised, shared_tiny
+from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, padded, raised, shared_tiny, tiny
+from tiny_requests import in_order, texts
 from torch import Tensor
+from torch._dynamo.utils import counters
 from xgrammar.contrib.hf import LogitsProcessor
 
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
-from torch_specops.decode import batch as batch_module
-from torch_specops.decode.runner import StepRunner
 from torch_specops.drafts import PromptLookup
 
 # Long enough for the limit, and short enough for an eos.
@@ -25,22 +26,23 @@ REGEX = r"[a-f]{3,9}(: (true|10+))?"
 FORCED = r"name: (true, name: ){8}"
 
 
+def hf_text(prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> Any:
+    """transformers' `generate`, of a padded batch."""
+    input_ids, mask = padded(prompts, "left")
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": EOS} | options
+    return shared_tiny("llama").generate(input_ids, attention_mask=mask, **options)
+
+
 @cache
 def transformers_rows(regex: str) -> list[list[int]]:
     """What transformers' greedy text is, of each prompt alone, up to its eos."""
-    rows = []
-    for prompt in PROMPTS:
-        inputs = torch.tensor([prompt])
-        output = shared_tiny("llama").generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=LENGTH,
-            eos_token_id=EOS,
-            logits_processor=[LogitsProcessor(compiled(regex))],
-        )
-        rows.append(output[0, len(prompt) :].tolist())
-    return rows
+    texts = [hf_text([prompt], logits_processor=[LogitsProcessor(compiled(regex))])[0].tolist() for prompt in PROMPTS]
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+@cache
+def greedy_by_turns() -> list[list[int]]:
+    return new_tokens(decode("nothing", 1, grammar=[Allowing(by_turns) for _ in PROMPTS], eos_token_id=()))
 
 
 @pytest.mark.parametrize(
@@ -60,29 +62,20 @@ def test_greedy_text_is_that_of_transformers(draft: str, is_compiled: bool) -> N
 
 
 @pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=["heuristic", "pauses"])
-def test_schedules_and_logprobs(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft", ["nothing", "perturbed", "prompt lookup"])
+def test_schedules_and_top_logprobs(draft: str, schedule: Any, late: bool) -> None:
     """The grammar accepts every emitted token, and no other. Reading steps late, as on CUDA, changes nothing."""
-    expected = None
-    for late in (False, True):
-        if late:
-            monkeypatch.setattr(batch_module, "RecordReader", Late)
-        for draft in ("nothing", "perturbed", "prompt lookup"):
-            grammars = [Allowing(by_turns), Allowing(by_turns), None]
-            sampling = SamplingParams(temperature=[0.0, 0.0, 0.9])
-            options: dict[str, Any] = {"grammar": grammars, "eos_token_id": (), "logprobs": "processed", "seed": 3}
-            if draft != "nothing":
-                options["schedule"] = schedule
-            steps, output = steps_of(draft, 3, sampling=sampling, top_logprobs=3, **options)
-            rows = new_tokens(output)
-            assert streamed(steps) == rows
-            expected = expected or rows
-            assert rows[:2] == expected[:2]
-            for row, grammar in enumerate(grammars[:2]):
-                assert grammar is not None and list(grammar.text) == rows[row]
-                tokens = output.top_logprobs.tokens[row, output.prompt_lengths[row] : output.lengths[row]]
-                values = output.top_logprobs.values[row, output.prompt_lengths[row] : output.lengths[row]]
-                for place, allowed in enumerate(map(by_turns, (tuple(rows[row][:n]) for n in range(LENGTH)))):
-                    assert set(tokens[place][values[place] > -torch.inf].tolist()) <= set(allowed)
+    grammars = [Allowing(by_turns), Allowing(by_turns), None]
+    sampling = SamplingParams(temperature=[0.0, 0.0, 0.9])
+    options: dict[str, Any] = {"grammar": grammars, "eos_token_id": (), "logprobs": "processed", "seed": 3}
+    steps, output = steps_of(draft, 3, sampling=sampling, top_logprobs=3, schedule=schedule, **options)
+    rows, top = new_tokens(output), output.top_logprobs
+    assert streamed(steps) == rows and rows[:2] == greedy_by_turns()[:2]
+    for row, grammar in enumerate(grammars[:2]):
+        assert grammar is not None and list(grammar.text) == rows[row]
+        new = slice(output.prompt_lengths[row], output.lengths[row])
+        for place, (tokens, values) in enumerate(zip(top.tokens[row, new], top.values[row, new], strict=True)):
+            assert set(tokens[values > -torch.inf].tolist()) <= set(by_turns(tuple(rows[row][:place])))
 
 
 def test_logprobs_are_over_the_allowed_tokens() -> None:
@@ -99,20 +92,13 @@ def test_logprobs_are_over_the_allowed_tokens() -> None:
         torch.testing.assert_close(output.logprobs[0, len(PROMPTS[0]) + place], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("draft", [None, PromptLookup(min_ngram=1)], ids=["nothing", "prompt lookup"])
-def test_forced_tokens_need_no_draft(draft: Any) -> None:
+@pytest.mark.parametrize("draft", ["nothing", "prompt lookup"])
+def test_forced_tokens_need_no_draft(draft: str) -> None:
     """Every fourth token is forced, and comes with the one behind it; the last one has none."""
-
-    def steps(grammar: Any) -> tuple[list[int], int]:
-        output = torch_specops.generate(
-            shared_tiny("llama"), torch.tensor([PROMPTS[1]]), draft=draft, grammar=grammar, max_new_tokens=LENGTH,
-            sampling=GREEDY, eos_token_id=(), num_draft_tokens=2, compile=False,
-        )  # fmt: skip
-        return output.new_tokens(0), output.stats.num_steps
-
-    tokens, num_steps = steps(Allowing(by_turns))
-    assert num_steps <= LENGTH - LENGTH // 4 + 1
-    assert [tokens[place] for place in range(3, LENGTH, 4)] == [11, 12, 13, 11, 12]
+    grammar = Allowing(by_turns)
+    output = decode(draft, 2, prompts=PROMPTS[1:2], grammar=grammar, eos_token_id=())
+    assert output.stats.num_steps <= LENGTH - LENGTH // 4 + 1
+    assert output.new_tokens(0)[3::4] == [11, 12, 13, 11, 12]
 
 
 def test_nothing_is_asked_behind_an_eos_or_a_forbidden_draft() -> None:
@@ -153,7 +139,6 @@ class Raising(Allowing):
         super().rollback(count)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("where", "message", "num_tokens"),
     [
@@ -164,12 +149,8 @@ class Raising(Allowing):
         ("rollback", "grammar: LookupError: no state after", [3, 4, 5, 6]),
     ],
 )
-def test_a_grammar_that_fails_ends_its_row_alone(
-    where: str, message: str, num_tokens: list[int], late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if late:
-        monkeypatch.setattr(batch_module, "RecordReader", Late)
-    expected = new_tokens(decode("nothing", 1, grammar=[Allowing(by_turns) for _ in PROMPTS], eos_token_id=()))
+def test_a_grammar_that_fails_ends_its_row_alone(where: str, message: str, num_tokens: list[int], late: bool) -> None:
+    expected = greedy_by_turns()
     for draft in ("nothing", "perturbed", "n-gram"):
         grammars = [Allowing(by_turns), Raising(where), None]
         with pytest.warns(RuntimeWarning, match=f"row 1: ({message})"):
@@ -180,31 +161,27 @@ def test_a_grammar_that_fails_ends_its_row_alone(
         assert output.finish_reasons == ["length", "error", "length"] and list(output.errors) == [1]
 
 
-def test_requests_with_and_without_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft", ["nothing", "perturbed", "prompt lookup"])
+def test_requests_with_and_without_grammars(draft: str, late: bool) -> None:
     """Each gets the tokens that it gets alone, whatever runs beside it; its grammar is its own."""
-    for late in (False, True):
-        if late:
-            monkeypatch.setattr(batch_module, "RecordReader", Late)
-        for draft in ("nothing", "perturbed", "prompt lookup"):
-            decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), num_draft_tokens=3)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), num_draft_tokens=3)
 
-            def requests() -> list[Request]:
-                given: list[dict[str, Any]] = [
-                    {"grammar": Allowing(by_turns)}, {}, {"grammar": LIBRARIES["xgrammar"](REGEX), "eos_token_id": EOS},
-                    {"grammar": Raising("fill")}, {"sampling": GREEDY}, {"grammar": Allowing(by_turns)},
-                ]  # fmt: skip
-                return [
-                    Request(PROMPTS[index % 3], 6 + index, **({"seed": index, "eos_token_id": ()} | each))
-                    for index, each in enumerate(given)
-                ]
+    def requests() -> list[Request]:
+        given: list[dict[str, Any]] = [
+            {"grammar": Allowing(by_turns)}, {}, {"grammar": LIBRARIES["xgrammar"](REGEX), "eos_token_id": EOS},
+            {"grammar": Raising("fill")}, {"sampling": GREEDY}, {"grammar": Allowing(by_turns)},
+        ]  # fmt: skip
+        return [
+            Request(PROMPTS[index % 3], 6 + index, **({"seed": index, "eos_token_id": ()} | each))
+            for index, each in enumerate(given)
+        ]
 
-            alone = [next(decoder.generate_many([each], batch_size=1, max_length=40)) for each in requests()]
-            together = {each.index: each for each in decoder.generate_many(requests(), batch_size=2, max_length=40)}
-            for index, own in enumerate(alone):
-                assert together[index].new_tokens.tolist() == own.new_tokens.tolist(), (draft, index)
-                assert together[index].finish_reason == own.finish_reason
-            assert together[3].finish_reason == "error" and "grammar: LookupError" in (together[3].error or "")
-            assert [together[index].error for index in (0, 1, 2, 4, 5)] == [None] * 5
+    alone = [next(decoder.generate_many([each], batch_size=1, max_length=40)) for each in requests()]
+    together = in_order(decoder.generate_many(requests(), batch_size=2, max_length=40))
+    assert texts(together) == texts(alone)
+    assert [each.finish_reason for each in together] == [each.finish_reason for each in alone]
+    assert together[3].finish_reason == "error" and "grammar: LookupError" in (together[3].error or "")
+    assert [each.error for each in together[:3] + together[4:]] == [None] * 5
 
 
 def test_one_grammar_is_for_one_text() -> None:
@@ -242,38 +219,28 @@ def test_one_graph_is_refused() -> None:
         assert "one_graph=False" in (handle.result().error or "")
 
 
-def test_batches_without_grammars_compile_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[tuple[Any, ...]] = []
-    piece = StepRunner._piece
-
-    def noted(self: StepRunner, function: Any, *key: Any) -> Any:
-        keys.append((function.__name__, *key))
-        return piece(self, function, *key)
-
-    monkeypatch.setattr(StepRunner, "_piece", noted)
-    decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(), num_draft_tokens=3, compile=True)
-    with torch.compiler.set_stance("force_eager"):
-        for grammar in (None, Allowing(by_turns), None):
-            keys.clear()
+@pytest.mark.usefixtures("without_inductor")
+def test_batches_without_grammars_compile_nothing_more() -> None:
+    target = tiny("llama", num_hidden_layers=1)
+    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, compile=True)
+    graphs = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for grammar in (None, Allowing(by_turns), None, Allowing(by_turns)):
             decoder.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, grammar=grammar, eos_token_id=())
-            assert {key[-1] for key in keys if key[0] == "verify_and_commit"} == {grammar is not None}
+            graphs.append(counters["stats"]["unique_graphs"])
+    first, *others = graphs
+    assert others == [first + 1] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("draft", ["nothing", "perturbed", "prompt lookup"])
 def test_compiled_steps_give_the_same_text(draft: str) -> None:
-    grammars = [LIBRARIES["xgrammar"](REGEX), None, LIBRARIES["llguidance"](REGEX)]
-    output = decode(draft, 3, grammar=grammars, eos_token_id=EOS, compile=True)
-    grammars = [LIBRARIES["xgrammar"](REGEX), None, LIBRARIES["llguidance"](REGEX)]
-    assert new_tokens(output) == new_tokens(decode(draft, 3, grammar=grammars, eos_token_id=EOS, compile=False))
+    def text(is_compiled: bool) -> list[list[int]]:
+        grammars = [LIBRARIES["xgrammar"](REGEX), None, LIBRARIES["llguidance"](REGEX)]
+        return new_tokens(decode(draft, 3, grammar=grammars, eos_token_id=EOS, compile=is_compiled))
 
-
-def hf_text(**options: Any) -> Tensor:
-    """transformers' `generate`, of a padded batch."""
-    input_ids, mask = padded(PROMPTS, "left")
-    options = {"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": EOS} | options
-    return shared_tiny("llama").generate(input_ids, attention_mask=mask, **options)
+    assert text(True) == text(False)
 
 
 def test_the_processor_of_xgrammar_is_read_as_a_grammar() -> None:
@@ -284,8 +251,8 @@ def test_the_processor_of_xgrammar_is_read_as_a_grammar() -> None:
             def processors() -> list[Any]:
                 return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
 
-            expected: Any = hf_text(logits_processor=processors(), **more)
-            found: Any = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
+            expected = hf_text(logits_processor=processors(), **more)
+            found = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
             if more.get("output_scores"):
                 for own, theirs in zip(found.scores, expected.scores, strict=True):
                     assert torch.equal(own.isneginf()[~own.isnan()], theirs.isneginf()[~own.isnan()])
@@ -305,11 +272,7 @@ def test_a_processor_of_a_grammar_that_is_no_grammar_here_is_refused() -> None:
     wrong = raised(
         lambda options: hf_text(**ours, **options),
         [
-            (
-                {"logits_processor": [used]},
-                NotImplementedError,
-                "logits_processor: xgrammar.*passed as grammar=",
-            ),
+            ({"logits_processor": [used]}, NotImplementedError, "logits_processor: xgrammar.*passed as grammar="),
             (fresh | grammar, ValueError, "grammar: expected None beside xgrammar.contrib.hf.LogitsProcessor"),
             (grammar | scores, NotImplementedError, "grammar: scores come from logits_processor"),
         ],

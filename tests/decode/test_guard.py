@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import GREEDY, expected_rows, limited, new_tokens
+from tiny_loops import GREEDY, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny, tiny
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from torch_specops.drafts import PromptLookup
 
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
-EXPECTED = limited(expected_rows(), [8] * 3)
+SHORT = torch.tensor([[1, 2], [3, 4]])
 
 
 def in_a_thread(call: Callable[[], object]) -> object:
@@ -67,8 +67,7 @@ def test_decoders_of_other_threads_share_the_model() -> None:
             others.append(in_a_thread(decode))
 
     with model.get_decoder().register_forward_hook(meanwhile):
-        assert decode() == EXPECTED
-    assert others[1] == EXPECTED
+        assert decode() == limited(expected_rows(), [8] * 3) == others[1]
 
 
 class Interrupted(PairModel):
@@ -88,13 +87,15 @@ class Interrupted(PairModel):
 def test_one_thread_at_a_time_uses_a_decoder() -> None:
     model = Interrupted(random_table(8, seed=5))
     decoder = SpeculativeDecoder(model, sampling=GREEDY)
-    prompts = torch.tensor([[1, 2], [3, 4]])
-    expected = decoder.generate(prompts, max_new_tokens=6).sequences
-    old = decoder.stream(prompts, max_new_tokens=6)
+    # A decoder of another kind with the same target, which has one cache.
+    other = SpeculativeDecoder(model, PromptLookup())
+    expected = decoder.generate(SHORT, max_new_tokens=6).sequences
+    old = decoder.stream(SHORT, max_new_tokens=6)
     next(old)
     calls = (
-        lambda: decoder.generate(prompts, max_new_tokens=6),
-        lambda: decoder.stream(prompts, max_new_tokens=6),
+        lambda: decoder.generate(SHORT, max_new_tokens=6),
+        lambda: decoder.stream(SHORT, max_new_tokens=6),
+        lambda: other.generate(SHORT),
         decoder.output,
     )
     errors: list[object] = []
@@ -104,22 +105,14 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
 
     # Inside a step, and between two steps of `generate`.
     model.meanwhile = lambda: errors.append(in_a_thread(lambda: next(old)))
-    decoder.generate(prompts, max_new_tokens=1)
+    decoder.generate(SHORT, max_new_tokens=1)
     assert len(errors) == 1
     model.meanwhile = meanwhile
-    list(decoder.stream(prompts, max_new_tokens=2))
+    list(decoder.stream(SHORT, max_new_tokens=2))
     model.meanwhile = None
-    assert torch.equal(decoder.generate(prompts, max_new_tokens=6, streamer=meanwhile).sequences, expected)
-    assert len(errors) > 20 and all(
-        "another thread is using this decoder or its target" in str(error) for error in errors
-    )
-    # A decoder of another kind with the same target, which has one cache.
-    other = SpeculativeDecoder(model, PromptLookup())
-    errors.clear()
-    decoder.generate(
-        prompts, max_new_tokens=6, streamer=lambda step: errors.append(in_a_thread(lambda: other.generate(prompts)))
-    )
-    assert len(errors) == 6 and all("or its target" in str(error) for error in errors)
+    assert torch.equal(decoder.generate(SHORT, max_new_tokens=6, streamer=meanwhile).sequences, expected)
+    message = "another thread is using this decoder or its target"
+    assert len(errors) > 28 and all(message in str(error) for error in errors)
     # Afterwards it serves any thread.
     again = in_a_thread(calls[0])
     assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
@@ -160,15 +153,21 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
     assert moments > 200
 
 
-def test_two_decoders_take_turns_with_a_target() -> None:
+@pytest.mark.parametrize("with_another_decoder", [False, True])
+def test_a_stream_ends_where_the_next_one_begins(with_another_decoder: bool) -> None:
+    """The target has one state: an earlier stream may not continue with the tokens of a later one."""
     target = PairModel(random_table(8, seed=5))
-    first, second = SpeculativeDecoder(target, sampling=GREEDY), SpeculativeDecoder(target, sampling=GREEDY)
-    prompts = torch.tensor([[1, 2], [3, 4]])
-    steps = first.stream(prompts, max_new_tokens=6)
-    next(steps)
-    second.generate(prompts + 1, max_new_tokens=6)
-    with pytest.raises(RuntimeError, match="another one has begun"):
-        next(steps)
+    first = SpeculativeDecoder(target, sampling=GREEDY)
+    second = SpeculativeDecoder(target, sampling=GREEDY) if with_another_decoder else first
+    expected = first.generate(SHORT, max_new_tokens=6)
+    begun = first.stream(SHORT + 1, max_new_tokens=6)
+    next(begun)
+    never_begun = first.stream(SHORT + 1, max_new_tokens=6)
+    last = second.stream(SHORT, max_new_tokens=6)
+    for old in (begun, never_begun):
+        with pytest.raises(RuntimeError, match="stream: another one has begun"):
+            next(old)
+    assert streamed(list(last), 2) == new_tokens(expected)
 
 
 def test_a_call_inside_a_call_is_an_error() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import GREEDY, LENGTH, expected_rows, limited, new_tokens
-from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny, tiny
+from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.step import Verifier
-from torch_specops.drafts import Draft, DraftSource, EarlyExit, LanguageModel, PromptLookup
+from torch_specops.drafts import Draft, EarlyExit, LanguageModel, PromptLookup
 from torch_specops.ops.uniforms import row_seeds
 from torch_specops.sampling import SamplingTensors
 
@@ -75,25 +75,6 @@ def test_a_draft_without_a_finite_logit_costs_only_its_drafts() -> None:
     assert whole.stats.num_steps > output.stats.num_steps > 2
 
 
-def test_a_model_that_fails_on_one_row_works_for_the_next_batch() -> None:
-    """A NaN embedding fills a row's cache with NaN: nothing of it may stay."""
-    model, expected = tiny("llama"), expected_rows()
-    broken = 59
-    assert broken not in {token for row in (*expected, *PROMPTS) for token in row}
-    with torch.no_grad():
-        model.get_input_embeddings().weight[broken] = torch.nan
-    # Both batches use the same cache, and the first one's prompts are longer than what the next one's overwrite.
-    decoder = SpeculativeDecoder(model, model, num_draft_tokens=3, sampling=GREEDY, max_length=40)
-    input_ids, mask = padded([PROMPTS[0], [1, broken, *[8] * 10], PROMPTS[2]], "left")
-    with pytest.warns(RuntimeWarning, match="row 1: target: no finite logit after 12 tokens"):
-        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
-    assert new_tokens(output) == [expected[0], [], expected[2]]
-    assert list(output.errors) == [1] and output.finish_reasons == ["length", "error", "length"]
-    input_ids, mask = padded(PROMPTS, "left")
-    output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH)
-    assert new_tokens(output) == expected and output.errors == {}
-
-
 @pytest.mark.parametrize("op", ["exact", "block", "sigmoid"])
 def test_the_verifier_passes_everything_on(op: str) -> None:
     """Same tokens as from the op itself; without any one of its arguments they would differ."""
@@ -139,6 +120,7 @@ def test_the_verifier_passes_everything_on(op: str) -> None:
 
 PROMPT = torch.tensor([[1, 2], [3, 4]])
 THREE = torch.tensor([[1, 2, 3], [1, 2, 3]])
+HOLE = torch.tensor([[1, 1, 1], [1, 0, 1]])
 
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"input_ids: expected \[B, P\] .* shape \[3\]"),
@@ -151,7 +133,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"input_ids": THREE, "attention_mask": torch.tensor([[0], [2]]) != THREE},
         ValueError,
-        "attention_mask: expected padding at the ends of a row only, got a hole in row 1",
+        "attention_mask: .* hole in row 1",
     ),
     ({"max_new_tokens": [3, -2]}, ValueError, "max_new_tokens: expected a number >= 0, got -2"),
     ({"max_new_tokens": [3, 2, 1]}, ValueError, "max_new_tokens: expected one number or 2, got 3"),
@@ -165,19 +147,11 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eos_token_id": "draft"}, TypeError, "eos_token_id: expected an int, got <class 'str'>"),
     ({"eos_token_id": -1}, ValueError, "eos_token_id: expected a number >= 0, got -1"),
     ({"eos_token_id": [1, 8]}, ValueError, r"eos_token_id: expected tokens in \[0, 8\), got 8"),
-    (
-        {"eos_token_id": [[1], [2], [3]]},
-        ValueError,
-        "eos_token_id: expected tokens for all rows, or for each of 2, got 3",
-    ),
+    ({"eos_token_id": [[1], [2], [3]]}, ValueError, "eos_token_id: expected tokens .* for each of 2, got 3"),
     ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
     ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
     ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
-    (
-        {"sampling": SamplingParams(temperature=[0.5, 1.0, 2.0])},
-        ValueError,
-        r"temperature: expected one number or 2, got shape \[3\]",
-    ),
+    ({"sampling": SamplingParams(temperature=[0.5, 1.0, 2.0])}, ValueError, "temperature: expected one number or 2"),
 ]
 
 
@@ -186,38 +160,22 @@ def test_bad_arguments_of_a_call() -> None:
     decoder = SpeculativeDecoder(PairModel(TABLE))
     with pytest.raises(RuntimeError, match="output: the newest call is not generate or stream"):
         decoder.output()
+    given = {"input_ids": PROMPT, "max_new_tokens": 4}
     for call in (decoder.generate, decoder.stream):
-        assert (
-            raised(lambda bad, call=call: call(**({"input_ids": PROMPT, "max_new_tokens": 4} | bad)), BAD_CALLS) == []
-        )
-
-
-class Elsewhere(DraftSource):
-    device = torch.device("meta")
-
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Tensor) -> Draft:
-        raise AssertionError("never asked")
+        assert raised(lambda bad, call=call: call(**(given | bad)), BAD_CALLS) == []
 
 
 SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
 BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
-    (
-        {"target": nn.Linear(2, 2)},
-        TypeError,
-        "target: expected .*, got .*Linear'> without vocab_size, device, max_length, start",
-    ),
+    ({"target": nn.Linear(2, 2)}, TypeError, "target: .*Linear'> without vocab_size, device, max_length, start"),
     ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
     ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got <class 'str'>"),
     ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
-    (
-        {"draft": PairModel(random_table(7, 0))},
-        ValueError,
-        r"draft: .* vocabulary .* \(8 tokens\), got 7 tokens .*TokenMap",
-    ),
-    ({"draft": Elsewhere()}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
+    ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* \(8 tokens\), got 7 tokens .*TokenMap"),
+    ({"draft": PairModel(TABLE.to("meta"))}, ValueError, "draft: expected a draft on cpu, as the target is, got meta"),
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
     ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
@@ -271,32 +229,24 @@ def test_padding_without_a_mask_is_said() -> None:
 def test_generate_passes_everything_on() -> None:
     input_ids, mask = padded(PROMPTS, "left")
     steps: list[Step] = []
-    arguments: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": [9, 20, 4],
-        "seed": 3,
-        "eos_token_id": [5, 6],
-        "pad_token_id": 9,
-    }
-    options: dict[str, Any] = {
-        "num_draft_tokens": 4,
-        "schedule": "heuristic",
-        "sampling": SamplingParams(temperature=0.8),
-        "verify": "sigmoid",
-        "alpha": -2.0,
-        "beta": 0.5,
-        "compile": False,
-    }
-    model, draft = shared_tiny("llama"), perturbed(shared_tiny("llama"))
-    output = torch_specops.generate(model, input_ids, draft=draft, streamer=steps.append, **arguments, **options)
-    same = SpeculativeDecoder(model, draft, **options).generate(input_ids, **arguments)
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": [9, 20, 4], "seed": 3}
+    arguments |= {"eos_token_id": [5, 6], "pad_token_id": 9}
+    options: dict[str, Any] = {"num_draft_tokens": 4, "schedule": "heuristic", "compile": False}
+    options |= {"verify": "sigmoid", "alpha": -2.0, "beta": 0.5}
+    sampling = SamplingParams(temperature=0.8)
+    # It is often rejected.
+    model = shared_tiny("llama")
+    draft = perturbed(model, 0.2)
+
+    def run(**others: Any) -> GenerationOutput:
+        given = {"draft": draft, "sampling": sampling, **arguments, **options, **others}
+        return torch_specops.generate(model, input_ids, **given)
+
+    output = run(streamer=steps.append)
+    same = SpeculativeDecoder(model, draft, sampling=sampling, **options).generate(input_ids, **arguments)
     assert torch.equal(output.sequences, same.sequences)
-    # Of a draft that is often rejected.
-    texts = []
-    for bounds in ({}, {"alpha": -1e3}, {"beta": 1e3}):
-        chosen = {**arguments, **options, **bounds}
-        texts.append(new_tokens(torch_specops.generate(model, input_ids, draft=perturbed(model, 0.2), **chosen)))
-    assert texts[0] not in texts[1:]
+    for bounds in ({"alpha": -1e3}, {"beta": 1e3}):
+        assert new_tokens(run(**bounds)) != new_tokens(output)
     assert output.stats.seeds == row_seeds(3, 3).tolist() and len(steps) == output.stats.num_steps
     assert output.stats.compiled == "compile=False was asked for"
     # The default limit is 128 tokens.

@@ -7,6 +7,7 @@ the emitted token has the law of the target for each value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,98 +102,78 @@ def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -
 
 
 class Wrong(DraftSource):
-    """A source around another one; `propose` of a subclass has a mistake."""
+    """A source around another one, which it asks by a function with a mistake."""
 
-    def __init__(self, source: DraftSource) -> None:
+    def __init__(self, source: DraftSource, ask: Callable[..., Draft]) -> None:
         self.source = source
         self.deterministic = source.deterministic
+        self.ask = ask
 
     def start(self, *arguments: Any) -> None:
         self.source.start(*arguments)
 
     def propose(self, *arguments: Any) -> Draft:
-        return self.source.propose(*arguments)
+        return self.ask(self.source, *arguments)
 
 
-class AnotherTemperature(Wrong):
+def at_another_temperature(source: DraftSource, *arguments: Any) -> Draft:
     """Draws at temperature 1; verified at the target's temperature."""
-
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> Draft:
-        at_one = SamplingTensors(torch.ones_like(sampling.temperature))
-        draft = super().propose(tokens, lengths, num_draft_tokens, at_one, seeds)
-        return Draft(draft.tokens, draft.logits)
+    *text, sampling, seeds = arguments
+    draft = source.propose(*text, SamplingTensors(torch.ones_like(sampling.temperature)), seeds)
+    return Draft(draft.tokens, draft.logits)
 
 
-class Unfiltered(Wrong):
+def unfiltered(source: DraftSource, *arguments: Any) -> Draft:
     """Draws without filters; verified with them."""
-
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> Draft:
-        draft = super().propose(tokens, lengths, num_draft_tokens, SamplingTensors(sampling.temperature), seeds)
-        return Draft(draft.tokens, draft.logits)
+    *text, sampling, seeds = arguments
+    draft = source.propose(*text, SamplingTensors(sampling.temperature), seeds)
+    return Draft(draft.tokens, draft.logits)
 
 
-class AnotherLse(Wrong):
+def another_lse(source: DraftSource, *arguments: Any) -> Draft:
     """Draws at the target's temperature, and reports the logsumexp at temperature 1."""
-
-    def propose(self, *arguments: Any) -> Draft:
-        draft = super().propose(*arguments)
-        assert draft.logits is not None
-        return Draft(draft.tokens, draft.logits, torch.logsumexp(draft.logits, -1))
+    draft = source.propose(*arguments)
+    return Draft(draft.tokens, draft.logits, torch.logsumexp(draft.logits, -1))
 
 
-class OneBehind(Wrong):
+def one_behind(source: DraftSource, *arguments: Any) -> Draft:
     """Reports the logits of the draft before."""
-
-    def propose(self, *arguments: Any) -> Draft:
-        draft = super().propose(*arguments)
-        assert draft.logits is not None
-        return Draft(draft.tokens, draft.logits.roll(1, 1))
+    draft = source.propose(*arguments)
+    return Draft(draft.tokens, draft.logits.roll(1, 1))
 
 
-class AllContinuations(Wrong):
+def all_continuations(source: DraftSource, *arguments: Any) -> Draft:
     """Draws from the continuations that were kept, and reports the counts of all."""
-
-    def propose(self, *arguments: Any) -> Draft:
-        everything = ngram(probabilities=True).propose(*arguments)
-        return Draft(super().propose(*arguments).tokens, everything.logits)
+    return Draft(source.propose(*arguments).tokens, ngram(probabilities=True).propose(*arguments).logits)
 
 
-class OtherOrder(Wrong):
+def in_another_order(source: DraftSource, *arguments: Any) -> Draft:
     """Tokens in the target's vocabulary, logits in the order of the draft's."""
-
-    def propose(self, *arguments: Any) -> Draft:
-        draft = super().propose(*arguments)
-        assert draft.logits is not None
-        order = torch.cat([TWINS[TWINS >= 0], torch.tensor([V - 1])])
-        return Draft(draft.tokens, draft.logits[..., order], draft.lse)
+    draft = source.propose(*arguments)
+    order = torch.cat([TWINS[TWINS >= 0], torch.tensor([V - 1])])
+    return Draft(draft.tokens, draft.logits[..., order], draft.lse)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind"),
+    ("wrong", "kind", "temperature", "verify", "filters"),
     [
-        *((wrong, "close") for wrong in (AnotherTemperature, AnotherLse, OneBehind)),
-        (AnotherTemperature, "n-gram with counts"),
-        (AllContinuations, "n-gram with two continuations"),
-        (OtherOrder, "other vocabulary"),
+        *((wrong, "close", 0.6, "exact", {}) for wrong in (at_another_temperature, another_lse, one_behind)),
+        (at_another_temperature, "n-gram with counts", 0.6, "exact", {}),
+        (all_continuations, "n-gram with two continuations", 0.6, "exact", {}),
+        (in_another_order, "other vocabulary", 0.6, "exact", {}),
+        (unfiltered, "close", 1.2, "exact", {"top_k": 3}),
+        (unfiltered, "close", 1.2, "block", {"top_p": 0.6}),
     ],
 )
-def test_a_draft_that_reports_another_law_is_caught(wrong: type[Wrong], kind: str, report: Report) -> None:
+def test_a_draft_that_reports_another_law_is_caught(
+    wrong: Callable[..., Draft], kind: str, temperature: float, verify: str, filters: dict[str, Any], report: Report
+) -> None:
     source = make_draft(kind)
     assert source is not None
-    tokens = first_tokens(PairModel(TARGET), wrong(source), 2, 0.6, trials=FEWER_TRIALS)
-    expect_caught(report, f"loop, {wrong.__name__}, {kind} draft", p_values(tokens, pair_laws(TARGET, 0.6)))
-
-
-@pytest.mark.parametrize(("verify", "filters"), [("exact", {"top_k": 3}), ("block", {"top_p": 0.6})])
-def test_a_draft_that_leaves_the_filters_out_is_caught(verify: str, filters: dict[str, Any], report: Report) -> None:
-    draft = Unfiltered(ModelDraft(PairModel(TABLES["close"])))
-    tokens = first_tokens(PairModel(TARGET), draft, 2, 1.2, FEWER_TRIALS, verify, **filters)
-    laws = pair_laws(TARGET, 1.2, **filters)
-    expect_caught(report, f"loop, unfiltered draft, {verify}, {filters}", p_values(tokens, laws))
+    draft = Wrong(source, wrong)
+    tokens = first_tokens(PairModel(TARGET), draft, 2, temperature, FEWER_TRIALS, verify, **filters)
+    laws = pair_laws(TARGET, temperature, **filters)
+    expect_caught(report, f"loop, {wrong.__name__}, {kind} draft, {verify}, {filters}", p_values(tokens, laws))
 
 
 class ForgetfulTarget(PairModel):
@@ -244,20 +225,19 @@ def test_a_target_that_drafts_for_itself_accepts_everything(
     kind: str, num_draft_tokens: int, temperature: float
 ) -> None:
     """p = q up to rounding, so nearly every draft is accepted; with a draft cache that lags they are not."""
-    rates = {}
-    for source in (ModelDraft, Lagging):
-        models = [PairModel(TARGET) if kind == "pairs" else TransformersModel(tiny_transformer()) for _ in range(2)]
-        decoder = SpeculativeDecoder(
-            models[0],
-            source(models[1]),
-            num_draft_tokens=num_draft_tokens,
-            sampling=SamplingParams(temperature=temperature),
+    input_ids, mask = prompts(100, "right")
+
+    def acceptance_rate(source: type[ModelDraft]) -> float | None:
+        target, model = (
+            PairModel(TARGET) if kind == "pairs" else TransformersModel(tiny_transformer()) for _ in range(2)
         )
-        input_ids, mask = prompts(100, "right")
+        sampling = SamplingParams(temperature=temperature)
+        decoder = SpeculativeDecoder(target, source(model), num_draft_tokens=num_draft_tokens, sampling=sampling)
         output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, seed=3, eos_token_id=())
-        rates[source] = output.stats.acceptance_rate
-    assert rates[ModelDraft] > 0.9999
-    assert rates[Lagging] < 0.97
+        return output.stats.acceptance_rate
+
+    assert acceptance_rate(ModelDraft) > 0.9999
+    assert acceptance_rate(Lagging) < 0.97
 
 
 class Hidden(ModelDraft):

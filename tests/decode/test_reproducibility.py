@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_suite import size
-from tiny_models import VOCAB, perturbed, tiny
+from tiny_loops import new_tokens
+from tiny_models import VOCAB, padded, perturbed, tiny
 from torch import Tensor
 
 import torch_specops
@@ -18,12 +19,14 @@ from torch_specops.decode import step
 from torch_specops.drafts import DraftSource, ModelDraft, NGram, PromptLookup, model, ngram
 from torch_specops.hf import language_model
 
-REQUESTS: list[dict[str, Any]] = [
-    {"prompt": [5, 9, 9, 4, 5, 9], "seed": 11, "temperature": 1.0},
-    {"prompt": [7], "seed": -5, "temperature": 0.7, "top_k": 12},
-    {"prompt": [3, 8, 3, 8, 3], "seed": 2**62, "temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
-    {"prompt": [6, 6], "seed": 11, "temperature": 0.0, "top_k": 3},
+# Each prompt with its seed and its settings.
+REQUESTS: list[tuple[list[int], int, dict[str, float]]] = [
+    ([5, 9, 9, 4, 5, 9], 11, {"temperature": 1.0}),
+    ([7], -5, {"temperature": 0.7, "top_k": 12}),
+    ([3, 8, 3, 8, 3], 2**62, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02}),
+    ([6, 6], 11, {"temperature": 0.0, "top_k": 3}),
 ]
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NEW_TOKENS = size("new tokens of a request")
 
 
@@ -36,33 +39,23 @@ def source(kind: str, device: str = "cpu") -> DraftSource | None:
     return PromptLookup(min_ngram=1) if kind == "lookup" else None
 
 
-def decoder(kind: str, device: str = "cpu", **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3, **options)
+def decoder(kind: str, device: str = "cpu") -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3)
 
 
-def arguments(chosen: list[int]) -> tuple[Tensor, dict[str, Any], SamplingParams]:
-    requests = [REQUESTS[index] for index in chosen]
-    width = max(len(request["prompt"]) for request in requests)
-    padding = [width - len(request["prompt"]) for request in requests]
-    prompts = torch.tensor([[0] * n + request["prompt"] for n, request in zip(padding, requests, strict=True)])
-    mask = torch.arange(width) >= torch.tensor(padding).unsqueeze(1)
-    seeds = torch.tensor([request["seed"] for request in requests])
-    sampling = SamplingParams(
-        temperature=[request["temperature"] for request in requests],
-        top_k=[request.get("top_k", 0) for request in requests],
-        top_p=[request.get("top_p", 1.0) for request in requests],
-        min_p=[request.get("min_p", 0.0) for request in requests],
-    )
-    return prompts, {"attention_mask": mask, "seed": seeds, "max_new_tokens": NEW_TOKENS}, sampling
+def arguments(chosen: list[int]) -> dict[str, Any]:
+    prompts, seeds, settings = zip(*(REQUESTS[index] for index in chosen), strict=True)
+    input_ids, mask = padded(prompts, "left")
+    rows = [NEUTRAL | own for own in settings]
+    sampling = SamplingParams(**{name: [own[name] for own in rows] for name in ("temperature", *NEUTRAL)})
+    own = {"input_ids": input_ids, "attention_mask": mask, "seed": seeds, "sampling": sampling}
+    return own | {"max_new_tokens": NEW_TOKENS, "eos_token_id": ()}
 
 
 def texts(loop: SpeculativeDecoder, chosen: list[int], **changes: Any) -> list[list[int]]:
-    prompts, options, sampling = arguments(chosen)
-    options |= changes
-    device = loop.target.device
-    options["attention_mask"] = options["attention_mask"].to(device)
-    output = loop.generate(prompts.to(device), sampling=sampling, eos_token_id=(), **options)
-    return [output.new_tokens(row) for row in range(len(chosen))]
+    given = arguments(chosen) | changes
+    moved = {name: value.to(loop.target.device) for name, value in given.items() if isinstance(value, Tensor)}
+    return new_tokens(loop.generate(**(given | moved)))
 
 
 def texts_alone(kind: str) -> list[list[int]]:
@@ -113,8 +106,7 @@ def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[in
     monkeypatch.setattr(step, "verification_uniforms", verification_uniforms)
     monkeypatch.setattr(model, "uniforms", uniforms)
     monkeypatch.setattr(ngram, "uniforms", uniforms)
-    prompts, options, sampling = arguments([1])
-    decoder(kind, sampling=sampling).generate(prompts, eos_token_id=(), **options)
+    decoder(kind).generate(**arguments([1]))
     return used
 
 

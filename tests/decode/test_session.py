@@ -6,22 +6,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from importlib.resources import files
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tiny_loops import DRAFTS, GREEDY, Late
-from tiny_models import VOCAB, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny, tiny
+from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
+from tiny_models import VOCAB, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny
+from tiny_requests import alone, in_order, many, texts, texts_alone
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_specops
-from torch_specops import Completion, Request, SamplingParams, Session, SpeculativeDecoder, compilation
-from torch_specops.compilation import compile_piece
+from torch_specops import Completion, Request, SamplingParams, Session, SpeculativeDecoder
 from torch_specops.decode import Handle
-from torch_specops.decode import batch as batch_module
 from torch_specops.decode import session as session_module
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate
@@ -40,26 +37,6 @@ def requests(temperature: float, eos: int | None = None) -> list[Request]:
     ]
 
 
-def alone(decoder: SpeculativeDecoder, request: Request, **options: Any) -> torch_specops.GenerationOutput:
-    return decoder.generate(
-        torch.tensor([request.input_ids]),
-        max_new_tokens=request.max_new_tokens,
-        sampling=request.sampling,
-        seed=request.seed,
-        eos_token_id=request.eos_token_id,
-        inputs=request.inputs,
-        **options,
-    )
-
-
-def texts_alone(decoder: SpeculativeDecoder, given: list[Request]) -> list[list[int]]:
-    return [alone(decoder, request).new_tokens(0) for request in given]
-
-
-def texts(completions: list[Completion]) -> list[list[int]]:
-    return [each.new_tokens.tolist() for each in sorted(completions, key=lambda each: each.index)]
-
-
 @contextmanager
 def running(session: Session) -> Iterator[Session]:
     """The steps run in a thread of their own."""
@@ -69,6 +46,11 @@ def running(session: Session) -> Iterator[Session]:
         yield session
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def greedy() -> SpeculativeDecoder:
+    return SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
 
 
 def until_done(session: Session, *handles: Handle) -> list[Completion]:
@@ -92,11 +74,9 @@ def test_every_way_in_gives_the_same_tokens(draft: str, temperature: float) -> N
     ids, mask = padded(PROMPTS, "left")
     batch: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": LIMITS, "seed": list(range(len(given)))}
     batch |= {"sampling": given[0].sampling, "eos_token_id": ()}
-    output = decoder.generate(ids, **batch)
-    assert [output.new_tokens(row) for row in range(len(given))] == expected
-    steps = list(decoder.stream(ids, **batch))
-    assert [[token for step in steps for token in step.tokens[row]] for row in range(len(given))] == expected
-    assert texts(list(decoder.generate_many(given, batch_size=2))) == expected
+    assert new_tokens(decoder.generate(ids, **batch)) == expected
+    assert streamed(list(decoder.stream(ids, **batch)), len(given)) == expected
+    assert many(decoder, given, 2) == expected
     with running(decoder.session(2, max_length=40)) as session:
         handles = [session.submit(request) for request in given]
         assert [list(handle.tokens()) for handle in handles] == expected
@@ -110,32 +90,10 @@ def test_every_way_in_gives_the_same_tokens(draft: str, temperature: float) -> N
         assert found[0, prompt.shape[1] :].tolist() == text
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_sessions_give_the_tokens_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
-    target = tiny("llama", num_hidden_layers=1)
-    eager, compiled = (
-        SpeculativeDecoder(target, PromptLookup(min_ngram=1), num_draft_tokens=3, compile=compile, max_length=40)
-        for compile in (False, True)
-    )
-    given = [*requests(1.0), *requests(0.0)]
-    expected = texts_alone(eager, given)
-    for _ in range(2):
-        with compiled.session(3) as session:
-            handles = [session.submit(request) for request in given]
-            assert texts(until_done(session, *handles)) == expected
-        # A second session compiles nothing.
-        torch.compiler.set_stance("fail_on_recompile")
-    torch.compiler.set_stance("default")
-
-
 # What arrives, leaves and fails.
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_cancelled_requests_leave_their_rows(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if late:
-        monkeypatch.setattr(batch_module, "RecordReader", Late)
+def test_cancelled_requests_leave_their_rows(late: bool) -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=3)
     given = requests(1.0)
     expected = texts_alone(decoder, given)
@@ -156,20 +114,19 @@ def test_cancelled_requests_leave_their_rows(late: bool, monkeypatch: pytest.Mon
         long[1].cancel()
         long[1].cancel()
         found += until_done(session, last)
-    for index in range(2):
-        whole = alone(decoder, Request([5, 6], 50, seed=index)).new_tokens(0)
-        completion = next(each for each in found if each.index == index)
-        count = len(completion.new_tokens)
-        assert completion.finish_reason == "cancelled" and completion.error is None and 0 < count < 50
-        assert completion.new_tokens.tolist() == whole[:count]
+    for seed, handle in enumerate(long):
+        whole, new = alone(decoder, Request([5, 6], 50, seed=seed)).new_tokens(0), handle.new_tokens
+        assert handle.result().finish_reason == "cancelled" and handle.result().error is None
+        assert handle.result().new_tokens.tolist() == new == whole[: len(new)] and 0 < len(new) < 50
+    # Each ends once.
+    assert [each.index for each in in_order(found)] == list(range(8))
     assert texts([each for each in found if each.index > 2]) == [*expected[1:], expected[2]]
     # No step counts what a row would have emitted after its request was cancelled.
     assert session.stats.num_tokens == sum(len(each.new_tokens) for each in found)
 
 
-def test_requests_that_end_at_once_let_others_step() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    with decoder.session(2, max_length=40) as session:
+def test_requests_that_end_at_once_let_others_step(greedy: SpeculativeDecoder) -> None:
+    with greedy.session(2, max_length=40) as session:
         long = session.submit(Request([5, 6], 20))
         instant = [session.submit(Request([5], 0) if index % 2 else Request([VOCAB], 3)) for index in range(300)]
         assert not any(handle.done for handle in instant)
@@ -185,9 +142,8 @@ def test_requests_that_end_at_once_let_others_step() -> None:
         assert session.step() == [] and session.is_idle
 
 
-def test_closing_ends_all_requests() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(1, max_length=90)
+def test_closing_ends_all_requests(greedy: SpeculativeDecoder) -> None:
+    session = greedy.session(1, max_length=90)
     with running(session):
         active = session.submit(Request([5, 6], 80, eos_token_id=()))
         waiting = session.submit(Request([5, 6], 80))
@@ -201,67 +157,45 @@ def test_closing_ends_all_requests() -> None:
     assert len(session.step()) <= 2 and session.step() == []
 
 
-class Failing(PairModel):
-    """A forward raises."""
-
-    error: BaseException | None = None
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return super().forward(tokens, positions, num_logits)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(error: BaseException) -> None:
-    target = Failing(random_table(VOCAB, seed=5))
+    target = PairModel(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3)
     expected = texts_alone(decoder, requests(1.0))
     session = decoder.session(2, max_length=60, logprobs="raw")
     handles = [session.submit(Request([5, 6], 50, eos_token_id=())) for _ in range(3)]
     session.step()
-    target.error = error
-    with pytest.raises(type(error)):
+    with mock.patch.object(target, "forward", side_effect=error), pytest.raises(type(error)):
         session.step()
-    target.error = None
     for handle in handles:
         assert handle.result(0).finish_reason == "error" and type(error).__name__ in str(handle.result().error)
     with pytest.raises(RuntimeError, match="the session is closed"):
         session.submit([5])
-    assert texts(list(decoder.generate_many(requests(1.0), batch_size=2))) == expected
+    assert many(decoder, requests(1.0), 2) == expected
 
 
-def test_another_call_ends_a_session() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(2, max_length=60, logprobs="raw")
+def test_another_call_ends_a_session(greedy: SpeculativeDecoder) -> None:
+    session = greedy.session(2, max_length=60, logprobs="raw")
     handle = session.submit(Request([5, 6], 50))
     session.step()
-    [expected] = texts_alone(decoder, requests(0.0)[:1])
-    # Its log-probabilities are not those of the session's request.
-    alone(decoder, requests(0.0)[1], logprobs="raw")
+    other = requests(0.0)[1]
+    # Its log-probabilities are not those of the session's request, whose prompt is longer.
+    expected = alone(greedy, other, logprobs="raw")
     with pytest.raises(RuntimeError, match="another one has begun"):
         session.step()
     assert "another one has begun" in str(handle.result(0).error)
     assert handle.result().logprobs is not None and bool(handle.result().logprobs.isnan().all())
-    assert texts_alone(decoder, requests(0.0)[:1]) == [expected]
+    assert texts_alone(greedy, [other]) == new_tokens(expected)
 
 
-def test_an_idle_session_uses_no_processor_time() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    session = decoder.session(2, max_length=40)
-    thread = threading.Thread(target=session.run, daemon=True)
-    thread.start()
-    session.submit(Request([5, 6], 3)).result(WAIT)
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    # The step that ended the request is over soon after.
-    time.sleep(0.2)
-    before = time.clock_gettime(clock)
-    time.sleep(0.4)
-    assert time.clock_gettime(clock) - before < 0.1
-    session.close()
-    thread.join(WAIT)
-    assert not thread.is_alive()
+def test_an_idle_session_uses_no_processor_time(greedy: SpeculativeDecoder) -> None:
+    with running(greedy.session(2, max_length=40)) as session:
+        session.submit(Request([5, 6], 3)).result(WAIT)
+        # The step that ended the request is over soon after.
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(0.4)
+        assert time.process_time() - before < 0.1
 
 
 def test_many_threads_submit_and_cancel() -> None:
@@ -294,28 +228,23 @@ def test_many_threads_submit_and_cancel() -> None:
 # What a request may ask for.
 
 
-def test_time_that_is_up_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_is_up_ends_a_request(greedy: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(session_module, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    with decoder.session(1, max_length=40) as session:
-        first, second = (session.submit(Request([5, 6], 30, eos_token_id=(), max_time=5.0)) for _ in range(2))
-        for now[0] in (1.0, 4.0, 6.0):
-            session.step()
+    with greedy.session(1, max_length=40) as session:
+        both = [session.submit(Request([5, 6], 30, eos_token_id=(), max_time=5.0)) for _ in range(2)]
         # The time of the second one begins with its row.
-        assert first.result(0).finish_reason == "time" and len(first.result().new_tokens) == 3
-        for now[0] in (7.0, 10.0, 13.0):
-            session.step()
-        assert second.result(0).finish_reason == "time" and len(second.result().new_tokens) == 3
+        for handle, times in zip(both, ((1.0, 4.0, 6.0), (7.0, 10.0, 13.0)), strict=True):
+            for now[0] in times:
+                session.step()
+            assert handle.result(0).finish_reason == "time" and len(handle.result().new_tokens) == 3
         refused = session.submit(Request([5], 3, max_time="soon"))  # type: ignore[arg-type]
         session.step()
         assert "max_time: expected" in str(refused.result(0).error)
 
 
-def test_stop_strings_of_each_row_and_request() -> None:
-    folder = files("torch_specops") / "data" / "austen_bytes"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+def test_stop_strings_of_each_row_and_request(austen: tuple[Any, Any, Any]) -> None:
+    target, _, tokenizer = austen
     decoder = SpeculativeDecoder(target, PromptLookup(min_ngram=1), sampling=GREEDY)
     prompts = [list(text.encode()) for text in ("It was not to be ", "She had ", "Mr. Darcy said that he would ")]
     strings: list[list[str]] = [[" the", "e"], [], ["h"]]
@@ -323,19 +252,19 @@ def test_stop_strings_of_each_row_and_request() -> None:
     call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "eos_token_id": (), "tokenizer": tokenizer}
     output = decoder.generate(ids, **call, stop_strings=strings)
     free = decoder.generate(ids, **call)
-    for row, own in enumerate(strings):
-        text = bytes(free.new_tokens(row)).decode()
+    for own, whole, stopped in zip(strings, new_tokens(free), new_tokens(output), strict=True):
+        text = bytes(whole).decode()
         ends = [text.index(string) + len(string) for string in own if string in text]
-        assert bytes(output.new_tokens(row)).decode() == text[: min(ends, default=30)]
+        assert stopped == whole[: min(ends, default=30)]
     assert output.finish_reasons == ["stop", "length", "stop"]
     given = [
         Request(prompt, 30, eos_token_id=(), stop_strings=own, tokenizer=tokenizer)
         for prompt, own in zip(prompts, strings, strict=True)
     ]
     for batch_size in (1, 3):
-        completions = list(decoder.generate_many([*given, *given], batch_size=batch_size))
-        assert texts(completions) == [output.new_tokens(row) for row in range(3)] * 2
-        assert {each.index % 3: each.finish_reason for each in completions} == dict(enumerate(output.finish_reasons))
+        completions = in_order(decoder.generate_many([*given, *given], batch_size=batch_size))
+        assert texts(completions) == new_tokens(output) * 2
+        assert [each.finish_reason for each in completions] == output.finish_reasons * 2
     with pytest.raises(ValueError, match="stop_strings: expected strings for all rows, or for each of 3, got 2"):
         decoder.generate(ids, **call, stop_strings=strings[:2])
 
@@ -358,53 +287,46 @@ def test_requests_with_inputs_of_an_encoder(family: str) -> None:
     given = [Request([1], 7 + index, eos_token_id=(), inputs=own) for index, own in enumerate(inputs)]
     expected = texts_alone(decoder, given)
     assert len({tuple(text[:7]) for text in expected}) > 3
-    bad = [
-        (Request([1], 3, inputs={"unknown": torch.ones(1, 3)}), "inputs: expected input_"),
-        (Request([1], 3), "inputs: expected those of the target's encoder, got <class 'NoneType'>"),
-        (Request([1], 3, inputs={"input_ids": torch.ones(2, 3)}), "inputs: expected input_ids with a batch of one"),
+    bad: list[tuple[dict[str, Tensor] | None, str]] = [
+        ({"unknown": torch.ones(1, 3)}, "inputs: expected input_"),
+        (None, "inputs: expected those of the target's encoder, got <class 'NoneType'>"),
+        ({"input_ids": torch.ones(2, 3)}, "inputs: expected input_ids with a batch of one"),
     ]
-    completions = list(decoder.generate_many([*given[:3], *(each for each, _ in bad), *given[3:]], batch_size=2))
-    errors = {each.index: each.error for each in completions if each.error is not None}
-    assert sorted(errors) == [3, 4, 5]
-    assert all(message in str(errors[index]) for index, (_, message) in enumerate(bad, 3))
-    assert texts([each for each in completions if each.error is None]) == expected
+    refused = [Request([1], 3, inputs=own) for own, _ in bad]
+    found = in_order(decoder.generate_many([*given[:3], *refused, *given[3:]], batch_size=2))
+    assert all(message in str(each.error) for each, (_, message) in zip(found[3:6], bad, strict=True))
+    assert texts(found[:3] + found[6:]) == expected
 
 
 # Log-probabilities.
 
 
 @pytest.mark.parametrize("kind", ["raw", "processed"])
-def test_top_logprobs_are_those_of_the_softmax(kind: str) -> None:
-    target, prompt, count = shared_tiny("llama"), [5, 6, 7], 6
-    decoder = SpeculativeDecoder(target, DRAFTS["perturbed"]("llama"), num_draft_tokens=3)
-    for sampling in (SamplingParams(0.7, top_k=4), GREEDY):
-        call: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 9, "eos_token_id": (), "seed": 3}
-        output = decoder.generate(torch.tensor([prompt, prompt]), **call, logprobs=kind, top_logprobs=count)
-        top = output.top_logprobs
-        assert top is not None and output.logprobs is not None
-        assert top.tokens[:, :3].unique().tolist() == [-1] and bool(top.values[:, :3].isnan().all())
-        logits = target(output.sequences).logits[:, 2:-1].double()
-        if kind == "processed" and sampling is GREEDY:
-            best = logits.argmax(2, keepdim=True)
-            wanted = torch.full_like(logits, -torch.inf).scatter(2, best, 0.0)
-        elif kind == "processed":
-            kept = logits >= logits.topk(4).values[..., -1:]
-            wanted = (logits / 0.7).masked_fill(~kept, -torch.inf).log_softmax(2)
-        else:
-            wanted = logits.log_softmax(2)
-        torch.testing.assert_close(top.values[:, 3:].double(), wanted.topk(count).values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            top.values[:, 3:].double(), wanted.gather(2, top.tokens[:, 3:]), atol=1e-4, rtol=1e-4
-        )
-        # A token among the most likely ones has the same number in both.
-        is_own = top.tokens == output.sequences.unsqueeze(2)
-        own = output.logprobs.unsqueeze(2).expand_as(top.values)
-        torch.testing.assert_close(top.values[is_own], own[is_own])
+@pytest.mark.parametrize("sampling", [SamplingParams(0.7, top_k=4), GREEDY], ids=["sampled", "greedy"])
+def test_top_logprobs_are_those_of_the_softmax(sampling: SamplingParams, kind: str) -> None:
+    target, prompts, count = shared_tiny("llama"), torch.tensor([[5, 6, 7]] * 2), 6
+    decoder = SpeculativeDecoder(target, DRAFTS["perturbed"]("llama"), num_draft_tokens=3, sampling=sampling)
+    call: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": (), "seed": 3, "top_logprobs": count}
+    output = decoder.generate(prompts, **call, logprobs=kind)
+    top = output.top_logprobs
+    assert top is not None and output.logprobs is not None
+    assert top.tokens[:, :3].unique().tolist() == [-1] and bool(top.values[:, :3].isnan().all())
+    logits = target(output.sequences).logits[:, 2:-1]
+    if kind == "processed":
+        kept = logits >= logits.topk(1 if sampling is GREEDY else 4).values[..., -1:]
+        logits = (logits / 0.7).masked_fill(~kept, -torch.inf)
+    wanted, found = logits.log_softmax(2).float(), top.values[:, 3:]
+    torch.testing.assert_close(found, wanted.topk(count).values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, wanted.gather(2, top.tokens[:, 3:]), atol=1e-4, rtol=1e-4)
+    # A token among the most likely ones has the same number in both.
+    is_own = top.tokens == output.sequences.unsqueeze(2)
+    own = output.logprobs.unsqueeze(2).expand_as(top.values)
+    torch.testing.assert_close(top.values[is_own], own[is_own])
+    # Without `logprobs` these are the raw ones.
     if kind == "raw":
-        # Without `logprobs` these are the raw ones.
-        alone_top = decoder.generate(torch.tensor([prompt, prompt]), **call, top_logprobs=count)
-        assert alone_top.logprobs is None and alone_top.top_logprobs is not None
-        torch.testing.assert_close(alone_top.top_logprobs.values, top.values, equal_nan=True)
+        output = decoder.generate(prompts, **call)
+        assert output.logprobs is None and output.top_logprobs is not None
+        torch.testing.assert_close(output.top_logprobs.values, top.values, equal_nan=True)
 
 
 def test_equally_likely_tokens_come_by_index() -> None:
@@ -433,7 +355,6 @@ def test_a_session_has_the_log_probabilities_of_generate() -> None:
         torch.testing.assert_close(completion.top_logprobs.values, output.top_logprobs.values[0, new])
 
 
-def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    assert len(list(decoder.generate_many(requests(0.0), batch_size=2, progress=True))) == 5
+def test_progress_is_shown(greedy: SpeculativeDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(greedy.generate_many(requests(0.0), batch_size=2, progress=True))) == 5
     assert "5/5" in capsys.readouterr().err

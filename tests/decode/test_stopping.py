@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_loops import DRAFTS, Late, streamed
+from tiny_loops import DRAFTS, GREEDY, Late, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -33,7 +24,6 @@ from torch_specops.hf import custom_generate, stop_string_rule
 LENGTH = 14
 IDS, MASK = padded(PROMPTS, "left")
 WIDTH = IDS.shape[1]
-FOLDER = files("torch_specops") / "data" / "austen_bytes"
 TEXTS = ["It was not to be ", "She had ", "Mr. Darcy said that he would "]
 STRINGS = [" the", "d b"]
 
@@ -50,15 +40,21 @@ class Watched(StoppingCriteria):
         return self.stops(input_ids)
 
 
-def criteria_of(free: Tensor) -> dict[str, Callable[[Tensor], Any]]:
-    """Rules that end the greedy rows `free` [3, LENGTH] in different ways."""
-    own = [int(free[0, 4]), int(free[1, 9]), int(free[2, 2])]
+def endings() -> dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]]:
+    """Criteria, and other settings, that end the greedy rows in different ways."""
+    first, second, third = rows = expected_rows(LENGTH)
     return {
-        "each row at a token of its own": lambda ids: ids[:, -1] == torch.tensor(own),
-        "all rows at a token of the first": lambda ids: bool(ids[0, -1] == own[0]),
-        "one row at the sixth token": lambda ids: torch.tensor([False, ids.shape[1] == WIDTH + 6, False]),
-        "a row whose neighbour is even": lambda ids: (ids[:, -1].roll(1) % 2 == 0) & (ids.shape[1] > WIDTH + 3),
-        "no row": lambda ids: False,
+        "each at a token of its own": (lambda ids: ids[:, -1] == torch.tensor([first[4], second[9], third[2]]), {}),
+        "all at a token of the first": (lambda ids: bool(ids[0, -1] == first[4]), {}),
+        "one at the sixth token": (lambda ids: torch.tensor([False, ids.shape[1] == WIDTH + 6, False]), {}),
+        "an even neighbour": (lambda ids: (ids[:, -1].roll(1) % 2 == 0) & (ids.shape[1] > WIDTH + 3), {}),
+        "none": (lambda ids: False, {}),
+        "an eos before the criterion": (
+            lambda ids: ids[:, -1] == torch.tensor([row[6] for row in rows]),
+            {"eos_token_id": first[4]},
+        ),
+        "an eos or the ninth token": (lambda ids: ids.shape[1] == WIDTH + 9, {"eos_token_id": first[4]}),
+        "time that is up after a token": (lambda ids: False, {"max_time": 1e-9}),
     }
 
 
@@ -74,32 +70,20 @@ def generate(model: PreTrainedModel, rule: Callable[[Tensor], Any], **options: A
 def test_a_criterion_sees_and_stops_what_it_does_in_transformers(draft: str) -> None:
     """Rows get different numbers of tokens per step, some of them beyond the place where they are to end."""
     target, source = shared_tiny("llama"), DRAFTS[draft]("llama")
-    free = target.generate(IDS, attention_mask=MASK, max_new_tokens=LENGTH, do_sample=False, pad_token_id=11)
-    lengths = set()
-    for name, rule in criteria_of(free[:, WIDTH:]).items():
-        expected, expected_shown = generate(target, rule)
+    all_lengths = set()
+    for name, (rule, options) in endings().items():
+        expected, expected_shown = generate(target, rule, **options)
         steps: list[Step] = []
         drafting = {"draft_model": source, "num_draft_tokens": 4, "token_streamer": steps.append}
-        output, shown = generate(target, rule, custom_generate=custom_generate, **drafting)
+        output, shown = generate(target, rule, **options, custom_generate=custom_generate, **drafting)
         assert torch.equal(output, expected), name
         assert list(map(Tensor.tolist, shown)) == list(map(Tensor.tolist, expected_shown)), name
         # What a streamer hears is cut already.
-        ends = [row.index(11) if 11 in row else len(row) for row in expected[:, WIDTH:].tolist()]
-        new = [row[:end] for row, end in zip(expected[:, WIDTH:].tolist(), ends, strict=True)]
-        assert streamed(steps) == new and steps[-1].finished == [True] * 3, name
-        lengths.add(tuple(ends))
-    assert len(lengths) == 5
-
-
-def test_eos_and_criteria_end_rows_together() -> None:
-    target = shared_tiny("llama")
-    free = target.generate(IDS, attention_mask=MASK, max_new_tokens=LENGTH, do_sample=False, pad_token_id=11)[:, WIDTH:]
-    # The first row ends with an eos, which its criterion would have met two tokens later.
-    for rule in (lambda ids: ids[:, -1] == free[:, 6], lambda ids: ids.shape[1] == WIDTH + 9):
-        options = {"eos_token_id": int(free[0, 4])}
-        expected, expected_shown = generate(target, rule, **options)
-        output, shown = generate(target, rule, **options, custom_generate=custom_generate, draft_model=target)
-        assert torch.equal(output, expected) and len(shown) == len(expected_shown)
+        new = expected[:, WIDTH:].tolist()
+        lengths = [row.index(11) if 11 in row else len(row) for row in new]
+        assert streamed(steps) == limited(new, lengths) and steps[-1].finished == [True] * 3, name
+        all_lengths.add(tuple(lengths))
+    assert len(all_lengths) == 8
 
 
 def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
@@ -120,28 +104,15 @@ def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
 
 def test_a_text_that_is_held_back_ends_for_its_own_reason() -> None:
     """A criterion waits for the slowest row, steps after a rule of its own has ended the fastest."""
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(IDS, MASK, strict=True)]
-
-    def at_the_fifth(texts: list[list[int]]) -> list[bool]:
-        lengths = [max(len(prompt) for prompt in prompts if text[: len(prompt)] == prompt) for text in texts]
-        return [len(text) == length + 5 for text, length in zip(texts, lengths, strict=True)]
-
     decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=4)
     output = decoder.run(
         IDS,
-        {"attention_mask": MASK, "max_new_tokens": LENGTH, "sampling": SamplingParams(temperature=0.0)},
-        row_rules=[at_the_fifth],
+        {"attention_mask": MASK, "max_new_tokens": LENGTH, "sampling": GREEDY},
+        row_rules=[lambda texts: [len(text) == 12 for text in texts]],
         batch_rules=BatchRules([lambda ids: False], IDS, 11),
     )
-    assert [len(output.new_tokens(row)) for row in range(3)] == [5] * 3
+    assert output.lengths.tolist() == [12] * 3
     assert output.finish_reasons == ["stop"] * 3 and output.errors == {}
-
-
-def test_time_that_is_up_ends_rows_after_one_token() -> None:
-    target = shared_tiny("llama")
-    expected, _ = generate(target, lambda ids: False, max_time=1e-9)
-    output, _ = generate(target, lambda ids: False, max_time=1e-9, custom_generate=custom_generate, draft_model=target)
-    assert output.shape == (3, WIDTH + 1) and torch.equal(output, expected)
 
 
 def test_a_clock_stops_rows_where_they_are() -> None:
@@ -157,16 +128,6 @@ def test_a_clock_stops_rows_where_they_are() -> None:
     assert [row.tokens for row in rows] == [[5, 6, 7, 9], [8, 9]]
 
 
-@pytest.fixture(scope="module")
-def austen() -> tuple[PreTrainedModel, PreTrainedModel, Any]:
-    """A token is a byte, so every string spans several. Byte 0 never comes."""
-    target, draft = (AutoModelForCausalLM.from_pretrained(FOLDER / name) for name in ("target", "draft"))
-    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 0
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.convert_ids_to_tokens(0), "left"
-    return target, draft, tokenizer
-
-
 def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = austen
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
@@ -179,7 +140,7 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
     for source in (None, draft, PromptLookup(min_ngram=1)):
         output = target.generate(**call, custom_generate=custom_generate, draft_model=source)
         assert torch.equal(output, expected)
-        own = torch_specops.generate(target, **options, draft=source, sampling=SamplingParams(temperature=0.0))
+        own = torch_specops.generate(target, **options, draft=source, sampling=GREEDY)
         assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
         assert own.finish_reasons == ["stop"] * 3
     # Nothing stands before a text, not even what token 0 stands for.
@@ -205,44 +166,37 @@ def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("logprobs", [None, "processed"])
 def test_a_stop_keeps_the_text_up_to_it(
-    late: bool, logprobs: str | None, austen: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+    late: bool, austen: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampled rows: the same tokens as without the stop, so far, and the same counts whenever the host looks."""
     target, draft, tokenizer = austen
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    ended: list[list[int]] = []
     sampler = SpeculativeDecoder(target, draft, sampling=SamplingParams(temperature=0.7))
-    sampler.draft.end = lambda tokens, lengths: ended.append(lengths.tolist())
-    call: dict[str, Any] = {**batch, "max_new_tokens": [60, 60, 5], "seed": 8, "logprobs": logprobs}
-    free = sampler.generate(**call)
-    ended.clear()
+    call: dict[str, Any] = {**batch, "max_new_tokens": [60, 60, 5], "seed": 8, "logprobs": "processed"}
+    whole = sampler.generate(**call)
+    kept = [text[: text.index(ord("e")) + 1] if ord("e") in text else text for text in new_tokens(whole)]
+    lengths = list(map(len, kept))
+    assert len(set(lengths)) == 3
+    ended: list[int] = []
+    sampler.draft.end = lambda tokens, at: ended.extend(at.tolist())
     if late:
         monkeypatch.setattr(batch_module, "RecordReader", Late)
     steps: list[Step] = []
     output = sampler.generate(**call, stop_strings=["e"], tokenizer=tokenizer, streamer=steps.append)
-    kept = []
-    for row in range(3):
-        text = free.new_tokens(row)
-        kept.append(text[: text.index(ord("e")) + 1] if ord("e") in text else text)
-        assert output.new_tokens(row) == kept[row]
-    lengths = list(map(len, kept))
-    assert len(set(lengths)) == 3 and output.finish_reasons == ["stop", "stop", "length"]
-    assert streamed(steps) == kept and output.stats.num_tokens == sum(lengths)
-    lengths_at_end = [length for lengths in ended for length in lengths]
-    assert sorted(lengths_at_end) == sorted(output.lengths.tolist())
+    assert streamed(steps) == new_tokens(output) == kept and output.stats.num_tokens == sum(lengths)
+    assert output.finish_reasons == ["stop", "stop", "length"]
     assert output.lengths.tolist() == sampler._runner.state.lengths.tolist()
+    assert sorted(ended) == sorted(output.lengths.tolist())
     assert any(0 < len(own) <= step.num_accepted[row] for step in steps for row, own in enumerate(step.tokens[:2]))
     # An end is an end, and a step that a row took part in after it does not count.
     ends = [[step.finished[row] for step in steps] for row in range(3)]
     assert ends == list(map(sorted, ends))
     assert output.stats.num_row_steps == sum(bool(tokens) for step in steps for tokens in step.tokens)
-    if logprobs is not None:
-        assert output.logprobs is not None and free.logprobs is not None
-        inside = torch.arange(output.logprobs.shape[1]) < output.lengths.unsqueeze(1)
-        wanted = free.logprobs[:, : output.logprobs.shape[1]].where(inside, torch.nan)
-        torch.testing.assert_close(output.logprobs, wanted, equal_nan=True)
+    assert output.logprobs is not None and whole.logprobs is not None
+    inside = torch.arange(output.logprobs.shape[1]) < output.lengths.unsqueeze(1)
+    wanted = whole.logprobs[:, : output.logprobs.shape[1]].where(inside, torch.nan)
+    torch.testing.assert_close(output.logprobs, wanted, equal_nan=True)
 
 
 def test_what_comes_after_a_stop_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,38 +205,35 @@ def test_what_comes_after_a_stop_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     # After a 1 there is no finite logit, and after anything else a 1.
     table[:] = torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0])
     table[:, 1] = torch.nan
-    sampler = SpeculativeDecoder(PairModel(table), sampling=SamplingParams(temperature=0.0))
+    sampler = SpeculativeDecoder(PairModel(table), sampling=GREEDY)
     ends = [lambda texts: [text[-1] == 1 for text in texts]]
     output = sampler.run(torch.tensor([[3]]), {}, row_rules=ends)
-    assert bool(sampler._runner.state.failed[0])
     assert output.new_tokens(0) == [1] and output.errors == {} and output.finish_reasons == ["stop"]
 
 
 def test_several_sequences_of_a_prompt_are_rows() -> None:
     """What is given per row is given per sequence, and seeds given back repeat the output."""
     target = shared_tiny("llama")
-    call: dict[str, Any] = {"attention_mask": MASK, "num_return_sequences": 2, "draft": perturbed(target)}
-    call["max_new_tokens"] = [3, 4, 5, 6, 7, 8]
-    output = torch_specops.generate(target, IDS, **call, seed=3)
-    again = torch_specops.generate(target, IDS, **call, seed=output.stats.seeds)
+    call: dict[str, Any] = {"draft": perturbed(target), "max_new_tokens": [3, 4, 5, 6, 7, 8]}
+    of_prompts = {"attention_mask": MASK, "num_return_sequences": 2}
+    output = torch_specops.generate(target, IDS, **call, **of_prompts, seed=3)
+    again = torch_specops.generate(target, IDS, **call, **of_prompts, seed=output.stats.seeds)
     assert output.prompt_lengths.tolist() == [7, 7, 1, 1, 4, 4] and torch.equal(output.sequences, again.sequences)
     assert (output.lengths - output.prompt_lengths).tolist() == [3, 4, 5, 6, 7, 8]
-    # As rows of their own.
-    copies: dict[str, Any] = {name: value for name, value in call.items() if name != "num_return_sequences"}
-    copies["attention_mask"] = MASK.repeat_interleave(2, 0)
-    rows = torch_specops.generate(target, IDS.repeat_interleave(2, 0), **copies, seed=3)
+    copies, mask = IDS.repeat_interleave(2, 0), MASK.repeat_interleave(2, 0)
+    rows = torch_specops.generate(target, copies, **call, attention_mask=mask, seed=3)
     assert torch.equal(output.sequences, rows.sequences) and len({*map(str, output.sequences[:, 1:].tolist())}) == 6
 
 
 def test_an_encoder_reads_a_prompt_for_each_of_its_sequences() -> None:
-    target, steps = shared_tiny("t5"), list[Step]()
-    inputs, call = encoder_inputs("t5"), {"draft": shared_tiny("t5"), "max_new_tokens": 8, "seed": 3}
-    assert inputs is not None
-    start = torch.ones(3, 1, dtype=torch.int64)
-    torch_specops.generate(
-        target, start, **call, inputs=inputs, num_return_sequences=2, streamer=steps.append, eos_token_id=()
-    )
-    assert all(step.num_accepted == step.num_proposed for step in steps)
+    """Draft and target read the same inputs, and all drafts are accepted."""
+    target, inputs, start = shared_tiny("t5"), encoder_inputs("t5"), torch.ones(3, 1, dtype=torch.int64)
+    call: dict[str, Any] = {"draft": target, "max_new_tokens": 8, "seed": 3, "eos_token_id": ()}
+    output = torch_specops.generate(target, start, **call, inputs=inputs, num_return_sequences=2)
+    assert output.stats.acceptance_rate == 1.0
+    copies = {name: value.repeat_interleave(2, 0) for name, value in inputs.items()}
+    rows = torch_specops.generate(target, start.repeat(2, 1), **call, inputs=copies)
+    assert torch.equal(output.sequences, rows.sequences)
 
 
 def test_wrong_arguments_are_named(austen: tuple[Any, Any, Any]) -> None:
