@@ -32,10 +32,6 @@ from torch_specops.ops.cpu import walk
 all_gather = vocab_parallel._all_gather
 
 
-def run_shared_cases(split: Split) -> list[tuple[Tensor, ...]] | None:
-    return run_cases(shared_cases(split.vocab_size), split)
-
-
 def shared_cases(vocab_size: int) -> list[Case]:
     """The cases of every backend, but for those with filters, which these functions do not have."""
     filters = {"top_k", "top_p", "min_p"}
@@ -52,12 +48,12 @@ def test_sharded_equals_whole(split: Split, report: Report) -> None:
     """Every case of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
     cases = shared_cases(split.vocab_size)
     assert len(cases) > 60
-    check(zip(cases, agreed(in_ranks(run_shared_cases, split)), strict=True), report)
+    check(zip(cases, agreed(in_ranks(run_cases, shared_cases, split)), strict=True), report)
 
 
-def special_cases() -> list[Case]:
+def special_cases(vocab_size: int = 16) -> list[Case]:
     """What a split makes special: shards without a finite entry, and residuals that lie in one shard or in none."""
-    args = base_case(16)
+    args = base_case(vocab_size)
     cases = []
     for shard in range(4):
         columns = slice(4 * shard, 4 * shard + 4)
@@ -95,13 +91,9 @@ def special_cases() -> list[Case]:
     return cases
 
 
-def run_special_cases() -> list[tuple[Tensor, ...]] | None:
-    return run_cases(special_cases(), Split(16))
-
-
 def test_shards_without_mass(report: Report) -> None:
     cases, args = special_cases(), base_case(16)
-    results = agreed(in_ranks(run_special_cases))
+    results = agreed(in_ranks(run_cases, special_cases, Split(16)))
     check(zip(cases, results, strict=True), report)
     got = dict(zip([case.name for case in cases], results, strict=True))
     for shard in range(4):
@@ -319,9 +311,8 @@ def bad_calls() -> list[tuple[str, str]]:
     args = Split(16).cut(base_case(16), dist.group.WORLD)
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    target, drafts, draft, uniforms = (
-        args[name] for name in ("target_logits", "draft_tokens", "draft_logits", "sample_uniforms")
-    )
+    names = ("target_logits", "draft_tokens", "draft_logits", "sample_uniforms")
+    target, drafts, draft, uniforms = (args[name] for name in names)
 
     def placed(mesh: Any, *placements: Any, value: Tensor = target) -> DTensor:
         return DTensor.from_local(value, mesh, placements, run_check=False)
@@ -333,7 +324,7 @@ def bad_calls() -> list[tuple[str, str]]:
         ({"target_logits": target[0]}, r"ValueError: target_logits: expected 3 dimensions, got shape \[4, 4\]"),
         (
             {"draft_logits": draft[..., :3]},
-            r"ValueError: draft_logits: expected 4 columns, the shard of rank \d of 4 of a vocabulary of 16, or the",
+            r"ValueError: draft_logits: expected 4 columns, the shard of rank \d of 4 of",
         ),
         ({"draft_tokens": drafts.float()}, "TypeError: draft_tokens: expected int64 or int32"),
         ({"vocab_size": 18}, "ValueError: target_logits: expected [53] columns"),
@@ -344,14 +335,11 @@ def bad_calls() -> list[tuple[str, str]]:
         ({"target_logits": placed(line, Shard(0))}, placements),
         ({"target_logits": placed(line, Partial())}, placements),
         ({"target_logits": placed(square, Shard(-1), Shard(-1)), "group": None}, placements),
-        (
-            {"target_logits": placed(square, Replicate(), Shard(-1))},
-            "ValueError: target_logits: expected a DTensor sharded over the group of the call",
-        ),
+        ({"target_logits": placed(square, Replicate(), Shard(-1))}, "ValueError: target_logits: expected a DTensor sh"),
         ({"draft_tokens": placed(line, Shard(0), value=drafts)}, r"ValueError: draft_tokens: expected placements Repl"),
         (
             {"draft_logits": placed(line, Replicate(), value=draft)},
-            "ValueError: draft_logits: expected a vocabulary of 16, got 4",
+            "ValueError: draft_logits: expected a vocabulary of",
         ),
     ]
     samples: list[tuple[tuple[Any, ...], str]] = [

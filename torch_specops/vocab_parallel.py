@@ -73,9 +73,8 @@ def verify_exact(
             process group. An error that only some ranks raise leaves the others waiting.
 
     Examples:
-        >>> import os, tempfile, torch, torch_specops.vocab_parallel
-        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> import torch, torch_specops.vocab_parallel
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> target = torch.full((1, 3, 4), -torch.inf)
         >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
         >>> draft_tokens = torch.tensor([[2, 0]])
@@ -205,9 +204,8 @@ def sample(
         TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
 
     Examples:
-        >>> import os, tempfile, torch, torch_specops.vocab_parallel
-        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> import torch, torch_specops.vocab_parallel
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
         >>> torch_specops.vocab_parallel.sample(logits, torch.tensor([0.75, 0.5]), torch.tensor([1.0, 0.0]))
         (tensor([1, 1]), tensor([0.6931, 0.0000]))
