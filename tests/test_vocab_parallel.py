@@ -13,15 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
-from functorch.compile import make_boxed_func
-from op_cases import check
+from op_cases import check, equal
 from oracle import Case, sample_inputs
 from report import Report
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, in_ranks, run_cases
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,20 +217,11 @@ def test_placements(report: Report) -> None:
     check(zip(cases, agreed(in_ranks(run_placements, vocab_size)), strict=True), report)
 
 
-# A graph that is found in the cache of a run before is not recorded.
-@functorch_config.patch(enable_autograd_cache=False)
-def run_compiled(backend: str, dtensor: bool, split: Split) -> tuple[list[list[str]], list[tuple[Tensor, ...]]] | None:
-    """The collectives of every graph, and the results of two calls compiled and in eager."""
+def run_compiled(backend: str, dtensor: bool, split: Split) -> list[Result] | None:
+    """The results of two calls, compiled and in eager. The second call is one of the same graph."""
     group = split.group()
     if group is None:
         return None
-    graphs: list[list[str]] = []
-
-    def record(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)])
-        return make_boxed_func(graph.forward) if backend == "record" else compile_fx_inner(graph, inputs, **options)
-
-    recorder = aot_autograd(fw_compiler=record) if backend == "record" else partial(compile_fx, inner_compile=record)
     options: dict[str, Any] = {} if dtensor else {"group": group, "vocab_size": split.vocab_size}
     args = [split.cut(base_case(17, accept_uniforms=torch.full((64, 3), u)), group) for u in (0.5, 0.9)]
     for each in args:
@@ -247,15 +234,13 @@ def run_compiled(backend: str, dtensor: bool, split: Split) -> tuple[list[list[s
     def eager(args: dict[str, Any]) -> Result:
         return vocab_parallel.verify_exact(**args, **options)
 
-    compiled = torch.compile(eager, fullgraph=True, backend=recorder)
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, fullgraph=True, backend=backend)
     results = []
-    try:
-        for i, each in enumerate(args):
-            with torch._dynamo.config.patch(error_on_recompile=i > 0):
-                results += [compiled(each), eager(each)]
-    finally:
-        torch._dynamo.reset()
-    return graphs, results
+    for each, stance in zip(args, ("default", "fail_on_recompile"), strict=True):
+        with torch.compiler.set_stance(stance):
+            results += [compiled(each), eager(each)]
+    return results
 
 
 FOUR, TWO = Split(17), Split(17, num_ranks=2)
@@ -263,19 +248,17 @@ FOUR, TWO = Split(17), Split(17, num_ranks=2)
 
 @pytest.mark.parametrize(
     "backend, dtensor, split",
-    [("record", False, TWO), ("record", True, FOUR), pytest.param("inductor", False, TWO, marks=pytest.mark.slow)],
+    [
+        ("aot_eager", False, TWO),
+        ("aot_eager", True, FOUR),
+        pytest.param("inductor", False, TWO, marks=pytest.mark.slow),
+    ],
     ids=["shards", "DTensors", "inductor"],
 )
-def test_one_graph_with_three_collectives(backend: str, dtensor: bool, split: Split) -> None:
-    expected = ["_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"] * 3
-    every = [result for result in in_ranks(run_compiled, backend, dtensor, split) if result is not None]
-    assert len(every) == split.num_ranks
-    for graphs, (first, first_eager, second, second_eager) in every:
-        assert graphs == [expected]
-        for compiled, eager in ((first, first_eager), (second, second_eager)):
-            assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
-        assert not torch.equal(first[1], second[1])
-    agreed([results for _, results in every])
+def test_one_graph_returns_the_same(backend: str, dtensor: bool, split: Split) -> None:
+    first, first_eager, second, second_eager = agreed(in_ranks(run_compiled, backend, dtensor, split))
+    assert equal(first, first_eager) and equal(second, second_eager)
+    assert not torch.equal(first[1], second[1])
 
 
 def count_apart() -> tuple[Result, list[int]]:

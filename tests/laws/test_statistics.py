@@ -160,7 +160,8 @@ def test_rare_outcomes_are_pooled(sizes: list[int], dof: int, pooled: float) -> 
     assert pearson_statistic(certain, certain, 10.0) == (0.0, 0, 0.0)
 
 
-def test_counts_and_probabilities_that_do_not_fit() -> None:
+def test_counts_that_the_probabilities_exclude_or_that_do_not_fit() -> None:
+    assert chi_square(torch.tensor([50, 49, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0.0
     with pytest.raises(ValueError, match="probabilities: expected 2, as there are counts, got 3"):
         chi_square(torch.tensor([1, 2]), torch.ones(3) / 3)
     with pytest.raises(ValueError, match=r"probabilities: expected a sum of 1, got 1\.5"):
