@@ -1,4 +1,4 @@
-"""`torch_specops.inductor`: what the pass absorbs and what it leaves, the same tokens, the memory, Inductor's hook."""
+"""`torch_specops.inductor`: what the pass absorbs and what it leaves, the same tokens, Inductor's hook."""
 
 from __future__ import annotations
 
