@@ -98,12 +98,12 @@ def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
 
     for share in (1.0, 0.8, 0.6):
         goal = share * reference.detectable_effect
-        low, high = 0.0, 0.4
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if effect(middle) < goal else (low, middle)
-        biased = conditional_laws(high, positions)
-        assert effect(high) == pytest.approx(goal)
+        # The effect is nearly proportional to the bias.
+        bias = 0.1
+        for _ in range(10):
+            bias *= goal / effect(bias)
+        biased = conditional_laws(bias, positions)
+        assert effect(bias) == pytest.approx(goal)
         tests = [results[index] for results in repeated_tests(biased, trials, repetitions)]
         rate = sum(test.p_value < SIGNIFICANCE / 4 for test in tests) / repetitions
         expected = chi_square_tail(critical_value(reference.dof, SIGNIFICANCE / 4), reference.dof, trials * goal**2)
