@@ -263,8 +263,9 @@ def test_non_finite_entries() -> None:
     assert reference.probabilities(torch.tensor([-1e38, -3e38, -math.inf]), 1e-3).tolist() == [0.5, 0.5, 0.0]
 
 
-def test_excluded_draft_token_is_rejected_at_u_zero() -> None:
-    """u = 0 and p(x) = 0: the test is strict."""
+def test_equality_is_a_rejection() -> None:
+    """u q(x) < p(x) is strict: at u = 0 and p(x) = 0, and at u = p(x) for a one-hot draft."""
+    assert verify_one(torch.zeros(2, 2), [0], None, 0.5) == ([1, -1], 0)
     target = torch.stack([logits_of((1, 0, 1)), logits_of((1, 1, 1))])
     assert verify_one(target, [1], torch.zeros(1, 3), 0.0, 0.9) == ([2, -1], 0)
     # q(x) = 0 cannot be accepted, however large p(x); the residual is p there.
