@@ -263,7 +263,7 @@ def test_non_finite_entries() -> None:
     assert reference.probabilities(torch.tensor([-1e38, -3e38, -math.inf]), 1e-3).tolist() == [0.5, 0.5, 0.0]
 
 
-def test_equality_is_a_rejection() -> None:
+def test_excluded_draft_token_is_rejected_at_u_zero() -> None:
     """u q(x) < p(x) is strict: at u = 0 and p(x) = 0, and at u = p(x) for a one-hot draft."""
     assert verify_one(torch.zeros(2, 2), [0], None, 0.5) == ([1, -1], 0)
     target = torch.stack([logits_of((1, 0, 1)), logits_of((1, 1, 1))])
