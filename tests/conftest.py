@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,8 +82,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[Report]:
     found = Report()
     yield found
     # A worker's reports hold plain types only.
-    rows = {kind: dict(counts) for kind, counts in found.rows.items()}
-    request.node.user_properties.append((MEASURED, vars(found) | {"rows": rows}))
+    request.node.user_properties.append((MEASURED, vars(found)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -95,23 +93,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("not rehearsed: only a device shows it")
         for line in sorted(unseen):
             terminalreporter.write_line(line)
-    total = Report()
-    for own in (value for name, value in properties if name == MEASURED):
-        for kind, counts in own["rows"].items():
-            total.rows.setdefault(kind, Counter()).update(counts)
-        total.p_values.update(own["p_values"])
-        total.wrong_p_values.update(own["wrong_p_values"])
-    if total.rows:
+    measured = [value for name, value in properties if name == MEASURED]
+    compared = [row for own in measured for row in own["rows"]]
+    if compared:
         terminalreporter.section("rows compared with the float64 oracle")
-        for name, counts in sorted(total.rows.items()):
-            terminalreporter.write_line(
-                f"{name}: {counts['cases']} comparisons, {counts['rows']} rows, "
-                f"of which {counts['rounding']} differ by float32 rounding"
-            )
-    for what, p_values, extreme in (
-        ("chi-square tests, worst", total.p_values, min),
-        ("wrong samplers, best", total.wrong_p_values, max),
+    for kind in sorted({kind for kind, _, _ in compared}):
+        rows, rounding = zip(*(counts for own_kind, *counts in compared if own_kind == kind), strict=True)
+        line = f"{kind}: {len(rows)} comparisons, {sum(rows)} rows, of which {sum(rounding)} differ by float32 rounding"
+        terminalreporter.write_line(line)
+    for name, what, extreme in (
+        ("p_values", "chi-square tests, worst", min),
+        ("wrong_p_values", "wrong samplers, best", max),
     ):
+        p_values = [(value, law) for own in measured for law, value in own[name].items()]
         if p_values:
-            name = extreme(p_values, key=p_values.__getitem__)
-            terminalreporter.write_line(f"laws: {len(p_values)} {what} p-value {p_values[name]:.3g} ({name})")
+            value, law = extreme(p_values)
+            terminalreporter.write_line(f"laws: {len(p_values)} {what} p-value {value:.3g} ({law})")

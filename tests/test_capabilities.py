@@ -27,8 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_specops
 from torch_specops import compilation
-from torch_specops.drafts import DraftSource, ModelDraft, NGram
-from torch_specops.hf import language_model
+from torch_specops.drafts import NGram
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
@@ -116,9 +115,8 @@ def refused(kind: str, value: Tensor) -> Tensor:
 def test_subclasses_refused_by_name(op: str) -> None:
     arguments = tensor_arguments(op)
     logits = "logits" if "logits" in arguments else "target_logits"
-    for name, kind in [(logits, kind) for kind in ("DTensor", "MaskedTensor", "jagged", "nested")] + [
-        ("temperature", "DTensor")
-    ]:
+    of_logits = [(logits, kind) for kind in ("DTensor", "MaskedTensor", "jagged", "nested")]
+    for name, kind in [*of_logits, ("temperature", "DTensor")]:
         shown = "NestedTensor" if kind in ("jagged", "nested") else kind
         advice = "; torch_specops.vocab_parallel takes sharded logits" if kind == "DTensor" else ""
         with pytest.raises(TypeError, match=f"^{name}: expected a plain tensor, got a {shown}{advice}$"):
@@ -144,21 +142,15 @@ def test_nothing_passes_a_gradient(op: str) -> None:
     assert bool((jvp(last_output, (logits,), (torch.ones_like(logits),))[1] == 0).all())
 
 
-SOURCES: dict[str, Callable[[], DraftSource]] = {
-    "n-gram": lambda: NGram.from_tokens(torch.arange(90) % 7 + 3, vocab_size=60, probabilities=True),
-    "model": lambda: ModelDraft(language_model(tiny("llama", num_hidden_layers=1))),
-}
-
-
-@pytest.mark.parametrize(("kind", "compile"), [("n-gram", True), ("model", False)])
-def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_decoder_is_pickled(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled one too, after it was used: the copy compiles anew."""
     monkeypatch.setattr(compilation, "compile_piece", partial(compilation.compile_piece, backend="eager"))
     target = tiny("llama", num_hidden_layers=1)
+    ngram = NGram.from_tokens(torch.arange(90) % 7 + 3, vocab_size=60, probabilities=True)
+    draft = ngram if compile else tiny("llama", num_hidden_layers=1)
     sampling = torch_specops.SamplingParams(temperature=0.7, top_k=20)
-    decoder = torch_specops.SpeculativeDecoder(
-        target, SOURCES[kind](), num_draft_tokens=1, sampling=sampling, compile=compile
-    )
+    decoder = torch_specops.SpeculativeDecoder(target, draft, num_draft_tokens=1, sampling=sampling, compile=compile)
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     outputs = [decoder.generate(prompt, max_new_tokens=9, seed=1)]
     copied = pickle.loads(pickle.dumps(decoder))
@@ -170,16 +162,14 @@ def test_a_decoder_is_pickled(kind: str, compile: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("static_drafts", [True, False])
-def test_one_graph_for_every_batch(static_drafts: bool) -> None:
-    """Batch dynamic, vocabulary static, and K either one of the buckets of a schedule, each of which has a graph, or
-    left to torch: then the second graph serves every K."""
+def test_one_graph_for_every_batch() -> None:
+    """Batch dynamic, vocabulary static, and K one of the buckets of a schedule, each of which has a graph."""
 
     def arguments(batch: int, num_drafts: int, vocab_size: int = 37) -> list[Tensor]:
         values = list(op_arguments("verify_exact", batch, num_drafts, vocab_size).values())[:5]
         for value in values:
             torch._dynamo.mark_dynamic(value, 0)
-            for axis in (1, 2)[0 if static_drafts else 1 : value.dim() - 1]:
+            for axis in range(1, value.dim()):
                 torch._dynamo.mark_static(value, axis)
         return values
 
@@ -189,9 +179,9 @@ def test_one_graph_for_every_batch(static_drafts: bool) -> None:
         verify(*arguments(6, num_drafts))
     assert counters["stats"]["unique_graphs"] == 2
     with torch.compiler.set_stance("fail_on_recompile"):
-        for batch, num_drafts in itertools.product((2, 3, 7, 64), buckets if static_drafts else (3, 5, 16)):
+        for batch, num_drafts in itertools.product((2, 3, 7, 64), buckets):
             given = arguments(batch, num_drafts)
             assert equal(verify(*given), torch_specops.verify_exact(*given))
-        for other in ((4, 3, 37), (4, 4, 38)) if static_drafts else ((4, 4, 38),):
+        for other in ((4, 3, 37), (4, 4, 38)):
             with pytest.raises(RuntimeError, match="recompile"):
                 verify(*arguments(*other))

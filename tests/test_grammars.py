@@ -77,20 +77,13 @@ def test_logits_of_more_or_fewer_tokens_than_the_grammar_knows(library: str, voc
 
 
 def test_bad_input_is_refused_by_name() -> None:
-    lark = llguidance.LLMatcher.grammar_from_lark
-    wrong = raised(
-        lambda make: make(),
-        [
-            (lambda: grammars.xgrammar("a*"), TypeError, "compiled_grammar: expected an xgrammar.CompiledGrammar, got"),
-            (lambda: grammars.llguidance("gpt2", lark('start: "a"')), TypeError, "tokenizer: expected an LLTokenizer"),
-            (
-                lambda: grammars.llguidance(llguidance_tokenizer(), lark("start: b")),
-                ValueError,
-                "grammar: llguidance re",
-            ),
-        ],
-    )
-    assert not wrong, wrong
+    lark, tokenizer = llguidance.LLMatcher.grammar_from_lark, llguidance_tokenizer()
+    cases = [
+        (lambda: grammars.xgrammar("a*"), TypeError, "compiled_grammar: expected an xgrammar.CompiledGrammar, got"),
+        (lambda: grammars.llguidance("gpt2", lark('start: "a"')), TypeError, "tokenizer: expected an LLTokenizer"),
+        (lambda: grammars.llguidance(tokenizer, lark("start: b")), ValueError, "grammar: llguidance refuses it"),
+    ]
+    assert raised(lambda make: make(), cases) == []
     with pytest.raises(RuntimeError, match="llguidance: rollback: 1 > 0"):
         LIBRARIES["llguidance"]("a").rollback(1)
 

@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from benchmark_scripts import needs_benchmarks
@@ -27,13 +26,9 @@ README = (ROOT / "README.md").read_text()
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
-class Block(NamedTuple):
-    language: str
-    text: str
-
-
-BLOCKS = [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)]
-COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines() if line]
+# Languages and texts.
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
 
 
 def run(*arguments: str) -> str:
@@ -46,13 +41,13 @@ def run(*arguments: str) -> str:
 COMPILED, TRACED = "@torch.compile(fullgraph=True)", '@torch.compile(fullgraph=True, backend="aot_eager")'
 
 
-@pytest.mark.parametrize("place", [i for i, block in enumerate(BLOCKS) if block.language == "python"])
+@pytest.mark.parametrize("place", [i for i, (language, _) in enumerate(BLOCKS) if language == "python"])
 def test_python_blocks_run_and_print_what_they_say(place: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(BLOCKS[place].text.replace(COMPILED, TRACED))
-    printed = BLOCKS[place + 1]
-    assert printed.language == "text"
-    assert run(sys.executable, str(script)).split() == printed.text.split()
+    script.write_text(BLOCKS[place][1].replace(COMPILED, TRACED))
+    language, printed = BLOCKS[place + 1]
+    assert language == "text"
+    assert run(sys.executable, str(script)).split() == printed.split()
 
 
 def test_commands_exist() -> None:
@@ -101,16 +96,8 @@ def test_links_and_named_files_exist(document: Path) -> None:
     text = document.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
-    places = (
-        "torch_specops",
-        "torch_specops/ops",
-        "torch_specops/ops/cuda",
-        "tests/helpers",
-        "benchmarks",
-        "benchmarks/papers",
-        "",
-    )
-    folders = [document.parent, *(ROOT / place for place in places)]
+    places = "torch_specops torch_specops/ops torch_specops/ops/cuda tests/helpers benchmarks benchmarks/papers ."
+    folders = [document.parent, *(ROOT / place for place in places.split())]
     named = set(re.findall(r"`([a-z_0-9/]+\.py)(?:::\w+)?`", text)) - set(TESTS)
     assert [name for name in sorted(named) if not any((folder / name).exists() for folder in folders)] == []
     tests = set(re.findall(r"`(test_\w+\.py)::(\w+)`", text))
@@ -154,19 +141,8 @@ def test_every_public_name_has_a_place_in_the_api_pages() -> None:
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     shown = re.findall(r"^::: (\S+)\.(\w+)$", pages, re.MULTILINE)
     objects = {id(getattr(importlib.import_module(module), name)) for module, name in shown}
-    modules = (
-        "",
-        ".beam",
-        ".decode",
-        ".drafts",
-        ".grammars",
-        ".hf",
-        ".inductor",
-        ".laws",
-        ".schedules",
-        ".vocab_parallel",
-    )
-    for module in (importlib.import_module(f"torch_specops{name}") for name in modules):
+    modules = ["beam", "decode", "drafts", "grammars", "hf", "inductor", "laws", "schedules", "vocab_parallel"]
+    for module in (torch_specops, *(importlib.import_module(f"torch_specops.{name}") for name in modules)):
         public = {name: getattr(module, name) for name in module.__all__}
         missing = [name for name, value in public.items() if id(value) not in objects and not inspect.ismodule(value)]
         assert missing == [], module.__name__

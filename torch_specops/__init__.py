@@ -8,6 +8,7 @@ Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +62,5 @@ _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", 
 
 def __getattr__(name: str) -> ModuleType:
     if name in _LOADED_WHEN_USED:
-        from importlib import import_module
-
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

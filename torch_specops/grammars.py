@@ -157,12 +157,6 @@ class _Matcher(ABC):
     def _fill(self, bitmask: Tensor, row: int) -> None:
         """Let the library write a bitmask with its own number of words."""
 
-    @abstractmethod
-    def accept(self, token: int) -> bool: ...
-
-    @abstractmethod
-    def rollback(self, count: int) -> None: ...
-
 
 class _XGrammar(_Matcher):
     def _fill(self, bitmask: Tensor, row: int) -> None:

@@ -151,8 +151,7 @@ class Heuristic(Schedule):
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
         _check_counts(num_proposed, num_accepted)
         if any(num_proposed):
-            all_accepted = list(num_proposed) == list(num_accepted)
-            change = 2 if all_accepted else -1
+            change = 2 if list(num_proposed) == list(num_accepted) else -1
             self._value = min(max(self._value + change, 1), self.maximum)
         return self._value
 
@@ -194,11 +193,15 @@ class Optimal(Schedule):
         check_number("cost_ratio", cost_ratio)
         if not 0 <= cost_ratio < math.inf:
             raise ValueError(f"cost_ratio: expected a finite number >= 0, got {cost_ratio}")
-        self.buckets = _checked_buckets(buckets)
+        for bucket in buckets:
+            check_int("buckets", bucket, 0)
+        self.buckets = tuple(buckets)
+        if not buckets or any(low >= high for low, high in pairwise(buckets)):
+            raise ValueError(f"buckets: expected ascending numbers, at least one, got {self.buckets}")
         if self.buckets[-1] == 0:
             raise ValueError("buckets: expected at least one number above 0, got (0,); that is Constant(0)")
         self.cost_ratio = cost_ratio
-        self._fewest = min(bucket for bucket in self.buckets if bucket > 0)
+        self._fewest = next(bucket for bucket in self.buckets if bucket > 0)
         self.reset()
 
     def reset(self) -> None:
@@ -266,14 +269,6 @@ class Optimal(Schedule):
 
 def _buckets_up_to(maximum: int) -> tuple[int, ...]:
     return (*(bucket for bucket in BUCKETS if bucket < maximum), maximum)
-
-
-def _checked_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
-    for bucket in buckets:
-        check_int("buckets", bucket, 0)
-    if not buckets or any(low >= high for low, high in pairwise(buckets)):
-        raise ValueError(f"buckets: expected ascending numbers, at least one, got {tuple(buckets)}")
-    return tuple(buckets)
 
 
 def _check_counts(num_proposed: Sequence[int], num_accepted: Sequence[int]) -> None:

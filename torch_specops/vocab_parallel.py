@@ -73,9 +73,8 @@ def verify_exact(
             process group. An error that only some ranks raise leaves the others waiting.
 
     Examples:
-        >>> import os, tempfile, torch, torch_specops.vocab_parallel
-        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> import torch, torch_specops.vocab_parallel
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> target = torch.full((1, 3, 4), -torch.inf)
         >>> target[0, 0, 2] = target[0, 1, 3] = target[0, 2, 1] = 0.0      # the target says 2, 3, 1
         >>> draft_tokens = torch.tensor([[2, 0]])
@@ -109,13 +108,12 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
     inverse_t = inverse_temperature(temperature)  # [B]
     in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
-    x = draft_tokens.long() - shards.offset  # [B, K] columns of this shard
-    in_shard = (x >= 0) & (x < shards.size)
-    x = torch.where(in_shard, x, 0)
+    x = draft_tokens.long() - shards.offset
+    x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K] columns of this shard, -1 for other tokens
 
     def of_drafts(logits: Tensor) -> Tensor:
         """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
-        return torch.where(in_shard, scale(walk.logits_of(logits, x), inverse_t), -torch.inf)
+        return torch.where(x >= 0, scale(walk.logits_of(logits, x.clamp(min=0)), inverse_t), -torch.inf)
 
     # 1. The softmax statistics of every row, and the logit of each draft, from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
@@ -156,7 +154,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
         if draft_logits is None:
-            of_shard = walk.residual(weights, z_p, torch.where(in_shard, x, -1)[rows, rejected], None)
+            of_shard = walk.residual(weights, z_p, x[rows, rejected], None)
             differs = torch.ones_like(masses[0])
         else:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
@@ -205,9 +203,8 @@ def sample(
         TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
 
     Examples:
-        >>> import os, tempfile, torch, torch_specops.vocab_parallel
-        >>> store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> import torch, torch_specops.vocab_parallel
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [1.0, 5.0, 2.0]])
         >>> torch_specops.vocab_parallel.sample(logits, torch.tensor([0.75, 0.5]), torch.tensor([1.0, 0.0]))
         (tensor([1, 1]), tensor([0.6931, 0.0000]))

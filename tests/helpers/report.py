@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from oracle import Case, Comparison
@@ -10,13 +9,13 @@ from oracle import Case, Comparison
 
 @dataclass
 class Report:
-    """What the tests measured: rows compared with the oracle, and p-values of the laws."""
+    """What a test measured: of each comparison with the oracle the kind of case, the rows, and how many of them differ
+    by rounding; p-values of the laws."""
 
-    rows: dict[str, Counter[str]] = field(default_factory=dict)
+    rows: list[tuple[str, int, int]] = field(default_factory=list)
     p_values: dict[str, float] = field(default_factory=dict)
     wrong_p_values: dict[str, float] = field(default_factory=dict)
 
     def add(self, case: Case, comparison: Comparison) -> None:
         kind = "built to tie" if case.name.startswith("tie_") else "drawn at random"
-        counts = self.rows.setdefault(f"{case.op}, {kind}", Counter())
-        counts.update(rows=comparison.rows, rounding=comparison.rounding, cases=1)
+        self.rows.append((f"{case.op}, {kind}", comparison.rows, comparison.rounding))

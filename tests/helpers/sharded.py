@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import io
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,46 +31,29 @@ TIMEOUT = 240
 Result = tuple[Tensor, Tensor]
 
 
-class Ranks:
-    """Processes of one group. Each call runs a function of a test module in all of them, with the same arguments."""
-
-    def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connections, self.processes = [], []
-        for rank in range(NUM_RANKS):
-            own, other = context.Pipe()
-            process = context.Process(target=serve, args=(rank, str(folder / "store"), other), daemon=True)
-            process.start()
-            self.connections.append(own)
-            self.processes.append(process)
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        for connection in self.connections:
-            connection.send((function.__module__, function.__name__, args))
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            assert connection.poll(TIMEOUT), f"rank {rank} does not answer"
-            answers.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
-        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error is not None]
-        assert not errors, "\n".join(errors)
-        return [result for _, result in answers]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
 @functools.cache
-def _started() -> Ranks:
-    processes = Ranks(Path(tempfile.mkdtemp()))
-    atexit.register(processes.close)
-    return processes
+def ranks() -> list[Connection]:
+    """Connections to the processes of one group, which end with the tests."""
+    context, folder = multiprocessing.get_context("spawn"), tempfile.mkdtemp()
+    connections = []
+    for rank in range(NUM_RANKS):
+        own, other = context.Pipe()
+        context.Process(target=serve, args=(rank, f"{folder}/store", other), daemon=True).start()
+        connections.append(own)
+    return connections
 
 
 def in_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function of a test module returns in each of four processes, which are started once."""
-    return _started()(function, *args)
+    for connection in ranks():
+        connection.send((function.__module__, function.__name__, args))
+    answers = []
+    for rank, connection in enumerate(ranks()):
+        assert connection.poll(TIMEOUT), f"rank {rank} does not answer"
+        answers.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
+    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error is not None]
+    assert not errors, "\n".join(errors)
+    return [result for _, result in answers]
 
 
 def serve(rank: int, store: str, connection: Connection) -> None:
@@ -122,10 +103,12 @@ class Split:
         return chunks[rank] if rank < len(chunks) else logits[..., :0]
 
 
-def run_cases(cases: list[Case], split: Split) -> list[tuple[Tensor, ...]] | None:
+def run_cases(make_cases: Callable[[int], list[Case]], split: Split) -> list[tuple[Tensor, ...]] | None:
+    """Results of the cases of a vocabulary, on a rank of the split's group."""
     group = split.group()
     if group is None:
         return None
+    cases = make_cases(split.vocab_size)
     with poison_memory():
         return [getattr(vocab_parallel, case.op)(**split.cut(case.args, group)) for case in cases]
 
@@ -140,6 +123,6 @@ def agreed(results: list[Any]) -> list[tuple[Tensor, ...]]:
 
 
 def base_case(vocab_size: int, **edits: Any) -> dict[str, Any]:
-    """64 rows of three drafts, of which every other one is sampled."""
+    """Arguments of 64 rows of three drafts, of which every other one is sampled."""
     arguments = op_arguments("verify_exact", 64, 3, vocab_size, filtered=False) | edits
     return {name: value for name, value in arguments.items() if "lenience" not in name}

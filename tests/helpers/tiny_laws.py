@@ -126,11 +126,7 @@ def filtered(logits: Tensor, **filters: Any) -> Tensor:
 def pair_laws(table: Tensor, temperature: float = 1.0, **filters: Any) -> list[Tensor]:
     """[V, V, V] for each prompt."""
     p = torch.softmax(filtered(table.double() / temperature, **filters), -1)
-    laws = []
-    for prompt in PROMPTS:
-        first, second = p[prompt[-2], prompt[-1]], p[prompt[-1]]
-        laws.append(first[:, None, None] * second[:, :, None] * p[:V])
-    return laws
+    return [joint_law(lambda text, prompt=prompt: p[tuple([*prompt, *text][-2:])]) for prompt in PROMPTS]
 
 
 def joint_law(next_law: Callable[[list[int]], Tensor]) -> Tensor:
@@ -143,15 +139,12 @@ def joint_law(next_law: Callable[[list[int]], Tensor]) -> Tensor:
 @torch.inference_mode()
 def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
     """[V, V, V] for each prompt, from full forwards over every text."""
-    pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
-    laws = []
-    for prompt in PROMPTS:
-        texts = torch.cat([torch.tensor([prompt]).expand(V * V, -1), pairs], 1)
+
+    def next_law(text: list[int]) -> Tensor:
         # The decoder sees float32 logits.
-        logits = model(texts).logits[:, -3:].float().double().reshape(V, V, 3, V)
-        p = torch.softmax(logits / temperature, -1)
-        laws.append(p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2])
-    return laws
+        return torch.softmax(model(torch.tensor([text])).logits[0, -1].float().double() / temperature, -1)
+
+    return [joint_law(lambda text, prompt=prompt: next_law([*prompt, *text])) for prompt in PROMPTS]
 
 
 def tiny_transformer() -> nn.Module:

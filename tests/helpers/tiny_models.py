@@ -20,65 +20,34 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
 _HEAD = {"head_dim": 8}
 _SLIDING = {"sliding_window": 6}
+_SLIDING_FIRST = _SLIDING | {"use_sliding_window": True, "max_window_layers": 1}
+_SLIDING_AND_FULL = _SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
 # Gemma scales its embeddings up: tied to the head, every token would predict itself.
 _UNTIED = {"tie_word_embeddings": False}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 4}
+_T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+_WHISPER = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": POSITIONS}
+_WHISPER |= {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+_WHISPER |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+_START = {"decoder_start_token_id": 1}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 # family -> (class prefix, model suffix, config fields)
 FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
     "llama": ("Llama", "ForCausalLM", _GROUPED),
     "qwen2": ("Qwen2", "ForCausalLM", _GROUPED),
-    "qwen2 sliding": (
-        "Qwen2",
-        "ForCausalLM",
-        _GROUPED | _SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
-    ),
+    "qwen2 sliding": ("Qwen2", "ForCausalLM", _GROUPED | _SLIDING_FIRST),
     "qwen3": ("Qwen3", "ForCausalLM", _GROUPED | _HEAD),
     "mistral": ("Mistral", "ForCausalLM", _GROUPED | _SLIDING),
     "gemma": ("Gemma", "ForCausalLM", _GROUPED | _HEAD | _UNTIED),
     "gemma2": ("Gemma2", "ForCausalLM", _GROUPED | _HEAD | _SLIDING | _UNTIED),
-    "gemma3": (
-        "Gemma3",
-        "ForCausalLM",
-        _GROUPED | _HEAD | _SLIDING | _UNTIED | {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    "gemma3": ("Gemma3", "ForCausalLM", _GROUPED | _HEAD | _SLIDING_AND_FULL | _UNTIED),
     "phi": ("Phi", "ForCausalLM", _SIZES),
     "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),
     "opt": ("OPT", "ForCausalLM", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", _SIZES),
-    "whisper": (
-        "Whisper",
-        "ForConditionalGeneration",
-        {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": POSITIONS,
-            "decoder_start_token_id": 1,
-        },
-    ),
-    "t5": (
-        "T5",
-        "ForConditionalGeneration",
-        {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 1,
-            "num_decoder_layers": 2,
-            "num_heads": 4,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 12,
-            "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 1,
-        },
-    ),
+    "whisper": ("Whisper", "ForConditionalGeneration", _WHISPER | _START),
+    "t5": ("T5", "ForConditionalGeneration", _T5 | _START | {"feed_forward_proj": "gated-gelu"}),
 }
 
 
