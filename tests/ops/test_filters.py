@@ -94,7 +94,7 @@ def test_oracle_equals_transformers(row: Tensor, t: float, top_k: int, top_p: fl
         # As float32 these lie above the decimals, which are met exactly.
         *(([0.0] * 10, {"top_p": tenths / 10}, list(range(10 - tenths, 10))) for tenths in (2, 3, 4, 6, 8)),
         # min_p compares with the largest probability, ties with it included.
-        ([0.0, 0.0, -1.0, -2.0], {"min_p": 2.0}, [0, 1]),
+        ([0.0, 0.0, -1.0, -2.0], {"min_p": 2.0, "top_p": 1.0}, [0, 1]),
         # Off.
         ([0.0, 1.0, -1.0], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2]),
         ([0.0, 1.0, -1.0], {"top_k": 3, "top_p": 1.5, "min_p": -1.0}, [0, 1, 2]),

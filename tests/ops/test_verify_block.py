@@ -11,7 +11,7 @@ import pytest
 import torch
 from chains import Uniforms, chain_p_values, emit, expect_caught, tables
 from chains import short_tiles as short_tiles
-from op_cases import results
+from op_cases import call, call_traced, results
 from oracle import Case, compare, sample_inputs
 from report import Report
 from torch import Tensor
@@ -61,21 +61,23 @@ def test_where_no_draft_can_follow_the_block_ends(end: str) -> None:
 def test_long_products_neither_cancel_nor_vanish() -> None:
     """Ratios of 1e-30 and 1e30 in turn: P comes back to 1 each time, through values that float32 cannot multiply."""
     num_drafts, gap = 12, 30 * math.log(10)
-    target, draft = torch.zeros(2, num_drafts + 1, 2), torch.zeros(2, num_drafts, 2)
+    target, draft = torch.zeros(3, num_drafts + 1, 2), torch.zeros(3, num_drafts, 2)
     target[:, 0:-1:2, 0] = -gap
     draft[:, 1::2, 0] = -gap
-    # In the second sequence nothing after draft 6 can be accepted.
-    target[1, 6, 0] = -INF
+    # In the second sequence nothing after draft 6 can be accepted; in the third one neither, but behind ratios whose
+    # product is more than float64 holds.
+    target[1:, 6, 0] = -INF
+    draft[2, 2:5, 0] = -690.0
     args = {
         "target_logits": target,
-        "draft_tokens": torch.zeros(2, num_drafts, dtype=torch.int64),
+        "draft_tokens": torch.zeros(3, num_drafts, dtype=torch.int64),
         "draft_logits": draft,
-        "accept_uniforms": torch.full((2, num_drafts), 0.9),
-        "sample_uniforms": torch.full((2,), 0.5),
+        "accept_uniforms": torch.full((3, num_drafts), 0.9),
+        "sample_uniforms": torch.full((3,), 0.5),
     }
-    for verify in (torch_specops.verify_block, reference.verify_block):
-        assert verify(**args)[1].tolist() == [12, 6]
-        assert compare(Case("long products", "verify_block", args), verify(**args)).wrong == []
+    assert reference.verify_block(**args)[1].tolist() == [12, 6, 6]
+    for form in (call, call_traced):
+        assert compare(Case("long products", "verify_block", args), form("verify_block", args)).wrong == []
 
 
 def own_block(mistake: str, **args: Any) -> tuple[Tensor, Tensor]:
