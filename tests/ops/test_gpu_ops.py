@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu_suite
 import oracle
 import pytest
 import torch
@@ -32,7 +33,12 @@ def oracle_cases() -> Iterator[Any]:
                 yield pytest.param(op, cases, name, marks=marks, id=f"{op}-{cases.vocab_size}-{name}")
 
 
-@pytest.mark.parametrize("op, cases, name", list(oracle_cases()))
+ORACLE_CASES = list(oracle_cases())
+# The smoke part has one case of every op over each of its vocabularies.
+assert sum(bool(each.marks) for each in ORACLE_CASES) == len(OPS) * len(gpu_suite.SMOKE_VOCAB_SIZES)
+
+
+@pytest.mark.parametrize("op, cases, name", ORACLE_CASES)
 def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: str, report: Report) -> None:
     case = case_of(op, cases.vocab_size, name, limits=cases.limits)
     with oracle.poison_memory():

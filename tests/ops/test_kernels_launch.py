@@ -217,5 +217,3 @@ def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
     elif op == "sample":
         with pytest.raises(ValueError, match="logits: expected at most 65535 tiles of a row"):
             sample.sample(cuda(1, 2**28), cuda(1), Filters(), tile=1024)
-
-
