@@ -7,13 +7,12 @@ import re
 
 import pytest
 import torch
-from op_cases import OPS, VERIFY_OPS, assert_equal, call, equal, op_arguments
+from op_cases import OPS, VERIFY_OPS, assert_equal, call, equal, op_arguments, tensor_arguments
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_specops
 
@@ -115,14 +114,9 @@ def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
 
 
 def test_without_data() -> None:
-    """Fake and meta tensors hold no data: an op that read any would raise."""
-    fake = FakeTensorMode()
+    """Meta tensors hold no data: an op that read any would raise. `opcheck` calls the ops on fake ones."""
     for op in OPS:
         arguments, expected = op_arguments(op), call(op, op_arguments(op))
-        with fake:
-            given = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-            faked = call(op, given)
-        meta = call(op, {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in arguments.items()})
-        for outputs, device in ((faked, "cpu"), (meta, "meta")):
-            described = [(output.shape, output.dtype, output.device.type) for output in outputs]
-            assert described == [(output.shape, output.dtype, device) for output in expected], op
+        outputs = call(op, arguments | {name: x.to("meta") for name, x in tensor_arguments(op).items()})
+        described = [(output.shape, output.dtype, output.device.type) for output in outputs]
+        assert described == [(output.shape, output.dtype, "meta") for output in expected], op

@@ -34,8 +34,8 @@ def oracle_cases() -> Iterator[Any]:
 
 
 ORACLE_CASES = list(oracle_cases())
-# The smoke part has one case of every op over each of its vocabularies.
-assert sum(bool(each.marks) for each in ORACLE_CASES) == len(OPS) * len(gpu_suite.SMOKE_VOCAB_SIZES)
+# On a device the smoke part has one case of every op over each of its vocabularies.
+assert gpu_suite.STAND_IN or sum(bool(each.marks) for each in ORACLE_CASES) == 3 * len(OPS)
 
 
 @pytest.mark.parametrize("op, cases, name", ORACLE_CASES)
@@ -162,9 +162,7 @@ def allocated(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_a_large_batch_takes_little_memory_and_its_rows_are_those_of_any_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_batch_takes_little_memory_and_its_rows_are_those_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_specops.ops.cuda import exact, launch
 
     rows, num_drafts = size("rows and drafts of a large batch")

@@ -42,8 +42,8 @@ def resolve_name(name):
 
 pkgutil.resolve_name = resolve_name
 """
-# Eager against the oracle; compiled, exported, mapped, sharded, through opcheck. One function registers all ops, so that
-# one of them shows what a compiler makes of it.
+# Eager against the oracle; compiled, exported, mapped, sharded, through opcheck. One function registers all ops, so
+# that one of them shows what a compiler makes of it.
 WITHOUT_NAMES = (
     "ops/test_invariants.py::test_ops_equal_the_oracle[verify_exact]",
     "ops/test_compile.py::test_dynamic[sample-aot_eager]",
