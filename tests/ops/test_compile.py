@@ -24,20 +24,31 @@ def assert_one_graph() -> None:
     assert not counters["graph_break"]
 
 
-INDUCTOR = [pytest.param(op, "inductor", marks=pytest.mark.slow) for op in OPS[:-1]]
+SLOW = [(op, "inductor", False) for op in OPS[:-1]]
+SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact")]
+    (op, "inductor", True) for op in ("filter_logits", "verify_exact")
+]
 
 
-@pytest.mark.parametrize(("op", "backend"), [*((op, "aot_eager") for op in OPS[:-1]), *INDUCTOR])
-def test_dynamic(op: str, backend: str) -> None:
-    """One compilation serves every B >= 2, K >= 2 and V > 1024; torch specialises sizes 0 and 1 by rule, and a
-    vocabulary of a single tile is another graph. Block verification looks at K - 1 residuals, so its K is >= 3."""
-    compiled = torch.compile(getattr(torch_specops, op), fullgraph=True, dynamic=True, backend=backend)
-    # Sizes that are equal by chance (B = K + 1) would be taken for one.
+@pytest.mark.parametrize(
+    ("op", "backend", "filtered"),
+    [
+        *((op, "aot_eager", False) for op in OPS[:-1]),
+        ("sample", "inductor", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_dynamic(op: str, backend: str, filtered: bool) -> None:
+    """One compilation serves every B >= 2, K >= 2, V > 1024 and value of the filters; torch specialises sizes 0 and 1
+    by rule, and a vocabulary of a single tile is another graph. Block verification looks at K - 1 residuals, so its K
+    is >= 3."""
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    # Sizes that are equal by chance (B = K + 1) would be taken for one. Filters search rows beyond 2048 one by one.
     sizes = [(6, 3, 1100), (4, 5, 1100), (7, 3 if op == "verify_block" else 2, 1100), (2, 3, 1030), (5, 6, 2500)]
     for seed, (batch, num_drafts, vocab_size) in enumerate(sizes):
-        arguments = op_arguments(op, batch, num_drafts, vocab_size, seed=seed, filtered=False)
+        arguments = op_arguments(op, batch, num_drafts, vocab_size, seed=seed, filtered=filtered)
         with torch.compiler.set_stance("fail_on_recompile" if seed > 0 else "default"):
-            assert_equal(compiled(**arguments), call(op, arguments))
+            assert_equal(compiled(op, arguments), call(op, arguments))
     assert_one_graph()
 
 

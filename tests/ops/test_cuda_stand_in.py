@@ -27,7 +27,7 @@ def captured(function: Callable[[], object], mode: str = "thread_local") -> torc
     return graph
 
 
-def test_devices_do_not_mix_and_a_kernel_runs_on_the_current_one() -> None:
+def test_a_kernel_runs_on_the_current_device() -> None:
     from torch_specops.ops.arguments import Filters
     from torch_specops.ops.cuda.sample import sample
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
-from op_cases import FILTERS, assert_equal, call, check, op_arguments, results
+from op_cases import FILTERS, check, op_arguments, results
 from oracle import case_names, compare, sample_inputs
 from report import Report
 from torch import Tensor
@@ -190,20 +190,6 @@ def test_in_the_right_order_the_filters_compose() -> None:
     for case in sample_inputs("filter_logits", vocab_sizes=[17, 130]):
         # What one filter leaves of a row without a law has no finite entry.
         assert torch.equal(in_order(FILTERS, **case.args), reference.filter_logits(**case.args)), case.name
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    "op", ["sample", *(pytest.param(op, marks=pytest.mark.slow) for op in ("filter_logits", "verify_exact"))]
-)
-def test_compiled(op: str) -> None:
-    """One graph for every value of the filters, in rows searched one by one and at once."""
-    compiled = torch.compile(getattr(torch_specops, op), fullgraph=True, dynamic=True)
-    for seed, vocab_size in enumerate([1100, 1100, 2100, 2100]):
-        arguments = op_arguments(op, batch=6, vocab_size=vocab_size, seed=seed)
-        with torch.compiler.set_stance("fail_on_recompile" if seed > 0 else "default"):
-            got = compiled(**arguments)
-        assert_equal((got,) if isinstance(got, Tensor) else got, call(op, arguments))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
