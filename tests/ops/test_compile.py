@@ -26,8 +26,6 @@ def assert_one_graph() -> None:
 
 SLOW = [(op, "inductor", False) for op in OPS[:-1]]
 SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact")]
-    (op, "inductor", True) for op in ("filter_logits", "verify_exact")
-]
 
 
 @pytest.mark.parametrize(
