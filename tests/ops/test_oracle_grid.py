@@ -132,9 +132,10 @@ def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, Te
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_wrong_implementation_is_caught(op: str) -> None:
     """The oracle with one mistake."""
-    cases = list(sample_inputs(op, vocab_sizes=[17, 600]))
     mistakes = DRAWING_MISTAKES if op == "sample" else f"{DRAWING_MISTAKES}; {VERIFY_MISTAKES}"
     for mistake in mistakes.split("; "):
+        # Cases are made one by one, until one of them shows the mistake.
+        cases = sample_inputs(op, vocab_sizes=[17, 600])
         assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases), mistake
 
 
