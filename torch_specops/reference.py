@@ -49,16 +49,12 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
     return weights / weights.sum()
 
 
-def score_logits(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
-    """[V] scaled logits not below the one whose score is sigmoid(-80), which float32 still holds; -inf stays."""
-    z = scaled_logits(logits, temperature)
-    return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
-
-
 def sigmoid_scores(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
-    """[V] sigmoid((z - alpha) / (beta - alpha)), z = `score_logits`: Wagner et al. equation 5; 0 where excluded."""
-    z = score_logits(logits, temperature, alpha, beta)
-    return torch.where(z > -math.inf, torch.sigmoid((z - alpha) / (beta - alpha)), 0.0)
+    """[V] sigmoid((z - alpha) / (beta - alpha)): Wagner et al. equation 5; 0 where excluded, else at least
+    sigmoid(-80), which float32 still holds."""
+    z = scaled_logits(logits, temperature)
+    scores = torch.sigmoid(((z - alpha) / (beta - alpha)).clamp(min=-80.0))
+    return torch.where(z > -math.inf, scores, 0.0)
 
 
 def inverse_cdf(weights: Tensor, s: float) -> int:

@@ -17,6 +17,7 @@ import op_cases
 import oracle
 import torch
 from oracle import case_names
+from oracle.cases import CASES
 from torch import Tensor
 
 import torch_specops
@@ -65,6 +66,9 @@ class CaseSet:
     names: str | None = None
     max_rows: int | None = None
     max_drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        assert set((self.names or "").split()) <= CASES.keys(), self.names
 
     @property
     def limits(self) -> dict[str, Any]:

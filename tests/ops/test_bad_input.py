@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import FILTERS, OPS, VERIFY_OPS, call, call_traced, equal, op_arguments
+from op_cases import FILTERS, OPS, VERIFY_OPS, call, equal, op_arguments
 from torch import Tensor
 
 import torch_specops
@@ -129,11 +129,7 @@ def test_bad_arguments(op: str) -> None:
 
     def check(name: str, value: object, error: type[Exception], said: tuple[str, ...], through: str) -> None:
         got, message = outcome(function(op, through), good(op) | {name: value})
-        if (
-            got is not error
-            or not message.startswith(f"{name}: expected ")
-            or not all(each in message for each in said)
-        ):
+        if got is not error or not all(each in message for each in (f"{name}: expected ", *said)):
             failures.append((name, said, through, got, message))
 
     for name in good(op):
@@ -253,32 +249,3 @@ def test_traced(op: str, name: str, value: object, said: str) -> None:
         with pytest.raises(Exception) as caught:
             torch.compile(function(op, "op"), fullgraph=True, backend=unreachable)(**arguments)
         assert eager[1] in causes(caught.value)
-
-
-@pytest.mark.parametrize("op", OPS[:-1])
-@pytest.mark.parametrize("value", [-INF, -1.0, -1e-30, 1.0, 2.0, 1e38, INF, NAN])
-def test_a_uniform_out_of_range(op: str, value: float) -> None:
-    """No law, but no crash, and no token that is out of range, masked or removed by a filter, though it was drafted."""
-    arguments = good(op)
-    for name in arguments:
-        if name.endswith("uniforms"):
-            arguments[name] = torch.full_like(arguments[name], value)
-    logits = arguments["logits" if op == "sample" else "target_logits"]
-    logits[..., 0], logits[..., V - 1] = -30.0, -INF
-    least = 0
-    if "top_k" in arguments:
-        least = 1
-        arguments |= {"top_k": torch.full((B,), V - 2)}
-    if op in VERIFY_OPS[:2]:
-        arguments["filter_draft"] = False
-    if op in VERIFY_OPS:
-        arguments["draft_tokens"] = torch.tensor([[V - 1] * K, [0] * K])
-    for form in (call, call_traced):
-        tokens, second = form(op, arguments)
-        emitted = tokens
-        if op in VERIFY_OPS:
-            assert bool((second >= 0).all()) and bool((second <= K).all())
-            kept = torch.arange(K + 1) <= second.unsqueeze(1)
-            emitted = tokens[kept]
-            assert bool((tokens[~kept] == -1).all())
-        assert bool((emitted >= least).all()) and bool((emitted < V - 1).all())

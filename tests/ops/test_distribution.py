@@ -150,19 +150,14 @@ def residual_replaced_by_p(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor
     return output, n
 
 
-def sample_uniforms_of_the_draft(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """The recovered token reuses the number that drew the draft."""
-    return torch_specops.verify_exact(**args | {"sample_uniforms": propose[:, 0]})
+def reusing(reused: str, name: str) -> Verify:
+    """The draft's uniforms, or those of the acceptance tests, are used once more, as the argument `name`."""
 
+    def verify(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
+        numbers = propose if reused == "propose" else args[reused]
+        return torch_specops.verify_exact(**args | {name: numbers[:, 0] if name == "sample_uniforms" else numbers})
 
-def sample_uniforms_of_the_test(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """The recovered token reuses the number of the acceptance test."""
-    return torch_specops.verify_exact(**args | {"sample_uniforms": args["accept_uniforms"][:, 0]})
-
-
-def accept_uniforms_of_the_draft(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """The acceptance test reuses the number that drew the draft."""
-    return torch_specops.verify_exact(**args | {"accept_uniforms": propose})
+    return verify
 
 
 def probabilities_of_drafts(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -191,22 +186,22 @@ def rejection_with_the_complement(propose: Tensor, **args: Any) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("wrong", "draft_kind"),
+    ("name", "wrong", "draft_kind"),
     [
-        (residual_replaced_by_p, "opposite"),
-        (residual_replaced_by_p, "one-hot"),
-        (sample_uniforms_of_the_draft, "opposite"),
-        (sample_uniforms_of_the_test, "opposite"),
-        (accept_uniforms_of_the_draft, "opposite"),
-        (walk_that_does_not_stop, "close"),
-        (rejection_with_the_complement, "close"),
+        ("p in place of the residual", residual_replaced_by_p, "opposite"),
+        ("p in place of the residual", residual_replaced_by_p, "one-hot"),
+        ("the draft's number draws the next token", reusing("propose", "sample_uniforms"), "opposite"),
+        ("the test's number draws the next token", reusing("accept_uniforms", "sample_uniforms"), "opposite"),
+        ("the draft's number in the test", reusing("propose", "accept_uniforms"), "opposite"),
+        ("a walk that does not stop", walk_that_does_not_stop, "close"),
+        ("rejection at u > 1 - p / q", rejection_with_the_complement, "close"),
     ],
 )
-def test_wrong_sampler_is_caught(wrong: Verify, draft_kind: str, report: Report) -> None:
+def test_wrong_sampler_is_caught(name: str, wrong: Verify, draft_kind: str, report: Report) -> None:
     one_hot = draft_kind == "one-hot"
     target, draft = tables(1, "close" if one_hot else draft_kind)
     tokens = emit(target, None if one_hot else draft, 2, Uniforms(seed=2), verify=wrong)
-    expect_caught(report, f"{wrong.__name__}, {draft_kind} draft", chain_p_values(tokens, target))
+    expect_caught(report, f"{name}, {draft_kind} draft", chain_p_values(tokens, target))
 
 
 def test_a_wide_vocabulary_hides_a_mistake() -> None:

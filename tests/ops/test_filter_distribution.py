@@ -141,13 +141,7 @@ def test_drafts_sampled_without_the_filters(op: str) -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     grid = (torch.arange(200) + 0.5) / 200
     x, u, s = torch.cartesian_prod(torch.arange(3.0), grid, grid).unbind(1)
-    arguments = (
-        p.log().expand(len(x), 2, 3),
-        x.long().unsqueeze(1),
-        q.log().expand(len(x), 1, 3),
-        u.unsqueeze(1),
-        s,
-    )
+    arguments = (p.log().expand(len(x), 2, 3), x.long().unsqueeze(1), q.log().expand(len(x), 1, 3), u.unsqueeze(1), s)
     right, naive = (torch.tensor(law, dtype=torch.float64) for law in ([0.625, 0.375, 0.0], [0.7, 0.3, 0.0]))
     top_k, lse = torch.full((len(x),), 2), torch.zeros(len(x), 1)
     for options, expected in (

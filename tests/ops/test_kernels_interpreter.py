@@ -48,7 +48,7 @@ QUICK_RUNS = [
     ),
     (
         "verify_block",
-        FEW_VERIFY + ",one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
+        FEW_VERIFY + ",k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
         32,
         (45,),
     ),

@@ -6,12 +6,11 @@ The dense ops have two forms, which must give the same: eager calls, which may l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from op_cases import OPS, VERIFY_OPS, check, results
+from op_cases import OPS, VERIFY_OPS, call, call_traced, check, results
 from oracle import Case, Comparison, compare, poison_memory, rounding_rows, sample_inputs
 from report import Report
 from torch import Tensor
@@ -23,18 +22,7 @@ from torch_specops.ops.cpu import eager_rows, filters
 
 DRAWING_OPS = (*VERIFY_OPS, "sample")
 # Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
-LARGE_CASES = (
-    "k3",
-    "bf16",
-    "vocab_sliced",
-    "greedy_mixed",
-    "masked",
-    "opposite",
-    "one_hot",
-    "lse",
-    "hot",
-    "tie_s_zero",
-)
+LARGE_CASES = "k3 bf16 vocab_sliced greedy_mixed masked opposite one_hot lse hot tie_s_zero"
 
 
 # One token, an odd number below a tile of any backend, and several tiles with a rest.
@@ -48,7 +36,7 @@ def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
 def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None:
     """Around the tile of the search, and of a language model."""
     sizes = [1023, 1024, 50257]
-    check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES, max_rows=3, max_drafts=2)), report)
+    check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES.split(), max_rows=3, max_drafts=2)), report)
 
 
 def test_rows_that_are_read_one_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,97 +91,52 @@ def test_cases_reach_every_length_of_the_walk(op: str) -> None:
     assert {(k, n) for k in (0, 1, 3, 8) for n in range(k + 1)} <= lengths
 
 
-def shifted_cdf(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The token after the one drawn, within the vocabulary."""
-    tokens, last = getattr(reference, op)(**args)
-    if op == "sample":
-        return torch.where(tokens >= 0, (tokens + 1) % args["logits"].shape[1], tokens), last
-    rows = torch.arange(len(last))
-    tokens[rows, last] = (tokens[rows, last] + 1) % args["target_logits"].shape[2]
-    return tokens, last
-
-
-def not_strict(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Accepts u l q <= p, which differs at u = 0: tokens that the target excludes are accepted."""
-    target = args["target_logits"].clone()
-    target[target == -torch.inf] = -80.0
-    return getattr(reference, op)(**args | {"target_logits": target})
-
-
-def on_changed_logits(op: str, args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    logits = {name: value for name, value in args.items() if name.endswith("logits") and value is not None}
-    return getattr(reference, op)(**args | {name: change(value) for name, value in logits.items()})
-
-
-def zero_filled(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Fills the rest of the last tile with logits of 0 in place of -inf."""
-    return on_changed_logits(op, args, lambda logits: torch.nn.functional.pad(logits, (0, 7)))
-
-
-def nan_as_zero(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    return on_changed_logits(op, args, lambda logits: torch.where(logits.isnan(), 0.0, logits))
-
-
-def half_precision(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Rounds the logits to bfloat16 first."""
-    return on_changed_logits(op, args, Tensor.bfloat16)
-
-
-def unwritten_tail(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    output, n = getattr(reference, op)(**args)
-    return torch.where(output == -1, 0, output), n
-
-
-def padding_in_the_output(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    output, n = getattr(reference, op)(**args)
-    tokens = args["draft_tokens"].long()
-    output[:, :-1] = torch.where(tokens < -1, tokens, output[:, :-1])
-    return output, n
-
-
-def moved_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """A search whose sums are off by 1e-3."""
-    name = "uniforms" if op == "sample" else "sample_uniforms"
-    return getattr(reference, op)(**args | {name: args[name] + 1e-3})
-
-
-def counts_the_next_token(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    output, n = getattr(reference, op)(**args)
-    return output, n + 1
-
-
-def ignores_temperature(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    return getattr(reference, op)(**{name: value for name, value in args.items() if name != "temperature"})
-
-
-def neighbours_uniforms(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Row 0's number for every row."""
-    name = "uniforms" if op == "sample" else "sample_uniforms"
-    return getattr(reference, op)(**args | {name: args[name][:1].expand_as(args[name])})
-
-
-WRONG = [
-    (shifted_cdf, DRAWING_OPS),
-    (not_strict, VERIFY_OPS),
-    (zero_filled, DRAWING_OPS),
-    (nan_as_zero, DRAWING_OPS),
-    (half_precision, DRAWING_OPS),
-    (unwritten_tail, VERIFY_OPS),
-    (padding_in_the_output, VERIFY_OPS),
-    (counts_the_next_token, VERIFY_OPS),
-    (ignores_temperature, DRAWING_OPS),
-    (neighbours_uniforms, DRAWING_OPS),
-    (moved_uniforms, DRAWING_OPS),
-]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "op"),
-    [pytest.param(wrong, op, id=f"{wrong.__name__}-{op}") for wrong, ops in WRONG for op in ops],
+# Mistakes of an op that draws, and of one that verifies.
+DRAWING_MISTAKES = (
+    "the token after; a last tile filled with 0; NaN as 0; logits in bfloat16; no temperature; the uniform of row 0; "
+    "a search off by 1e-3"
 )
-def test_wrong_implementation_is_caught(wrong: Callable[..., tuple[Tensor, ...]], op: str) -> None:
+VERIFY_MISTAKES = "u l q <= p; an unwritten tail; padding in the output; the next token counts"
+
+
+def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    logits = {name: x for name, x in args.items() if name.endswith("logits") and x is not None}
+    targets = {name: x for name, x in logits.items() if name != "draft_logits"}
+    uniforms = "uniforms" if op == "sample" else "sample_uniforms"
+    changed = {
+        "a last tile filled with 0": {name: torch.nn.functional.pad(x, (0, 7)) for name, x in logits.items()},
+        "NaN as 0": {name: torch.where(x.isnan(), 0.0, x) for name, x in logits.items()},
+        "logits in bfloat16": {name: x.bfloat16() for name, x in logits.items()},
+        "no temperature": {"temperature": None},
+        "the uniform of row 0": {uniforms: args[uniforms][:1].expand_as(args[uniforms])},
+        "a search off by 1e-3": {uniforms: args[uniforms] + 1e-3},
+        # It differs at u = 0, where tokens that the target excludes are accepted.
+        "u l q <= p": {name: torch.where(x == -torch.inf, -80.0, x) for name, x in targets.items()},
+    }
+    output, last = getattr(reference, op)(**args | changed.get(mistake, {}))
+    if mistake == "the token after":
+        rows = torch.arange(len(last))
+        place = (rows,) if op == "sample" else (rows, last)
+        (vocab_size,) = {x.shape[-1] for x in logits.values()}
+        output[place] = torch.where(output[place] < 0, -1, (output[place] + 1) % vocab_size)
+    elif mistake == "an unwritten tail":
+        output = torch.where(output == -1, 0, output)
+    elif mistake == "padding in the output":
+        tokens = args["draft_tokens"].long()
+        output[:, :-1] = torch.where(tokens < -1, tokens, output[:, :-1])
+    elif mistake == "the next token counts":
+        last = last + 1
+    return output, last
+
+
+@pytest.mark.parametrize("op", DRAWING_OPS)
+def test_wrong_implementation_is_caught(op: str) -> None:
     """The oracle with one mistake."""
-    assert any(compare(case, wrong(op, case.args)).wrong for case in sample_inputs(op, vocab_sizes=[17, 600]))
+    mistakes = DRAWING_MISTAKES if op == "sample" else f"{DRAWING_MISTAKES}; {VERIFY_MISTAKES}"
+    for mistake in mistakes.split("; "):
+        # Cases are made one by one, until one of them shows the mistake.
+        cases = sample_inputs(op, vocab_sizes=[17, 600])
+        assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases), mistake
 
 
 def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,44 +177,26 @@ def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:
     return output, n
 
 
-MISTAKES = [
-    "u < p",
-    "u < q / p",
-    "u < (p / q) ** 2",
-    "u < min(p / q, 0.9)",
-    "p of the row after",
-    "q of another token",
-    "counts all acceptances",
-    "p in place of the residual",
-    "|p - q|",
-    "q - p",
-    "residual of the first row",
-    "q of the row before",
-    "bonus from the row before",
-    "1 - s",
-    "sum before the token",
-    "not normalised",
-]
+MISTAKES = (
+    "u < p; u < q / p; u < (p / q) ** 2; u < min(p / q, 0.9); p of the row after; q of another token; "
+    "counts all acceptances; p in place of the residual; |p - q|; q - p; residual of the first row; "
+    "q of the row before; bonus from the row before; 1 - s; sum before the token; not normalised"
+)
 
 
 def test_wrong_spelling_is_caught() -> None:
     """What a loop written by hand may get wrong. Without a mistake nothing is wrong."""
-    seeds = range(6)
-    cases = [
-        case for seed in seeds for case in sample_inputs("verify_exact", vocab_sizes=[17], seed=seed, names=["k3"])
-    ]
-    caught = [
-        mistake for mistake in ("", *MISTAKES) if any(compare(c, own_exact(mistake, **c.args)).wrong for c in cases)
-    ]
-    assert caught == MISTAKES
+    cases = [next(sample_inputs("verify_exact", vocab_sizes=[17], seed=seed, names=["k3"])) for seed in range(6)]
+    for mistake in ("", *MISTAKES.split("; ")):
+        assert any(compare(case, own_exact(mistake, **case.args)).wrong for case in cases) == bool(mistake), mistake
 
 
 def test_a_boundary_belongs_to_the_token_above_it() -> None:
     """Equal weights of a power of two add up without rounding, so that s lies on a boundary exactly."""
     for vocab_size in (4, 2048):
-        s = torch.arange(vocab_size) / vocab_size
-        tokens, _ = torch_specops.sample(torch.zeros(vocab_size, vocab_size), s)
-        assert torch.equal(tokens, torch.arange(vocab_size))
+        args = {"logits": torch.zeros(vocab_size, vocab_size), "uniforms": torch.arange(vocab_size) / vocab_size}
+        for form in (call, call_traced):
+            assert torch.equal(form("sample", args)[0], torch.arange(vocab_size))
 
 
 def test_small_probabilities_keep_their_ratio() -> None:

@@ -42,16 +42,15 @@ def resolve_name(name):
 
 pkgutil.resolve_name = resolve_name
 """
-# Eager against the oracle; compiled, exported, mapped, sharded, through opcheck.
+# Eager against the oracle; compiled, exported, mapped, sharded, through opcheck. One function registers all ops, so
+# that one of them shows what a compiler makes of it.
 WITHOUT_NAMES = (
-    "ops/test_invariants.py::test_ops_equal_the_oracle",
-    "ops/test_compile.py::test_dynamic[verify_exact-aot_eager]",
-    "ops/test_compile.py::test_dynamic[sample-aot_eager]",
+    "ops/test_invariants.py::test_ops_equal_the_oracle[verify_exact]",
+    "ops/test_compile.py::test_dynamic[sample-aot_eager-False]",
     "ops/test_compile.py::test_nothing_in_an_op_is_compiled",
-    "ops/test_export.py::test_export_keeps_one_op[verify_exact-False-True]",
     "ops/test_export.py::test_export_keeps_one_op[sample-True-False]",
     "ops/test_vmap.py::test_over_a_leading_axis",
-    "ops/test_opcheck.py::test_few_arguments_and_edges_of_size",
+    "ops/test_opcheck.py::test_few_arguments_and_edges_of_size[verify_exact]",
     "ops/test_private_names.py::test_sharded_without_them",
     "ops/test_private_names.py::test_what_else_changes_without_them",
 )
@@ -89,10 +88,8 @@ def test_sharded_without_them() -> None:
     names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
     given = {name: op_arguments("verify_exact")[name] for name in names}
     expected = torch_specops.verify_exact(**given)
-    for verify in (
-        vocab_parallel.verify_exact,
-        torch.compile(vocab_parallel.verify_exact, fullgraph=True, backend="aot_eager"),
-    ):
+    compiled = torch.compile(vocab_parallel.verify_exact, fullgraph=True, backend="aot_eager")
+    for verify in (vocab_parallel.verify_exact, compiled):
         assert equal(verify(**given, group=dist.group.WORLD), expected)
     dist.destroy_process_group()
 

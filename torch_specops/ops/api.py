@@ -75,10 +75,9 @@ def verify_exact(
             filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, or an int; as in `filter_logits`. Applied to both sides, like the temperature, unless
-            `filter_draft` is False.
-        top_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
-        min_p: [B] float32, or a number; as in `filter_logits`. NaN has the effect of a NaN temperature.
+        top_k: [B] int64 or int32, or an int, as in `filter_logits`; like the other filters and the temperature applied
+            to both sides, unless `filter_draft` is False.
+        top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
             then differ from the target's greedy one. Sampled rows ignore it.
@@ -138,17 +137,12 @@ def verify_block(
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
         draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens behind it are ignored.
-        draft_logits: [B, K, V] or None, as in `verify_exact`.
-        accept_uniforms: [B, K], as in `verify_exact`.
-        sample_uniforms: [B], as in `verify_exact`.
+        draft_logits, accept_uniforms, sample_uniforms: [B, K, V] or None, [B, K] and [B], as in `verify_exact`.
         temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
         draft_lse: [B, K], as in `verify_exact`. With it the draft rows are read once, otherwise twice.
         lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
             `verify_exact`.
-        top_k: [B] int64 or int32, or an int, as in `verify_exact`.
-        top_p: [B] float32, or a number, as in `verify_exact`.
-        min_p: [B] float32, or a number, as in `verify_exact`.
-        filter_draft: as in `verify_exact`.
+        top_k, top_p, min_p, filter_draft: as in `verify_exact`.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
@@ -197,12 +191,9 @@ def verify_sigmoid(
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
-        draft_tokens: [B, K], as in `verify_exact`.
+        draft_tokens, accept_uniforms, sample_uniforms: [B, K], [B, K] and [B], as in `verify_exact`.
         draft_logits: [B, K, V], as in `verify_exact` but required.
-        accept_uniforms: [B, K], as in `verify_exact`.
-        sample_uniforms: [B], as in `verify_exact`.
-        alpha: in (-1e36, -1e-36), in units of a scaled logit.
-        beta: in (1e-36, 1e36).
+        alpha, beta: in (-1e36, -1e-36) and (1e-36, 1e36), in units of a scaled logit.
         temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
 
     Returns:
@@ -220,16 +211,9 @@ def verify_sigmoid(
         >>> out, n                                         # equal scores: 2 is accepted, -1 is padding
         (tensor([[ 2,  0, -1]]), tensor([1]))
     """
-    given = SigmoidArguments(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        accept_uniforms,
-        sample_uniforms,
-        alpha,
-        beta,
-        arguments.filters_of("target_logits", target_logits, temperature).temperature,
-    )
+    filters = arguments.filters_of("target_logits", target_logits, temperature)
+    step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
+    given = SigmoidArguments(*step, alpha, beta, filters.temperature)
     arguments.check_kinds(given)
     if torch.compiler.is_compiling():
         arguments.check_verify_sigmoid(given)
@@ -255,9 +239,7 @@ def sample(
             largest float32.
         uniforms: [N] float32 or float64 in [0, 1).
         temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum).
-        top_k: [N] int64 or int32, or an int, as in `filter_logits`.
-        top_p: [N] float32, or a number, as in `filter_logits`.
-        min_p: [N] float32, or a number, as in `filter_logits`.
+        top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
 
     Returns:
         tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a

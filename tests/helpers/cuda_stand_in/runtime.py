@@ -19,8 +19,6 @@ GARBAGE = 0xCB
 # By storage: how many tensors of a device are alive that lie in it.
 USERS: Counter[int] = Counter()
 CAPTURES: list[CUDAGraph] = []
-# Names of the kernels, fills and copies that were launched.
-LAUNCHES: list[str] = []
 sync_mode: int | str = "default"
 
 

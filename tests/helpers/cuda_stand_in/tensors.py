@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .runtime import (
-    GARBAGE,
-    HOST,
-    LAUNCHES,
-    current_stream,
-    execute,
-    hold,
-    index_of,
-    storage_of,
-    synchronises,
-    tensors_in,
-)
+from .runtime import GARBAGE, HOST, current_stream, execute, hold, index_of, synchronises, tensors_in
 
 # The host waits for the device in these; a tensor of numbers is copied from memory that is not pinned.
 WAITING = {
@@ -94,20 +83,14 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = execute(func, _data(args), _data(kwargs))
     if "empty" in name:
         result.untyped_storage().fill_(1 if result.dtype == torch.bool else GARBAGE)
-    elif _is_launch(name, given, result):
-        LAUNCHES.append(name)
     return _wrapped(result, own, device or own[0].device)
 
 
 def launch(run_kernel: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> None:
     """In place of the interpreter's launch of a kernel."""
     devices = {str(tensor.device) for tensor in tensors_in((args, kwargs))}
-    if "cuda" in "".join(devices):
-        if devices != {f"cuda:{HOST.device}"}:
-            raise RuntimeError(
-                f"CUDA error: an illegal memory access: launched on cuda:{HOST.device}, tensors of {devices}"
-            )
-        LAUNCHES.append(executor.fn.__name__)
+    if "cuda" in "".join(devices) and devices != {f"cuda:{HOST.device}"}:
+        raise RuntimeError(f"CUDA error: an illegal memory access: tensors of {devices} on cuda:{HOST.device}")
     with torch._C.DisableTorchFunction():
         execute(run_kernel, (executor, *_data(args)), _data(kwargs))
 
@@ -174,7 +157,6 @@ def _copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
     if isinstance(target, DeviceTensor):
         if not isinstance(source, DeviceTensor) and source.dim() > 0 and not (non_blocking and _is_pinned(source)):
             synchronises("copy from the CPU")
-        LAUNCHES.append("copy_")
         execute(Tensor.copy_, (target.inner, _data(source)), {})
     elif non_blocking and _is_pinned(target) and HOST.capture is None:
         current_stream(source.device).copies.append((target, _data(source).clone()))
@@ -194,16 +176,6 @@ def _index_waits(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     bounds = [bound for part in parts if isinstance(part, slice) for bound in (part.start, part.stop)]
     return bool(tensors_in(bounds)) or any(tensor.dtype == torch.bool for tensor in tensors_in(parts))
-
-
-def _is_launch(name: str, given: list[Tensor], result: Any) -> bool:
-    """A view launches nothing, a change in place does."""
-    made, inputs = (
-        tensors_in(result),
-        {storage_of(tensor.inner) for tensor in given if isinstance(tensor, DeviceTensor)},
-    )
-    is_view = bool(made) and storage_of(made[0]) in inputs and not name.endswith("_")
-    return name == "__setitem__" or (bool(made) and not is_view and made[0].numel() > 0)
 
 
 def _data(value: Any) -> Any:

@@ -308,11 +308,7 @@ CASES: dict[str, Options] = {
     },
     "target_filters_plateaus": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.plateaus},
     "target_filters_nonfinite": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.fill_mixed},
-    "target_filters_without_law": {
-        "filters": NO_LAW,
-        "filter_draft": False,
-        "temperature": (1.0, 1.0, 0.7, 0.0, -1.0),
-    },
+    "target_filters_without_law": {"filters": NO_LAW, "filter_draft": False, "temperature": (1.0, 1.0, 0.7, 0.0, -1.0)},
     "tie_target_filters_same": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.same},
     "one_hot": {"one_hot": True},
     "one_hot_cold": {"one_hot": True, "temperature": (0.3, 0.0), "dtypes": HALVES},

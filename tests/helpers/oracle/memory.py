@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -30,11 +30,7 @@ def poison_memory() -> Iterator[None]:
         return allocate_poisoned
 
     owners = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
-    patches = [mock.patch.object(owner, name, poisoned(getattr(owner, name))) for owner, name in owners]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for owner, name in owners:
+            patches.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from ..arguments import VerifyArguments
 from .eager_rows import Rows, inverse_of, read_rows, takes_dense_form
 from .eager_walk import Drafts, Outcome, next_tokens, prefix_length, verify_parts
-from .filters import row_bounds, scale_kept, scale_kept_tokens
+from .filters import row_bounds, scale_kept
 from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 from .walk import (
     LEAST_RESIDUAL,
@@ -76,26 +76,20 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
 
 def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature, filters = given.temperature, given.filters
+    temperature = given.temperature
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
     # p(x) and q(x), [B, K], from the maximum and the sum of each row.
-    bounds = row_bounds(target_logits, filters)
-    z_p = scale_kept(target_logits, inverse_t, bounds)  # [B, K+1, V]
+    z_p = scale_kept(target_logits, inverse_t, row_bounds(target_logits, given.filters))  # [B, K+1, V]
     p_max, p_sum = softmax_stats(z_p)  # [B, K+1]
-    bounds = None if bounds is None else bounds.at(slice(None), slice(num_drafts))
-    z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
-    p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
-    if draft_logits is None:
-        q, q_x = None, torch.ones_like(p_x)
-    else:
-        bounds = row_bounds(draft_logits, given.draft_filters)
-        z_q = scale_kept(draft_logits, inverse_t, bounds)  # [B, K, V]
-        q_max, q_sum = softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse)
-        q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, bounds), q_max, q_sum)
-        q = z_q, q_max, q_sum
+    p_x = probability(logits_of(z_p[:, :num_drafts], x), p_max[:, :-1], p_sum[:, :-1])
+    q, q_x = None, torch.ones_like(p_x)
+    if draft_logits is not None:
+        z_q = scale_kept(draft_logits, inverse_t, row_bounds(draft_logits, given.draft_filters))  # [B, K, V]
+        q = z_q, *(softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse))
+        q_x = probability(logits_of(z_q, x), *q[1:])
 
     # The block ends at padding, or at a target row without a finite logit.
     end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
@@ -112,8 +106,8 @@ def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
             weights = p * reach[index].float().unsqueeze(-1)
             if q is None or equal is None:
                 return residual(weights, z, x[index], None)
-            of_draft = q[0][index], q[1][index], q[2][index]
-            return residual(weights, z, x[index], of_draft, p * equal[index].float().unsqueeze(-1))
+            z_q, q_max, q_sum = (each[index] for each in q)
+            return residual(weights, z, x[index], (z_q, q_max, q_sum), p * equal[index].float().unsqueeze(-1))
 
         inner = slice(None), slice(1, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)

@@ -64,23 +64,18 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
 
 def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature, filters = given.temperature, given.filters
+    temperature = given.temperature
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
     # p(x) and q(x), [B, K], from the maximum and the sum of each row.
-    p_bounds = row_bounds(target_logits, filters)
-    z_target = scale_kept(target_logits, inverse_t, p_bounds)  # [B, K+1, V]
+    z_target = scale_kept(target_logits, inverse_t, row_bounds(target_logits, given.filters))  # [B, K+1, V]
     p_max, p_sum = softmax_stats(z_target)  # [B, K+1]
-    bounds = None if p_bounds is None else p_bounds.at(slice(None), slice(num_drafts))
-    z_px = scale_kept_tokens(logits_of(target_logits[:, :num_drafts], x), x, inverse_t, bounds)
+    z_px = logits_of(z_target[:, :num_drafts], x)
     p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
-    q_bounds = None
-    if draft_logits is None:
-        q_max = q_sum = None
-        q_x = torch.ones_like(p_x)
-    else:
+    q_x = torch.ones_like(p_x)
+    if draft_logits is not None:
         q_bounds = row_bounds(draft_logits, given.draft_filters)
         if given.draft_lse is None:
             q_max, q_sum = softmax_stats(scale_kept(draft_logits, inverse_t, q_bounds))
@@ -103,7 +98,7 @@ def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)  # [B]
         q = None
-        if q_max is not None and q_sum is not None and draft_logits is not None:
+        if draft_logits is not None:
             bounds = None if q_bounds is None else q_bounds.at(rows, rejected)
             z_q = scale_kept(draft_logits[rows, rejected], inverse_t, bounds)  # [B, V]
             q = z_q, q_max[rows, rejected], q_sum[rows, rejected]

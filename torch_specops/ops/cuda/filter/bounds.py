@@ -56,13 +56,12 @@ def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None 
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
-    if draft_logits is None or num_drafts == 0:
-        _search(logits, None, filters, bounds, 0, tile)
-    elif draft_logits.dtype == logits.dtype and draft_logits.stride(2) == logits.stride(2):
-        _search(logits, draft_logits, filters, bounds, 0, tile)
-    else:
-        _search(logits, None, filters, bounds, 0, tile)
-        _search(draft_logits, None, filters, bounds, num_rows, tile)
+    draft = draft_logits if num_drafts > 0 else None
+    if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
+        # A launch reads rows of one kind.
+        _search(draft, None, filters, bounds, num_rows, tile)
+        draft = None
+    _search(logits, draft, filters, bounds, 0, tile)
     return bounds
 
 
