@@ -248,7 +248,7 @@ def _arguments(**given: Number) -> tuple[Tensor, ...]:
     shape = torch.Size()
     for name, value in given.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        x = torch.as_tensor(value, dtype=torch.float64) if is_number else value
+        x = torch.as_tensor(value, dtype=torch.float64, device="cpu") if is_number else value
         if not isinstance(x, Tensor) or x.dtype == torch.bool or x.is_complex():
             raise TypeError(f"{name}: expected a number or a tensor of numbers, got {value!r}")
         if name == "num_draft_tokens" and torch.as_tensor(value).is_floating_point():

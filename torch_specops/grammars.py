@@ -143,7 +143,7 @@ class _Matcher(ABC):
         words = num_words(self._vocab_size)
         if bitmask.shape[1] != words:
             # The libraries accept no other number of words.
-            own = torch.zeros(1, words, dtype=torch.int32)
+            own = torch.zeros(1, words, dtype=torch.int32, device="cpu")
             self.fill_bitmask(own, 0)
             bitmask[row, :words] = own[0, : bitmask.shape[1]]
             bitmask[row, words:] = 0
@@ -209,7 +209,9 @@ def num_words(vocab_size: int) -> int:
 
 
 # For each byte of a bitmask, the numbers to add to the logits of its eight tokens.
-_OF_BYTES = torch.where(torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1 == 1, 0.0, -math.inf)
+_OF_BYTES = torch.where(
+    torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu") & 1 == 1, 0.0, -math.inf
+)
 
 
 def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:

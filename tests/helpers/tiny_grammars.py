@@ -34,7 +34,7 @@ class Allowing:
         words = [0] * bitmask.shape[1]
         for token in self.allowed(self.text):
             words[token // 32] |= 1 << token % 32
-        bitmask[row] = torch.tensor(words).to(torch.int32)
+        bitmask[row] = torch.tensor(words, device="cpu").to(torch.int32)
 
     def accept(self, token: int) -> bool:
         if token not in self.allowed(self.text):

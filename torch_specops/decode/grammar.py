@@ -47,14 +47,14 @@ def masks_of(
     """
     chosen = [list(own) for own in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1
-    bitmask = torch.full((len(rows), size, num_words(vocab_size)), -1, dtype=torch.int32)
+    bitmask = torch.full((len(rows), size, num_words(vocab_size)), -1, dtype=torch.int32, device="cpu")
     for index, row in enumerate(rows):
         if row.grammar is not None and not row.ended:
             most = max(min(row.limit - row.length - 1, max_drafts), 0)
             walk = _Walk(row, row.grammar, bitmask[index], vocab_size)
             chosen[index] = walk.drafts(chosen[index][:most], most, deterministic)
     width = max(map(len, chosen)) if width is None else width
-    tokens = torch.tensor([own + [-1] * (width - len(own)) for own in chosen], dtype=torch.int64)
+    tokens = torch.tensor([own + [-1] * (width - len(own)) for own in chosen], dtype=torch.int64, device="cpu")
     return tokens.view(len(rows), width), bitmask[:, : width + 1]
 
 

@@ -150,14 +150,13 @@ def read_prompts(
         limits=lengths + num_new,
         eos=eos,
         finished=finished,
-        failed=torch.zeros_like(finished),
         seeds=_read_seeds(seed, batch),
         sampling=of_rows,
         is_sampled=bool((of_rows.temperature > 0).any()),
-        logprobs=None if logprobs is None else torch.full(tokens.shape, math.nan),
+        logprobs=None if logprobs is None else tokens.new_full(tokens.shape, math.nan, dtype=torch.float32),
         logprobs_of=logprobs or ("raw" if top_logprobs else None),
-        top_tokens=torch.full(top, -1) if top_logprobs else None,
-        top_values=torch.full(top, math.nan) if top_logprobs else None,
+        top_tokens=tokens.new_full(top, -1) if top_logprobs else None,
+        top_values=tokens.new_full(top, math.nan, dtype=torch.float32) if top_logprobs else None,
     )
     rules = [[*row, *row_rules] for row in _read_rules(stop_strings, tokenizer, batch)]
     return Prompts(state, rules, _read_grammars(grammar, batch), pad_token_id, inputs, num_return_sequences)
@@ -256,7 +255,7 @@ def _read_seeds(seed: Seed, batch: int) -> Tensor:
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
     if isinstance(seed, Tensor) and seed.dtype != torch.int64:
         raise TypeError(f"{expected}, got {seed.dtype}")
-    values = int(torch.randint(0, 2**62, (1,))) if seed is None else _as_python(seed)
+    values = int(torch.randint(0, 2**62, (1,), device="cpu")) if seed is None else _as_python(seed)
     numbers = values if isinstance(values, list) else [values]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
@@ -267,12 +266,12 @@ def _read_seeds(seed: Seed, batch: int) -> Tensor:
         return row_seeds(numbers[0], batch)
     if len(numbers) != batch:
         raise ValueError(f"{expected}, got {len(numbers)} numbers")
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _of_numpy(value: Any) -> Any:
     """A NumPy array as a tensor with its own memory; anything else unchanged."""
-    return torch.tensor(value) if type(value).__module__ == "numpy" else value
+    return torch.tensor(value, device="cpu") if type(value).__module__ == "numpy" else value
 
 
 def _as_python(value: Any) -> Any:
@@ -325,7 +324,7 @@ def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) ->
         row = int((begins.sum(1) > 1).long().argmax())
         raise ValueError(f"attention_mask: expected padding at the ends of a row only, got a hole in row {row}")
     tokens = input_ids.long().gather(1, (~is_token).long().argsort(dim=1, stable=True))
-    inside = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+    inside = torch.arange(tokens.shape[1], device="cpu") < lengths.unsqueeze(1)
     wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
     if bool(wrong.any()):
         raise ValueError(f"input_ids: expected tokens in [0, {vocab_size}), got {int(tokens[wrong][0])}")
@@ -344,7 +343,7 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
     values = _checked_rows(name, "one number or", given, batch) if isinstance(given, list) else [given] * batch
     for number in values:
         checks.check_int(name, number, least)
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
@@ -357,4 +356,4 @@ def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     for token in (token for row in rows for token in row):
         checks.check_int("eos_token_id", token, 0)
     width = max(max(len(row) for row in rows), 1)
-    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64)
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")

@@ -180,7 +180,7 @@ class RecordReader(Generic[Note]):
         if not self._is_cuda:
             self._queue.append((record, note, None))
             return
-        pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+        pinned = torch.empty(record.shape, dtype=record.dtype, device="cpu", pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
         # The copy is on the stream of the record's device, which need not be the current device.
@@ -210,8 +210,8 @@ def streamer_calls(
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if num_rows != 1:
             raise ValueError(f"streamer: one with put and end takes a batch of one, got {num_rows} rows")
-        streamer.put(torch.as_tensor(input_ids).cpu())
-        return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64)), streamer.end
+        streamer.put(torch.as_tensor(input_ids, device="cpu"))
+        return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu")), streamer.end
     if callable(streamer):
         return streamer, lambda: None
     raise TypeError(f"streamer: expected a callable, or an object with put and end, got {type(streamer)}")

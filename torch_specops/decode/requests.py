@@ -197,7 +197,7 @@ def read_request(
 def _as_row(input_ids: Any) -> Tensor:
     """[1, P] of a prompt [P]."""
     try:
-        tokens = torch.as_tensor(input_ids)
+        tokens = torch.as_tensor(input_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"input_ids: expected an int64 tensor [P] or a list of tokens, got {type(input_ids)}"

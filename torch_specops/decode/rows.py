@@ -125,7 +125,7 @@ class BatchRules:
             newest = torch.tensor(column, device=self._seen.device)
             self._seen = torch.cat([self._seen, newest.unsqueeze(1)], 1)
             for rule in self._rules:
-                ends = torch.as_tensor(rule(self._seen)).bool().expand(len(rows)).tolist()
+                ends = torch.as_tensor(rule(self._seen), device="cpu").bool().expand(len(rows)).tolist()
                 cuts |= {index for index, end in enumerate(ends) if end and rows[index].cut(place + 1)}
         return cuts
 

@@ -200,7 +200,7 @@ class Session:
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
         """Make room in the models for rows that are free: finished sequences of one token."""
         runner, batch = self._runner, len(self._rows)
-        tokens = torch.zeros(batch, 1, dtype=torch.int64)
+        tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         prompts = read_prompts(
             runner.target,
             tokens,
@@ -212,7 +212,7 @@ class Session:
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
         )
-        prompts = replace(prompts, state=replace(prompts.state, eos=torch.full((batch, EOS_TOKENS), -1)))
+        prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, EOS_TOKENS), -1)))
         readable = [model.max_length for model in (runner.target, runner.draft) if model is not None]
         longest = min(length for length in (self._max_length, *readable) if length is not None)
         made = Batch(runner, prompts, runner.capacity(longest))
@@ -284,9 +284,10 @@ class Session:
     @torch.inference_mode(False)
     def _end(self, text: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request, and free its row."""
-        new, shape = torch.tensor(text.new_tokens, dtype=torch.int64), (len(text.new_tokens), self._top_logprobs)
-        logprobs = torch.full(shape[:1], math.nan)
-        top = TopLogprobs(torch.full(shape, -1), torch.full(shape, math.nan))
+        new = torch.tensor(text.new_tokens, dtype=torch.int64, device="cpu")
+        logprobs = new.new_full(new.shape, math.nan, dtype=torch.float32)
+        top_shape = len(new), self._top_logprobs
+        top = TopLogprobs(new.new_full(top_shape, -1), new.new_full(top_shape, math.nan, dtype=torch.float32))
         seed, tokens = None, new.clone()
         if isinstance(text.prompt, Prompts):
             seed, tokens = int(text.prompt.state.seeds), torch.cat([text.prompt.state.tokens[0], new])

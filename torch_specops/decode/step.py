@@ -221,7 +221,7 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
     """[B, K] for the acceptance tests and [B] for the next token."""
     if state.is_sampled:
         return verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
-    zeros = torch.zeros(state.lengths.shape[0], num_draft_tokens + 1, device=state.lengths.device)
+    zeros = torch.zeros(len(state.lengths), num_draft_tokens + 1, dtype=torch.float32, device=state.lengths.device)
     return zeros[:, 1:], zeros[:, 0]
 
 
@@ -261,6 +261,5 @@ def _commit(
                     places, is_new = (each.unsqueeze(2).expand_as(new) for each in (slots, is_emitted))
                 kept.scatter_(1, places, torch.where(is_new, new, nothing))
     state.lengths.add_(count)
-    state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
     return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)

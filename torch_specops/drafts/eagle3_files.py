@@ -155,16 +155,17 @@ def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
     if offsets is None:
         if count != vocab_size:
             raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weights d2t")
-        offsets = torch.zeros(count, dtype=torch.int64)
+        offsets = torch.zeros(count, dtype=torch.int64, device="cpu")
     if list(offsets.shape) != [count]:
         raise ValueError(f"draft: expected d2t of shape [{count}], got {list(offsets.shape)}")
-    tokens = torch.arange(count) + offsets
+    index = torch.arange(count, device=offsets.device)
+    tokens = index + offsets
     is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
     # A head with all tokens has them in the target's order.
     if not is_map or (count == vocab_size and bool((offsets != 0).any())):
         raise ValueError(
             f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size}), in order if all"
         )
-    found = torch.full((vocab_size,), -1, dtype=torch.int64)
-    found[tokens] = torch.arange(count)
+    found = tokens.new_full((vocab_size,), -1)
+    found[tokens] = index
     return found

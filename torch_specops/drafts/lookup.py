@@ -155,7 +155,7 @@ class SuffixLookup(_Lookup):
         self.min_ngram = min_ngram
         self.min_probability = min_probability
         # Texts, each followed by a -1, the newest last.
-        self._memory = torch.full((memory,), -1)
+        self._memory = torch.full((memory,), -1, device="cpu")
 
     def forget(self) -> None:
         """Empty the memory."""

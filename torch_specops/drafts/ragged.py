@@ -132,7 +132,7 @@ def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_propos
         return target.forward(tokens, positions, tokens.shape[1])
     logits: Tensor | None = None
     for members, width in groups:
-        rows = torch.tensor(members)
+        rows = torch.tensor(members, device=tokens.device)
         part = target.forward(tokens[rows, :width], positions[rows, :width], width, rows)
         logits = part.new_zeros(*tokens.shape, part.shape[2]) if logits is None else logits
         logits[rows, :width] = part

@@ -107,7 +107,7 @@ def twin_tokens(
     """
     if vocab_size is None:
         vocab_size = max(target_vocab.values()) + 1
-    twins = torch.full((vocab_size,), -1, dtype=torch.int64)
+    twins = torch.full((vocab_size,), -1, dtype=torch.int64, device="cpu")
     for text, token in target_vocab.items():
         if not 0 <= token < vocab_size:
             raise ValueError(f"target_vocab: expected tokens in [0, {vocab_size}), got {token}")

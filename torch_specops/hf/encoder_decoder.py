@@ -106,8 +106,8 @@ class EncoderDecoderModel(TransformersModel):
         assert states is not None
         length = max(new.shape[1], states.shape[1])
         if self._is_t5:
-            mask = torch.ones(states.shape[:2]) if mask is None else mask
-            new_mask = inputs.get("attention_mask", torch.ones(new.shape[:2]))
+            mask = states.new_ones(states.shape[:2]) if mask is None else mask
+            new_mask = inputs.get("attention_mask", new.new_ones(new.shape[:2]))
             mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
             mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
             mask = _placed(self._encoder_mask, mask)
@@ -135,7 +135,7 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
         # The sequences of one prompt have one input.
         repeats = [all(each[row].equal(each[row - 1]) for each in inputs.values()) for row in range(1, batch)]
-        is_new = ~torch.tensor([False, *repeats])
+        is_new = ~torch.tensor([False, *repeats], device="cpu")
         own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
         return self.prepared.get_encoder()(**own)[0][is_new.cumsum(0) - 1]
 

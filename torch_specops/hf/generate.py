@@ -155,8 +155,8 @@ def custom_generate(
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept
-    new = [torch.tensor(output.new_tokens(row), dtype=torch.int64) for row in range(len(input_ids))]
-    sequences = torch.cat([input_ids, pad_sequence(new, True, pad_token_id).to(input_ids.device)], 1)
+    new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
+    sequences = torch.cat([input_ids, pad_sequence(new, True, pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
         return sequences
     kind = EncoderDecoderOutput if model.config.is_encoder_decoder else DecoderOnlyOutput

@@ -124,7 +124,7 @@ def read_processors(
             raise _refused(processor, "remembers its calls")
     mask = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).cpu()
     num_padding = (mask.cumsum(1) == 0).sum(1)
-    is_padding = torch.arange(input_ids.shape[1]) < num_padding.unsqueeze(1)
+    is_padding = torch.arange(input_ids.shape[1], device="cpu") < num_padding.unsqueeze(1)
     widths = num_padding + mask.sum(1)
     fields = [_fields_of(processor, input_ids.shape[1], widths, vocab_size) for processor in processors]
     num_called, values = 0, _merged(processors, fields, 0)
@@ -189,7 +189,7 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
         case generation.RepetitionPenaltyLogitsProcessor():
             # From transformers 5.23 on, `generate` passes the padding of each row.
             given = processor.prompt_ignore_length
-            ignored = torch.as_tensor(0 if given is None else given).cpu()
+            ignored = torch.as_tensor(0 if given is None else given, device="cpu")
             if ignored.shape not in ((), widths.shape) or bool(((ignored < 0) | (ignored >= widths)).any()):
                 return None
             return {"repetition_penalty": processor.penalty, "num_ignored": ignored.expand_as(widths).contiguous()}

@@ -45,7 +45,7 @@ def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | Non
         if kind is MaxLengthCriteria:
             rules.lengths.append(criterion.max_length)
         elif kind is EosTokenCriteria:
-            rules.eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+            rules.eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id, device="cpu").flatten().tolist())
         elif kind in (StopStringCriteria, MaxTimeCriteria):
             rules.row_rules.append(partial(_ask_of_rows, criterion))
         else:
@@ -68,7 +68,7 @@ def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bo
     # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max
     newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]
-    ends: list[bool] = criterion(torch.tensor(newest), None).tolist()
+    ends: list[bool] = criterion(torch.tensor(newest, device="cpu"), None).tolist()
     return ends
 
 

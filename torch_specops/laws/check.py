@@ -95,7 +95,7 @@ def check_law(
 
     # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in these.
     generator = torch.Generator().manual_seed(seed)
-    seeds = torch.randint(2**62, (trials, 1), generator=generator)
+    seeds = torch.randint(2**62, (trials, 1), generator=generator, device="cpu")
     repeated = "random numbers that come from its seeds, got the tokens of other seeds"
     tokens, beta = _sample("step_fn", call, p, seeds, batch_size, repeated, progress)
     mistakes = {}
@@ -177,11 +177,11 @@ def check_engine(
         texts = [start.tolist() for _ in seeds for start in starts]
         rows = generate(texts, [params for _ in seeds for params in settings.values()], seeds.flatten().tolist())
         if not isinstance(rows, Tensor):
-            rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows])
+            rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows], device="cpu")
         return torch.nn.functional.pad(rows, (0, num_tokens - rows.shape[1]), value=-1) if rows.dim() == 2 else rows
 
     generator = torch.Generator().manual_seed(seed)
-    seeds = torch.randint(2**31, (trials, len(settings)), generator=generator)
+    seeds = torch.randint(2**31, (trials, len(settings)), generator=generator, device="cpu")
     repeated = "new random numbers in every call, got the tokens of the first call"
     tokens, _ = _sample("generate", call, laws[0], seeds, batch_size, repeated, progress)
     if bool((tokens[..., -1] < 0).all()):
@@ -259,9 +259,9 @@ def _conditional_laws(
     read = model.next_logits if isinstance(model, MarkovModel) else model
     laws = []
     for length in range(num_tokens):
-        place = vocab_size ** torch.arange(length - 1, -1, -1)
+        place = vocab_size ** torch.arange(length - 1, -1, -1, device="cpu")
         parts = []
-        for chunk in torch.arange(vocab_size**length).split(most):
+        for chunk in torch.arange(vocab_size**length, device="cpu").split(most):
             texts = chunk.unsqueeze(-1) // place % vocab_size
             prefixes = torch.cat([prompt.expand(len(chunk), -1), texts.to(prompt.device)], 1)
             logits = read(prefixes)
@@ -305,7 +305,7 @@ def _check_settings(settings: Mapping[str, SamplingParams]) -> None:
 
 
 def _read_prompt(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
-    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
+    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64, device="cpu")
     if tokens.dim() != 1 or tokens.is_floating_point():
         raise ValueError(f"prompt: expected integers [P], got {tokens.dtype} {list(tokens.shape)}")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:

@@ -84,5 +84,6 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
             raise ValueError(f"{name}: expected a number >= {low}, got {value}")
     generator = torch.Generator().manual_seed(seed)
     shape = [vocab_size + 1] * order + [vocab_size]
-    target = 1.2 * torch.randn(shape, generator=generator)
-    return MarkovModel(target), MarkovModel(0.5 * target + torch.randn(shape, generator=generator))
+    normal, noise = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
+    target = 1.2 * normal
+    return MarkovModel(target), MarkovModel(0.5 * target + noise)

@@ -21,8 +21,8 @@ def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[
     """Counts of texts [N, T]: for each position t, [V ** t, V] of the tokens emitted there (>= 0), by the text before
     them; then [V ** T] of the texts, whose missing tokens are drawn from the laws. A text y_0 y_1 .. is indexed as a
     number in base V."""
-    index = torch.zeros(len(tokens), dtype=torch.int64)
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
+    index = torch.zeros(len(tokens), dtype=torch.int64, device="cpu")
+    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64, device="cpu")
     counts = []
     for token, law, numbers in zip(tokens.unbind(1), laws, uniforms.unbind(1), strict=True):
         missing = token < 0
@@ -36,7 +36,7 @@ def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[
 def law_tests(counts: list[Tensor], laws: Laws, significance: float, draft: Laws | None = None) -> tuple[LawTest, ...]:
     """One test for each position, of the tokens given the text before them, then the joint test; see `count_texts`."""
     threshold, trials = significance / len(counts), int(counts[-1].sum())
-    before = torch.ones(1, dtype=torch.float64)
+    before = torch.ones(1, dtype=torch.float64, device="cpu")
     tests = []
     for position, law in enumerate(laws):
         overlap = None if draft is None else float((before * torch.minimum(law, draft[position]).sum(-1)).sum())
@@ -129,8 +129,8 @@ def chi_square_tail(statistic: float, dof: int, noncentrality: float = 0.0) -> f
     mean = noncentrality / 2
     # Beyond 12 standard deviations a Poisson weight is below float64's resolution; the 60 are for small means.
     reach = 12 * math.sqrt(mean) + 60 if mean > 0 else 0
-    j = torch.arange(max(0, math.floor(mean - reach)), math.ceil(mean + reach) + 1, dtype=torch.float64)
-    weights = torch.exp(torch.special.xlogy(j, torch.tensor(mean).double()) - mean - torch.lgamma(j + 1))
+    j = torch.arange(max(0, math.floor(mean - reach)), math.ceil(mean + reach) + 1, dtype=torch.float64, device="cpu")
+    weights = torch.exp(torch.special.xlogy(j, mean) - mean - torch.lgamma(j + 1))
     tails = torch.special.gammaincc(dof / 2 + j, torch.full_like(j, statistic / 2))
     return float((weights * tails).sum())
 

@@ -77,7 +77,9 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
         width = int(spans[..., 1].amax()) + 1
         keys, values = keys[:, :, :width], values[:, :, :width]
         count = spans.shape[1]
-        if width == count > MANY and torch.equal(spans, spans_of(torch.arange(count), None).expand_as(spans)):
+        if width == count > MANY and torch.equal(
+            spans, spans_of(torch.arange(count, device=spans.device), None).expand_as(spans)
+        ):
             # A prompt from its first token on: what a mask would hide is then not computed either.
             output = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]

@@ -96,7 +96,7 @@ def row_seeds(seed: int, batch: int) -> Tensor:
     first = _mixed(seed & MASK_64)
     mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
     # The same 64 bits as a signed number.
-    return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64)
+    return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64, device="cpu")
 
 
 def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
@@ -179,7 +179,7 @@ def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]])
     """
     batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
     if size == 0:
-        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32)
+        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
 
     def packed(values: Sequence[int]) -> int:
         return int.from_bytes(array("q", values).tobytes(), "little")

@@ -49,7 +49,8 @@ def log_probabilities(
         is_greedy = (sampling.temperature == 0).unsqueeze(1)
         found = torch.where(is_greedy, 0.0, found)
         # The distribution of a greedy row has one token.
-        one_hot = torch.where(torch.arange(num_top, device=z.device) == 0, 0.0, -math.inf)
+        is_first = torch.arange(num_top, device=z.device) == 0
+        one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
     return LogProbabilities(found, top_tokens, top_values)
 

@@ -266,10 +266,10 @@ class SamplingTensors:
 
 def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
-        tensor = torch.as_tensor(value)
+        tensor = torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
         if not isinstance(value, Tensor) and tensor.is_floating_point():
             # Take float64: in float32, the default, a number could overflow or vanish before it is checked.
-            tensor = torch.as_tensor(value, dtype=torch.float64)
+            tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}") from error
     if tensor.dtype == torch.bool or tensor.is_complex() or tensor.dim() > 1:
@@ -330,6 +330,6 @@ def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[st
     sequences = [[[-1] * (length - len(tokens)) + list(tokens) for (tokens, _), _ in row] for row in filled]
     return {
         "sequences": torch.tensor(sequences, device=device),
-        "biases": torch.tensor([[value for _, value in row] for row in filled], device=device),
+        "biases": torch.tensor([[value for _, value in row] for row in filled], dtype=torch.float32, device=device),
         "until": torch.tensor([[until for (_, until), _ in row] for row in filled], device=device),
     }

@@ -145,6 +145,8 @@ def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) ->
     """Write values [B, n, m] into the logits [B, n, V] of tokens [B, n, m], or add them. Inductor compiles this in
     place, where `scatter_` would copy all logits."""
     batch, places = (torch.arange(size, device=tokens.device) for size in tokens.shape[:2])
+    # A choice between two numbers has torch's default dtype.
+    values = values.to(logits.dtype)
     logits.index_put_((batch.view(-1, 1, 1), places.view(1, -1, 1), tokens), values, accumulate=add)
 
 

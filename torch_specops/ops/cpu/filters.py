@@ -100,7 +100,9 @@ def filter_bounds(
     num_rows = shape.numel()
 
     def per_row(values: Tensor | None, default: float) -> Tensor:
-        return torch.full((num_rows,), default) if values is None else values.repeat_interleave(repeats)
+        if values is None:
+            return logits.new_full((num_rows,), default, dtype=torch.float32)
+        return values.repeat_interleave(repeats)
 
     t, k = per_row(temperature, 1.0), per_row(top_k, 0).long()
     p, m = per_row(top_p, 1.0), per_row(min_p, 0.0)
@@ -114,7 +116,7 @@ def filter_bounds(
             _bounds(_comparable(row), row_t, row_k, row_p, row_m) if is_sampled else (-math.inf, 0)
             for row, row_t, is_sampled, row_k, row_p, row_m in settings
         ]
-        cut, first = (torch.tensor(values) for values in zip(*bounds, strict=True)) if bounds else (t, k)
+        cut, first = t.new_tensor([cut for cut, _ in bounds]), k.new_tensor([first for _, first in bounds])
     has_law = (t > 0) & ~p.isnan() & ~m.isnan()
     cut = torch.where(t == 0, -math.inf, torch.where(has_law, cut, math.nan))
     return cut.view(shape), torch.where(has_law, first, 0).view(shape)
@@ -152,7 +154,8 @@ def _bounds_of_short_rows(
     kept &= (k <= 0) | (k >= vocab_size) | (x >= x.gather(1, (k - 1).clamp(0, vocab_size - 1)))
     cdf = torch.where(kept, gap.exp(), 0.0).cumsum(-1, dtype=torch.float64)
     before = torch.nn.functional.pad(cdf[:, :-1], (1, 0))
-    kept &= (p >= 1) | (before < p.clamp(min=0) * (TOP_P_REACHED * cdf[:, -1:])) | (torch.arange(vocab_size) == 0)
+    is_first = torch.arange(vocab_size, device=x.device) == 0
+    kept &= (p >= 1) | (before < p.clamp(min=0) * (TOP_P_REACHED * cdf[:, -1:])) | is_first
     kept &= (m <= 0) | (gap >= m.clamp(0, 1).log())
     # Kept entries come first in this order.
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
@@ -197,7 +200,7 @@ def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
     """The last token of the smallest set of most likely tokens that holds the mass p: its logit and its index."""
     weight = gap.exp()
     mass = p * TOP_P_REACHED * float(weight.sum(dtype=torch.float64))
-    among, before = torch.arange(len(x)), 0.0
+    among, before = torch.arange(len(x), device=x.device), 0.0
     if len(x) > HEAD:
         largest = x.topk(HEAD, sorted=False)
         among = _at_least(x, float(largest.values.min()), largest.indices)
@@ -215,6 +218,6 @@ def _crossing(gap: Tensor, weight: Tensor, mass: float) -> tuple[Tensor, float]:
     """Divides the logits into intervals of equal width, most likely first. Returns the indices of the tokens in the
     interval where the mass is reached, and the mass before it."""
     interval = (gap * -INTERVALS_PER_UNIT).clamp(max=NUM_INTERVALS - 1).long()
-    cdf = torch.zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
+    cdf = weight.new_zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
     reached = min(int((cdf < mass).sum()), int(interval.max()))
     return (interval == reached).nonzero().squeeze(1), float(cdf[reached - 1]) if reached > 0 else 0.0
