@@ -150,6 +150,7 @@ def read_prompts(
         limits=lengths + num_new,
         eos=eos,
         finished=finished,
+        failed=torch.zeros_like(finished),
         seeds=_read_seeds(seed, batch),
         sampling=of_rows,
         is_sampled=bool((of_rows.temperature > 0).any()),

@@ -261,5 +261,6 @@ def _commit(
                     places, is_new = (each.unsqueeze(2).expand_as(new) for each in (slots, is_emitted))
                 kept.scatter_(1, places, torch.where(is_new, new, nothing))
     state.lengths.add_(count)
+    state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
     return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)
