@@ -30,7 +30,7 @@ class DecodeState:
         limits: [B] int64, the length at which a row ends.
         eos: [B, E] int64, tokens that end a row; -1 is none.
         finished: [B] bool.
-        failed: [B] bool, rows that ended because the target gave no finite logit. Programs around an exported step read it.
+        failed: [B] bool, rows that ended because the target gave no finite logit; read around an exported step.
         seeds: [B] int64.
         sampling: temperature, filters and processors of each row.
         is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.

@@ -221,7 +221,7 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
     """[B, K] for the acceptance tests and [B] for the next token."""
     if state.is_sampled:
         return verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
-    zeros = torch.zeros(len(state.lengths), num_draft_tokens + 1, dtype=torch.float32, device=state.lengths.device)
+    zeros = torch.zeros(state.seeds.shape[0], num_draft_tokens + 1, dtype=torch.float32, device=state.seeds.device)
     return zeros[:, 1:], zeros[:, 0]
 
 

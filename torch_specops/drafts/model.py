@@ -50,7 +50,7 @@ class SequentialDraft(DraftSource):
     def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
         """[B, K] uniforms; zeros on a CPU if all rows are greedy, where checking this costs nothing."""
         if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
-            return torch.zeros(len(seeds), num_draft_tokens, dtype=torch.float32, device=seeds.device)
+            return torch.zeros(seeds.shape[0], num_draft_tokens, dtype=torch.float32, device=seeds.device)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
     def propose(
