@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from evidence import RESULTS
 from leviathan_measured import DRAFTS, TEMPERATURES, predictions
 from markdown_table import table
@@ -16,8 +15,6 @@ from wagner_methods import BASELINE, GAMMAS, METHODS
 # benchmarks/README.md says which of them are at an earlier commit.
 SCRIPTS = ("leviathan_theory", "leviathan_measured", "leviathan_oracle")
 SCRIPTS += ("wagner_text", "wagner_asr", "wagner_memory", "chen")
-# Drafts whose acceptances leviathan_oracle traced, by target.
-TRACES = {"austen": ("bigram", "small model", "early exit 6"), "code": ("prompt lookup", "early exit 25")}
 NOT_RUN = "not run"
 # By script, then by key: what a cell returned. "seconds" has, by script, what each of its cells took.
 Found: TypeAlias = "dict[str, dict[str, Any]]"
@@ -76,29 +73,6 @@ def chen_speed(found: Found) -> Rows:
         yield from (one | {"subject": subject, "law": law, "K": number} for number, one in own.items())
 
 
-def forwards(accepted: str, num_drafts: int, cost_ratio: float) -> float:
-    """The time of a text in forwards of the target. `accepted` has "1" for every position whose draft is accepted. The
-    last position is not drafted: it is the next token of the last step."""
-    position, spent = 0, 0.0
-    while position < len(accepted):
-        proposed = accepted[position : min(position + num_drafts, len(accepted) - 1)]
-        spent += 1 + cost_ratio * len(proposed)
-        position += len(proposed.partition("0")[0]) + 1
-    return spent
-
-
-def chen_percentiles(found: Found) -> Rows:
-    """By temperature and K, the time of 128 tokens over that without drafts: its mean, deviation, P90 and P99 over the
-    texts that the small model's traces are cut into, at the cost ratio 1/8 of Chen et al. 2023."""
-    for (temperature,), rows in starting(found, "leviathan_oracle", "trace/austen/small model/T="):
-        texts = [row[start : start + 128] for row in rows for start in range(0, len(row) - 127, 128)]
-        for count in range(8):
-            times = torch.tensor([forwards(text, count, 1 / 8) / 128 for text in texts], dtype=torch.float64)
-            p90, p99 = times.quantile(torch.tensor([0.9, 0.99], dtype=torch.float64)).tolist()
-            values = {"mean": times.mean().item(), "deviation": times.std().item(), "p90": p90, "p99": p99}
-            yield {"T": temperature[0], "K": count, "texts": len(texts)} | values
-
-
 CHEN = {
     "table 1": Table(
         "task | law | measure | plain | speculative | difference (95 %) | equal texts | ms per token"
@@ -114,11 +88,6 @@ CHEN = {
         "{subject} | {law} | {K} | {seconds_of_128:.2f} ± {seconds_of_128_deviation:.2f}"
         " | {speed:.2f} ({speed_low:.2f} to {speed_high:.2f}) | {efficiency:.2f} | {loop_ms:.1f}",
         chen_speed,
-    ),
-    "percentiles": Table(
-        "T | K | mean | deviation | P90 | P99 | texts",
-        "{T} | {K} | {mean:.3f} | {deviation:.3f} | {p90:.3f} | {p99:.3f} | {texts}",
-        chen_percentiles,
     ),
 }
 
@@ -146,30 +115,6 @@ def speeds(found: Found) -> Rows:
                 expected = predictions(measured, subject, t, provider)
                 shares = {f"of_{name}": provider["speed"] / expected[name] for name in ("theorem", "machine")}
                 yield provider | shares | {"subject": subject, "T": t, "expected": expected}
-
-
-def policies(found: Found) -> Rows:
-    names = ((subject, draft, t) for subject, drafts in TRACES.items() for draft in drafts for t in TEMPERATURES)
-    for subject, draft, temperature in names:
-        own = found["leviathan_oracle"][f"policies/{subject}/{draft}/T={temperature}"]
-        common = {"subject": subject, "draft": draft, "T": f"{temperature:.0f}"}
-        common |= {"alpha": own["alpha"], "follows": own["follows"]}
-        for cost in own["costs"]:
-            if cost["cost_ratio"] in (0.01, 0.05, 0.2):
-                yield cost | common | {"gain": 100 * (cost["oracle"] / cost["constant"] - 1)}
-
-
-def checks(found: Found) -> Rows:
-    for (temperature,), own in starting(found, "leviathan_oracle", "check/T="):
-        yield own | {"T": temperature[0]}
-
-
-def hierarchical(found: Found) -> Rows:
-    for (temperature,), own in starting(found, "leviathan_oracle", "hierarchical/T="):
-        for draft in own:
-            ratios = sorted(a / b for a, b in zip(own[0]["seconds"], draft["seconds"], strict=True))
-            middle = sum(ratios[len(ratios) // 2 - 1 : len(ratios) // 2 + 1]) / 2
-            yield draft | {"T": temperature[0], "low": ratios[0], "middle": middle, "high": ratios[-1]}
 
 
 def rejections(found: Found) -> Rows:
@@ -212,22 +157,6 @@ LEVIATHAN_TABLES = {
     ),
     "appendix A.2": Table(
         "draft | min(1, p / q) | one round of rejection sampling", "{draft} | {alpha:.3f} | {rejection:.4f}", rejections
-    ),
-    "section 3.5": Table(
-        "target, text | draft | T | alpha, follows | c | best constant | formula | heuristic | optimal | oracle"
-        " | formula | gain of the oracle",
-        "{subject} | {draft} | {T} | {alpha:.2f}, {follows:+.2f} | {cost_ratio} | {constant:.2f} (K = {constant_k})"
-        " | {formula_constant:.2f} (K = {formula_k}) | {heuristic:.2f} | {optimal:.2f} | {oracle:.2f}"
-        " | {formula_oracle:.2f} | {gain:.0f}%",
-        policies,
-    ),
-    "section 3.5, check": Table("T | on the trace | in the loop", "{T} | {trace:.3f} | {loop:.3f}", checks),
-    "section 6": Table(
-        "T | small model | tokens per step | drafts per step | its forwards per step"
-        " | speed of the loop over the small model alone",
-        "{T} | {draft} | {mean_acceptance_length:.2f} | {drafts_per_step:.2f} | {draft_forwards_per_step:.2f}"
-        " | {middle:.2f} ({low:.2f} to {high:.2f})",
-        hierarchical,
     ),
 }
 
@@ -326,17 +255,6 @@ def wagner_pairs(found: Found) -> Rows:
         yield {"subject": subject, "models": models, "text": text} | of(found, "laws", subject, "/top_k=0")
 
 
-def wagner_peaks(found: Found) -> Rows:
-    for (name,), own in starting(found, "wagner_memory", "figures 4, 5/"):
-        for method in METHODS:
-            yield {"name": name, "method": method} | {f"at {n}": peak / 1e6 for n, peak in own[method].items()}
-
-
-def wagner_rates(found: Found) -> Rows:
-    for (name,), own in starting(found, "wagner_memory", "table 3/"):
-        yield {"name": name} | {method: one | {"MB": one["bytes"] / 1e6} for method, one in own.items()}
-
-
 def wagner_calls(found: Found) -> Rows:
     for (name,), own in starting(found, "wagner_text", "calls/"):
         for number in own[BASELINE]:
@@ -354,11 +272,6 @@ WAGNER = {
         " | texts equal to transformers'",
         "{subject} | {method} | {quality} | {seconds} | {step} | {own[identical]} of {base[identical]}",
         wagner_quality,
-    ),
-    "table 3": Table(
-        f"GB/s | {each('@', METHODS)} | `copy_`",
-        "{name} | " + each("{@[gb_per_s]:.2f} ({@[MB]:.1f} MB, {@[ms]:.2f} ms)", (*METHODS, "copy_")),
-        wagner_rates,
     ),
     "table 5": Table(
         f" | {each('@', OTHERS)} | steps: transformers, sigmoid | share of sampling in the baseline",
@@ -392,11 +305,6 @@ WAGNER = {
         f"distance from the target's law; accepted; rare | {each('@', SUBJECTS)}",
         "{name} | " + each("{@[distance]:.4f}; {@[accepted]:.3f}; {@[tail]:.4f}", SUBJECTS),
         wagner_laws,
-    ),
-    "figures 4 and 5": Table(
-        " | MB at gamma = | " + " | ".join(map(str, GAMMAS)),
-        "{name} | {method} | " + each("{at @:.2f}", map(str, GAMMAS)),
-        wagner_peaks,
     ),
 }
 

@@ -83,18 +83,6 @@ def wagner_figure_3(found: Found) -> str:
     return f"median step at gamma 20 over 1 (V = 50k): {over(growth, each('@ {@:.2f}', METHODS, ', '))}"
 
 
-def peaks_of(*names: str) -> Callable[[Found], str]:
-    def numbers(found: Found) -> str:
-        parts = []
-        for name in names:
-            own = found["wagner_memory"][f"figures 4, 5/{name}"]
-            peaks = ", ".join(span(f"{peak / 1e6:.1f}" for peak in own[method].values()) for method in METHODS)
-            parts.append(f"{name} {peaks}")
-        return f"peak of a call for {', '.join(METHODS)}, gamma 1 to 20, MB: {'; '.join(parts)}"
-
-    return numbers
-
-
 def leviathan_table_1(found: Found) -> str:
     rows = found["leviathan_theory"]["table 1"]
     met = sum(round(row[name], 2) == row[f"paper_{name}"] for row in rows for name in ("speed", "operations"))
@@ -171,16 +159,6 @@ def chen_figure_1(found: Found) -> str:
     return "; ".join(parts)
 
 
-def chen_percentiles(found: Found) -> str:
-    parts = []
-    for temperature in ("0", "1"):
-        own = [row for row in CHEN["percentiles"].rows(found) if row["T"] == temperature]
-        best = {name: min(own, key=lambda row: row[name]) for name in ("mean", "p90", "p99")}
-        named = ", ".join(f"{name.replace('p', 'P')} {at[name]:.2f} at K = {at['K']}" for name, at in best.items())
-        parts.append(f"T = {temperature}: {named}; deviation {own[1]['deviation']:.3f} to {own[-1]['deviation']:.3f}")
-    return f"best times of 128 tokens over none drafted, {'; '.join(parts)} for K = 1 to {own[-1]['K']}"
-
-
 def or_not_run(write: Callable[[Found], str]) -> Callable[[Found], str]:
     """Says "not run" if a result is missing."""
 
@@ -196,17 +174,13 @@ def or_not_run(write: Callable[[Found], str]) -> Callable[[Found], str]:
 FACTORS = ("walltime_factor", "operations_factor")
 WIDTHS = "{of_theorem:.2f} of the theorem; {of_machine:.2f} of it with the measured widths of forwards"
 FASTER = each("@ {@, less:.0f} % less", (EXACT, UNIFORM, SIGMOID), ", ")
-RATES = each("@ {@[gb_per_s]:.2f}", (*METHODS, "copy_"), ", ")
 WRITERS = {
     "wagner table 1": wagner_table_1,
     "wagner tables 2 and 7": wagner_tables_2_7,
-    "wagner table 3": spans(WAGNER["table 3"], f"{RATES} GB/s"),
     "wagner table 5": spans(WAGNER["table 5"], f"{FASTER}; the sampling function is {{share:.1f}} % of the time"),
     "wagner table 6": spans(WAGNER["table 6"], each("@ {@[step_ms_median]:.2f} ms", METHODS, ", ")),
     "wagner table 8": wagner_table_8,
     "wagner figure 3": wagner_figure_3,
-    "wagner figure 4": peaks_of("Llama 2", "Qwen", "Gemma"),
-    "wagner figure 5": peaks_of("Whisper"),
     "leviathan table 1": leviathan_table_1,
     "leviathan table 2": leviathan_table_2,
     "leviathan table 3": leviathan_table_3,
@@ -218,6 +192,5 @@ WRITERS = {
     "leviathan figure 4": curves("figure 4", "gamma", ".2f", *FACTORS, what=", speed and operations"),
     "chen table 1": chen_table_1,
     "chen figure 1": chen_figure_1,
-    "chen percentiles": chen_percentiles,
 }
 NUMBERS = {name: or_not_run(write) for name, write in WRITERS.items()}
