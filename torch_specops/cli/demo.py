@@ -122,7 +122,7 @@ def demo(
 
 
 def _next(target: str, draft: str, device: str, temperature: float) -> str:
-    """What to try after this: a draft model, then sampling, then the speed."""
+    """The next thing to try: a draft model, then sampling, then the speed."""
     if target == AUSTEN and draft == PROMPT_LOOKUP:
         what, command, draft = "a small model as the draft", "demo", AUSTEN_DRAFT
     elif temperature == 0:

@@ -23,7 +23,7 @@ from .step import unpack_record
 __all__ = ["Batch", "KeptLogits"]
 
 
-# Of each row: the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
+# For each row the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 
 

@@ -158,7 +158,7 @@ class HierarchicalDraft(ModelDraft):
         self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor
     ) -> tuple[Draft, Tensor]:
         """Inner drafts [B, w] behind texts of `ends` [B] tokens, and the model's logits [B, w + 1, V] from there on."""
-        # As many inner drafts for every K, so that a row's drafts do not depend on how many other rows have room for.
+        # The same number for every K: a row's drafts do not depend on how many other rows have room for.
         vocab_size = self.model.vocab_size
         inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
         # Tokens outside the model's vocabulary are padding.

@@ -1,4 +1,4 @@
-"""What a forward of an unmodified transformers model writes: keys and values, and hidden states for feature drafts."""
+"""Tensors that a forward of an unmodified transformers model writes: keys, values, hidden states for feature drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the eager forms of the verify ops share: the sequences in parts, the drafts, greedy rows, the next token."""
+"""Shared by the eager forms of the verify ops: the sequences in parts, the drafts, greedy rows, the next token."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ fills, at most one at each end, are loaded entry by entry. No byte outside the r
 
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
 
-What a tile contributes to its row is a pair of float32 in memory, its partials: the maximum and the sum of
+A tile contributes to its row a pair of float32 in memory, its partials: the maximum and the sum of
 exponentials, or in a greedy row the maximum and the bits of the token that has it.
 
 Kernels import these functions by name: Inductor writes a kernel's source anew and follows plain global names only.
