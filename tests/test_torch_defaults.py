@@ -19,7 +19,7 @@ from torch_specops.hf import custom_generate
 from torch_specops.laws import markov_pair
 
 EVERYTHING = SamplingParams(
-    temperature=[0.8, 0.0, 1.2],
+    temperature=torch.tensor([0.8, 0.0, 1.2]),
     top_k=20,
     top_p=0.9,
     min_p=0.01,

@@ -266,7 +266,7 @@ class SamplingTensors:
 
 def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
-        tensor = torch.as_tensor(value, device=None if isinstance(value, Tensor) else "cpu")
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         if not isinstance(value, Tensor) and tensor.is_floating_point():
             # Take float64: in float32, the default, a number could overflow or vanish before it is checked.
             tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu")
