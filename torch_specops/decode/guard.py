@@ -95,12 +95,19 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
     training = [module for own in modules for module in own.modules() if module.training]
     try:
-        for module in training:
-            module.training = False
-        yield
+        try:
+            _set_training(training, False)
+            yield
+        finally:
+            _set_training(training, True)
     finally:
-        for module in training:
-            module.training = True
+        # Once more, because an interrupt may have come in between.
+        _set_training(training, True)
+
+
+def _set_training(modules: Sequence[nn.Module], training: bool) -> None:
+    for module in modules:
+        module.training = training
 
 
 def modules_of(*parts: object) -> list[nn.Module]:

@@ -182,20 +182,18 @@ class Session:
     def _cancel(self, text: Handle) -> None:
         with self._changed:
             text.is_cancelled = True
-            is_waiting = text in self._waiting
-            if is_waiting:
+            if text in self._waiting:
+                self._end(text, "cancelled")
                 self._waiting.remove(text)
-        if is_waiting:
-            self._end(text, "cancelled")
 
     def _close(self, reason: str, error: str | None = None) -> None:
         with self._changed:
             self._is_closed = True
-            left = [text for text in [*self._rows, *self._waiting] if text is not None and not text.done]
-            self._waiting.clear()
             self._changed.notify_all()
-        for text in left:
-            self._end(text, reason, error)
+            for text in [*self._rows, *self._waiting]:
+                if text is not None:
+                    self._end(text, reason, error)
+            self._waiting.clear()
 
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
         """Make room in the models for rows that are free: finished sequences of one token."""
@@ -230,21 +228,26 @@ class Session:
             with self._changed:
                 if not self._waiting or (self._waiting[0].needs_row and not free):
                     break
-                text = self._waiting.popleft()
-                if text.needs_row:
+                text = self._waiting[0]
+                if text.is_cancelled:
+                    self._end(text, "cancelled")
+                elif isinstance(text.prompt, str):
+                    self._end(text, "error")
+                elif not text.needs_row:
+                    self._end(text, "length")
+                else:
                     row = free.pop(0)
                     self._rows[row] = text
-            if isinstance(text.prompt, str):
-                self._end(text, "error")
-            elif not text.needs_row:
-                self._end(text, "length")
-            else:
-                text.deadline = time.monotonic() + text.max_time
-                try:
-                    self._replace_inputs(row, text.prompt.inputs)
-                    admitted[row] = text.prompt
-                except (TypeError, ValueError, RuntimeError) as error:
-                    self._end(text, "error", str(error))
+                # An interrupt before leaves it in both places, and `_close` ends it. After it would be in none.
+                self._waiting.popleft()
+            if text.done or isinstance(text.prompt, str):
+                continue
+            text.deadline = time.monotonic() + text.max_time
+            try:
+                self._replace_inputs(row, text.prompt.inputs)
+                admitted[row] = text.prompt
+            except (TypeError, ValueError, RuntimeError) as error:
+                self._end(text, "error", str(error))
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)
@@ -283,21 +286,21 @@ class Session:
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
     def _end(self, text: Handle, reason: str, error: str | None = None) -> None:
-        """Complete a request, and free its row."""
-        new = torch.tensor(text.new_tokens, dtype=torch.int64, device="cpu")
-        logprobs = new.new_full(new.shape, math.nan, dtype=torch.float32)
-        top_shape = len(new), self._top_logprobs
-        top = TopLogprobs(new.new_full(top_shape, -1), new.new_full(top_shape, math.nan, dtype=torch.float32))
-        seed, tokens = None, new.clone()
-        if isinstance(text.prompt, Prompts):
-            seed, tokens = int(text.prompt.state.seeds), torch.cat([text.prompt.state.tokens[0], new])
+        """Complete a request that is not complete, and free its row."""
         with self._changed:
-            if text in self._rows:
-                row = self._rows.index(text)
-                # Another call may have begun with the decoder, which has one state.
-                if self._batch is not None and self._guard.is_newest(self._stream):
-                    self._batch.copy_logprobs(row, logprobs, top)
-                self._rows[row] = None
+            if text.done:
+                return
+            row = self._rows.index(text) if text in self._rows else None
+            new = torch.tensor(text.new_tokens, dtype=torch.int64, device="cpu")
+            logprobs = new.new_full(new.shape, math.nan, dtype=torch.float32)
+            top_shape = len(new), self._top_logprobs
+            top = TopLogprobs(new.new_full(top_shape, -1), new.new_full(top_shape, math.nan, dtype=torch.float32))
+            seed, tokens = None, new.clone()
+            if isinstance(text.prompt, Prompts):
+                seed, tokens = int(text.prompt.state.seeds), torch.cat([text.prompt.state.tokens[0], new])
+            # Another call may have begun with the decoder, which has one state.
+            if row is not None and self._batch is not None and self._guard.is_newest(self._stream):
+                self._batch.copy_logprobs(row, logprobs, top)
             completion = Completion(
                 text.index,
                 tokens,
@@ -308,8 +311,11 @@ class Session:
                 text.prompt if isinstance(text.prompt, str) else error,
                 top if self._top_logprobs else None,
             )
+            # Whoever waits for the request must hear of its end, whatever is interrupted behind this line.
+            text.end(completion)
             self._ended.append(completion)
-        text.end(completion)
+            if row is not None:
+                self._rows[row] = None
 
 
 def completions_of(

@@ -96,7 +96,9 @@ class TransformersModel:
         for config in self._copy.configs:
             use_grouped_attention(config, self.supports_spans)
         if self._first_layers is not None:
-            del layers_of(self.prepared)[self._first_layers :]
+            layers = layers_of(self.prepared)
+            assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
+            del layers[self._first_layers :]
         if self._is_tested_decoder:
             compile_once(layers_of(self.prepared))
         if self._features is not None:

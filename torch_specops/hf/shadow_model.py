@@ -40,9 +40,13 @@ class ShadowModel:
 
     def __init__(self) -> None:
         self._copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        # What is made belongs to one call of `of`, and only a finished call replaces what there was: an interrupted one
+        # leaves the copy behind, which the next call brings up to date.
         self._configs: dict[int, Any] = {}
-        # Since the last call of `of`: the modules that were copied, and those with a forward that was not.
-        self._done: set[nn.Module] = set()
+        self._new_configs: dict[int, Any] = {}
+        # Module -> the attributes of its copy.
+        self._attributes: dict[nn.Module, dict[str, Any]] = {}
+        # Modules with a forward that was not copied.
         self._not_seen_through: list[str] = []
         # Parts -> the callable that was made of them, in this call of `of` and the one before. Compiled code looks at
         # the identity of a function. Older ones are forgotten: some trainers wrap a model anew in every step.
@@ -64,6 +68,8 @@ class ShadowModel:
         """The copy of `model`: the same object in every call, brought up to date with what has changed in the model
         (its device, a module that was exchanged, an active LoRA adapter). Configs are copied once.
 
+        The copy changes once all of it is made. After an interrupt it must be asked for again.
+
         Args:
             model: the model.
             own_layers: True = a forward that may run the model's layers in place of the copy's is an error.
@@ -71,11 +77,10 @@ class ShadowModel:
         Raises:
             ValueError: a module has a `forward` of its own that may run modules in training mode.
         """
-        self._not_seen_through.clear()
-        self._made_before, self._made = self._made, {}
+        self._attributes, self._not_seen_through, self._inside, self._made = {}, [], [], {}
+        self._new_configs = dict(self._configs)
         copied = self._copy_of(model)
         assert isinstance(copied, PreTrainedModel)
-        self._done.clear()
         if self._not_seen_through:
             names = ", ".join(sorted(set(self._not_seen_through)))
             found = f"model: {names} has a forward of its own that may run the model's own layers"
@@ -83,18 +88,18 @@ class ShadowModel:
                 raise ValueError(f"{found}, in training mode and with dropout; call model.eval() first")
             if own_layers:
                 raise ValueError(f"{found}, and this draft reads fewer layers or their features; remove that forward")
+        for module, attributes in self._attributes.items():
+            object.__setattr__(self._copies[module], "__dict__", attributes)
+        self._configs, self._made_before, self._attributes = self._new_configs, self._made, {}
         return copied
 
     def _copy_of(self, module: nn.Module) -> nn.Module:
         clone = self._copies.get(module)
         if clone is None:
             clone = self._copies[module] = type(module).__new__(type(module))
-        if module in self._done:
+        if module in self._attributes:
             return clone
-        self._done.add(module)
-        attributes = vars(clone)
-        attributes.clear()
-        attributes.update(vars(module))
+        attributes = self._attributes[module] = dict(vars(module))
         attributes["training"] = False
         # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
         writes = "longrope" in str(attributes.get("rope_type"))
@@ -107,7 +112,7 @@ class ShadowModel:
                 continue
             if isinstance(value, PreTrainedConfig):
                 # One memory for all: configs that are one object, or one inside another, are so in the copy.
-                attributes[name] = copy.deepcopy(value, self._configs)
+                attributes[name] = copy.deepcopy(value, self._new_configs)
             elif name == "forward" or isinstance(value, (MethodType, partial, FunctionType, nn.Module)):
                 try:
                     attributes[name] = self._rebound(value, module)

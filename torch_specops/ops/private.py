@@ -40,8 +40,22 @@ FunctionalTensorMode = find("torch._subclasses.functional_tensor:FunctionalTenso
 _kinds = find("torch._subclasses.fake_tensor:FakeTensor"), find("torch._subclasses.functional_tensor:FunctionalTensor")
 TRACED: tuple[type, ...] = () if None in (FunctionalTensorMode, *_kinds) else _kinds
 
-# Leaves `wrap_triton` out of eager launches. Without it a launch takes ten times as long.
-set_wrap_triton_enabled: Callable[[bool], Any] = find("torch._library.triton:set_wrap_triton_enabled") or nullcontext
+# Says whether launches go through `wrap_triton`. Without it an eager launch takes ten times as long.
+_wraps_triton = find("torch._library.triton:wrap_triton_enabled")
+
+
+@contextmanager
+def launching_directly() -> Iterator[None]:
+    """Leaves `wrap_triton` out of launches. torch's own `set_wrap_triton_enabled` turns an interrupt at its first line
+    into an UnboundLocalError."""
+    before = getattr(_wraps_triton, "value", True)
+    try:
+        if _wraps_triton is not None:
+            _wraps_triton.value = False
+        yield
+    finally:
+        if _wraps_triton is not None:
+            _wraps_triton.value = before
 
 # The number of tracers that see the calls, and a test for mapped tensors. Without one of the names no data is read, and
 # eager calls on a CPU run the dense form.

@@ -34,7 +34,7 @@ def register_op(public: Callable[..., Any], opaque_from: float = math.inf) -> Ca
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
             # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
-            with private.set_wrap_triton_enabled(False):
+            with private.launching_directly():
                 return body(*args)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
