@@ -57,6 +57,7 @@ def launching_directly() -> Iterator[None]:
         if _wraps_triton is not None:
             _wraps_triton.value = before
 
+
 # The number of tracers that see the calls, and a test for mapped tensors. Without one of the names no data is read, and
 # eager calls on a CPU run the dense form.
 num_modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 1)
