@@ -203,7 +203,8 @@ class SpeculativeDecoder:
         Args:
             input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
                 the decoder's prompt.
-            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
+            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
+                whose `end` is called whatever ends the call.
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
                 padded.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0; 128.
@@ -232,8 +233,7 @@ class SpeculativeDecoder:
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
-            warning; the other rows continue. If a KeyboardInterrupt comes while there is a streamer, the output holds
-            the tokens generated so far.
+            warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what a model can
@@ -254,17 +254,13 @@ class SpeculativeDecoder:
         with self._guard.working():
             batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
             put, end = streamer_calls(streamer, input_ids, len(batch.rows))
-            interrupted = False
             try:
                 for step in self._steps(batch, stream):
                     put(step)
-            except KeyboardInterrupt:
-                if streamer is None:
-                    raise
-                interrupted = True
-            end()
+            finally:
+                end()
             self._guard.check_is_newest(stream)
-            output = batch.output(interrupted)
+            output = batch.output()
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
@@ -276,14 +272,15 @@ class SpeculativeDecoder:
         """
         return self._steps(*self._begin(input_ids, arguments))
 
-    def output(self, interrupted: bool = False) -> GenerationOutput:
-        """The sequences and statistics of the newest stream so far."""
+    def output(self) -> GenerationOutput:
+        """The sequences and statistics so far of the newest `stream`, or of a `generate` that was interrupted."""
         if not isinstance(self._newest, Batch):
             raise RuntimeError(
-                "output: the newest call is not generate or stream; the handles of a session have its results"
+                "output: the newest call is not generate or stream, or ended before it had read its prompts; the "
+                "handles of a session have its results"
             )
         with self._guard.working():
-            return self._newest.output(interrupted)
+            return self._newest.output()
 
     def session(
         self, batch_size: int, *, max_length: int | None = None, logprobs: str | None = None, top_logprobs: int = 0
@@ -367,6 +364,8 @@ class SpeculativeDecoder:
                 longest = int(state.limits.max())
                 check_room(self.target, self.draft, longest, self.max_length)
                 capacity = self._runner.capacity(self.max_length or longest)
+                # If reading the prompts is interrupted, `output` has no batch to show.
+                self._newest = None
                 self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
         return batch, stream
 
