@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, r
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.step import Verifier
 from torch_specops.drafts import Draft, EarlyExit, LanguageModel, PromptLookup
@@ -170,7 +172,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
     ({"target": nn.Linear(2, 2)}, TypeError, "target: .*Linear'> without vocab_size, device, max_length, start"),
     ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
-    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got <class 'str'>"),
+    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got .*str'> \(.*PromptLookup\(\)"),
     ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
@@ -199,6 +201,44 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments_of_a_decoder() -> None:
     models = {"target": PairModel(TABLE), "draft": PairModel(TABLE)}
     assert raised(lambda bad: SpeculativeDecoder(**(models | bad)), BAD_DECODERS) == []
+
+
+def test_a_keyword_that_a_call_does_not_have() -> None:
+    """The error names the call, and what to pass: another name, another call, or the nearest name."""
+    decoder, prompt = SpeculativeDecoder(PairModel(TABLE)), [1, 2]
+    calls: dict[str, Callable[..., object]] = {
+        "generate": partial(torch_specops.generate, PairModel(TABLE), PROMPT),
+        "SpeculativeDecoder": partial(SpeculativeDecoder, PairModel(TABLE)),
+        "SpeculativeDecoder.generate": partial(decoder.generate, PROMPT),
+        "SpeculativeDecoder.stream": partial(decoder.stream, PROMPT),
+        "SpeculativeDecoder.session": partial(decoder.session, 2, max_length=8),
+        "SpeculativeDecoder.generate_many": partial(decoder.generate_many, [prompt], batch_size=2),
+        "Request": partial(Request, prompt),
+    }
+    greedy, beams = r"sampling=SamplingParams\(temperature=0.0\) for greedy", r"beam search is .*\.beam_search\("
+    before = " to Request or SpeculativeDecoder"
+    advice = [
+        ("generate", "temperature", r"pass sampling=SamplingParams\(temperature=...\)$"),
+        ("generate", "do_sample", f"pass {greedy}"),
+        ("generate", "max_length", "pass max_new_tokens=..., which does not count the prompt"),
+        ("generate", "stop", "pass stop_strings=... with tokenizer=...$"),
+        ("generate", "num_beams", beams),
+        ("generate", "sedd", r"did you mean seed\?"),
+        ("generate", "foo", "expected one of target, input_ids, draft, .*, attention_mask, .*, grammar$"),
+        ("SpeculativeDecoder", "assistant_model", "pass draft=...$"),
+        ("SpeculativeDecoder", "max_new_tokens", "pass it to .*SpeculativeDecoder.generate or .*.stream"),
+        ("SpeculativeDecoder.generate", "draft", "pass it to SpeculativeDecoder$"),
+        ("SpeculativeDecoder.generate", "draft_model", "pass draft=... to SpeculativeDecoder$"),
+        ("SpeculativeDecoder.stream", "max_tokens", "pass max_new_tokens=...$"),
+        ("SpeculativeDecoder.stream", "streamer", "pass it to generate or SpeculativeDecoder.generate$"),
+        ("SpeculativeDecoder.session", "top_k", rf"pass sampling=SamplingParams\(top_k=...\){before}$"),
+        ("SpeculativeDecoder.generate_many", "max_new_tokens", "pass it to Request$"),
+        ("Request", "min_p", r"pass sampling=SamplingParams\(min_p=...\)$"),
+        ("Request", "max_tokens", "pass max_new_tokens=...$"),
+    ]
+    cases = [((call, name), TypeError, f"{name}: {call} has no such argument; {text}") for call, name, text in advice]
+    assert raised(lambda case: calls[case[0]](**{case[1]: 1}), cases) == []
+    assert {call for call, *_ in advice} == set(calls)
 
 
 def test_padding_without_a_mask_is_said() -> None:

@@ -249,7 +249,12 @@ def test_two_threads_do_not_share_a_decoder() -> None:
 
 ENSEMBLE = {"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}
 NOT_DONE: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
+    (
+        {"num_beams": 2},
+        "generation_config: expected greedy decoding or sampling, got beam_search .*torch_specops.beam.beam_search",
+    ),
+    ({"draft": PromptLookup()}, "draft: custom_generate has no such argument; pass assistant_model="),
+    ({"stop": "a"}, "stop: custom_generate has no such argument; pass stop_strings="),
     ({"use_mtp": True}, "use_mtp: expected None"),
     ({"speculation_type": "dflash"}, "speculation_type: expected None"),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),

@@ -18,6 +18,7 @@ from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .guard import Guard
 from .inputs import GenerateArguments, check_pair, check_room, checked_sampling, read_prompts
+from .keywords import check_keywords
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request
 from .rows import BatchRules, RowRule
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SpeculativeDecoder", "generate"]
 
 
+@check_keywords
 def generate(
     target: LanguageModel | nn.Module,
     input_ids: Tensor,
@@ -134,6 +136,7 @@ class SpeculativeDecoder:
         tensor([13])
     """
 
+    @check_keywords
     def __init__(
         self,
         target: LanguageModel | nn.Module,
@@ -195,6 +198,7 @@ class SpeculativeDecoder:
         """Counts and times of the newest call so far."""
         return GenerationStats(seeds=[]) if self._newest is None else self._newest.stats
 
+    @check_keywords
     def generate(
         self, input_ids: Tensor, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
     ) -> GenerationOutput:
@@ -265,6 +269,7 @@ class SpeculativeDecoder:
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
 
+    @check_keywords
     def stream(self, input_ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
@@ -282,6 +287,7 @@ class SpeculativeDecoder:
         with self._guard.working():
             return self._newest.output()
 
+    @check_keywords
     def session(
         self, batch_size: int, *, max_length: int | None = None, logprobs: str | None = None, top_logprobs: int = 0
     ) -> Session:
@@ -308,6 +314,7 @@ class SpeculativeDecoder:
         self._newest = session = Session(self._runner, self._guard, *arguments)
         return session
 
+    @check_keywords
     def generate_many(
         self,
         requests: Iterable[Request | Tensor | Sequence[int]],

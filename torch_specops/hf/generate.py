@@ -204,7 +204,8 @@ def _kept_decoder(
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
-        raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
+        advice = " (num_beams: use torch_specops.beam.beam_search)" if config.num_beams not in (None, 1) else ""
+        raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}{advice}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")

@@ -17,6 +17,8 @@ from typing import Any
 
 import transformers
 
+from ..decode.keywords import IN_CUSTOM_GENERATE
+
 __all__ = ["hand_on_arguments"]
 
 METHOD = "_extract_generation_mode_kwargs"
@@ -44,6 +46,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
         more: dict[str, Any] = {}
         # The function may be behind a `functools.partial`.
         if getattr(custom_generate, "func", custom_generate) is function:
+            for name in kwargs.keys() & IN_CUSTOM_GENERATE.keys():
+                raise TypeError(f"{name}: custom_generate has no such argument; pass {IN_CUSTOM_GENERATE[name]}")
             if kwargs.get("assistant_tokenizer") is not None:
                 raise NotImplementedError(
                     "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"
