@@ -16,6 +16,7 @@ from ..drafts import DraftSource, LanguageModel
 from ..grammars import Grammar
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
+from .grammar import check_grammar
 from .rows import Row, RowRule
 from .state import DecodeState
 
@@ -235,16 +236,14 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
 
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
-    rows = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
+    given: Any = grammar
+    # A string is a sequence, but no list of grammars.
+    rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
     own = [each for each in rows if each is not None]
     for each in own:
-        if isinstance(each, type) or not isinstance(each, Grammar):
-            raise TypeError(
-                "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
-                f"torch_specops.grammars.xgrammar(compiled_grammar) makes one, got {type(each)}"
-            )
+        check_grammar(each)
     if len(set(map(id, own))) < len(own):
         raise ValueError(f"grammar: it is the state of one text; expected one for each of {batch} rows, got one twice")
     return rows
