@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,7 @@ def test_a_keyword_that_a_call_does_not_have() -> None:
 def test_padding_without_a_mask_is_said() -> None:
     class Padded(PairModel):
         pad_token_id = 7
+        eos_token_ids = (6,)
 
     def warns(*rows: list[int], **options: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -260,10 +262,37 @@ def test_padding_without_a_mask_is_said() -> None:
     ):
         (message,) = warns(*rows)
         assert message.startswith(f"attention_mask: none was given, and row {len(rows) - 1} {verb} with the pad token")
+    # The tokenizer's pad token is often another: an eos token of the call or of the target, token 0, or what is known.
+    for rows, token, options in (
+        ([[1, 2, 3], [6, 4, 5]], 6, {"eos_token_id": ()}),
+        ([[1, 2, 4], [1, 3, 3]], 3, {"eos_token_id": [5, 3]}),
+        ([[0, 1, 2], [0, 0, 3]], 0, {}),
+        ([[1, 2, 3], [4, 0, 0]], 0, {}),
+        ([[1, 2, 3], [4, 4, 3]], 4, {"tokenizer": SimpleNamespace(pad_token_id=4)}),
+    ):
+        (message,) = warns(*rows, **options)
+        assert f"row 1 {'ends' if rows[1][-1] == token else 'begins'} with token {token}, which is" in message
+    # A repeated prompt, prompts that all begin or end so, a single row, and texts that end in an exclamation mark.
+    ordinary = [[[0, 1, 6]] * 3, [[0, 1, 2], [0, 3, 4]], [[1, 2, 6], [3, 4, 6]], [[6, 6, 1]], [[0, 0, 6]]]
+    assert [warns(*rows) for rows in [*ordinary, [[1, 2, 0], [3, 4, 2]]]] == [[]] * 6
     # A model whose texts begin or end with its pad token; another pad token; and a mask.
     assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == warns([1, 2, 7], [4, 5, 7]) == warns([7]) == []
     assert warns([1, 2, 3], [7, 4, 5], pad_token_id=6) == []
     assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
+
+
+def test_a_mask_that_is_missing_behind_transformers_or_for_an_encoder_is_said() -> None:
+    target, ours = shared_tiny("llama"), {"custom_generate": torch_specops.hf.custom_generate, "max_new_tokens": 2}
+    padded_ids = torch.tensor([[5, 6, 7], [0, 0, 8]])
+    message = "attention_mask: none was given, and row 1 begins with token 0, which is"
+    with pytest.warns(UserWarning, match=message):
+        target.generate(padded_ids, pad_token_id=11, **ours)
+    # transformers drops a mask of ones, and finds its own pad token.
+    target.generate(padded_ids, pad_token_id=11, **ours, attention_mask=torch.ones_like(padded_ids))
+    target.generate(padded_ids, pad_token_id=0, **ours)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]])}
+    with pytest.warns(UserWarning, match="inputs: attention_mask: none was given, and row 1 ends with the pad token 0"):
+        torch_specops.generate(shared_tiny("t5"), torch.tensor([[1], [1]]), inputs=inputs, max_new_tokens=2)
 
 
 def test_generate_passes_everything_on() -> None:

@@ -48,6 +48,7 @@ def custom_generate(
     inputs_tensor: Tensor | None = None,
     tokenizer: Any = None,
     grammar: AnyGrammar = None,
+    has_mask: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
     """Speculative decoding behind transformers' own `generate`.
@@ -75,8 +76,8 @@ def custom_generate(
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
         tokenizer: not used here; `generate` needs it for stop strings.
-        inputs_tensor, model_kwargs: masks, the encoder's input and output, and what transformers prepared for its own
-            loop.
+        has_mask, inputs_tensor, model_kwargs: whether a mask was given, masks, the encoder's input and output, and what
+            transformers prepared for its own loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
@@ -119,6 +120,9 @@ def custom_generate(
         predictions = Predictions(logits_processor, input_ids, generation_config)
     stops = read_criteria(stopping_criteria, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
+    if has_mask and mask is None:
+        # transformers drops a mask without a zero, and no padding was forgotten then.
+        mask = torch.ones_like(input_ids)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
     sampling = read_processors(

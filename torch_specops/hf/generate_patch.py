@@ -27,8 +27,8 @@ PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_mod
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
-    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`. Calls with another function see no difference.
-    Warns if the mixin has no method of that name and those parameters."""
+    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given. Calls
+    with another function see no difference. Warns if the mixin has no method of that name and those parameters."""
     extract = getattr(mixin, METHOD, None)
     if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
         warnings.warn(
@@ -60,6 +60,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
                 if value is not None:
                     more[name] = value
             more["tokenizer"] = kwargs.get("tokenizer")
+            mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
+            more["has_mask"] = kwargs.get(mask) is not None
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     setattr(mixin, METHOD, extract_more)
