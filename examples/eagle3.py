@@ -45,6 +45,6 @@ for name, draft in (("without drafts", None), ("with the head", head)):
     print(f"{name}: {output.stats.num_steps} steps, {output.stats.mean_acceptance_length:.2f} tokens per row and step")
 
 without, with_head = outputs
-for row, prompt in enumerate(args.prompts):
-    print(repr(prompt + tokenizer.decode(with_head.new_tokens(row))))
+for prompt, text in zip(args.prompts, with_head.texts(tokenizer), strict=True):
+    print(repr(prompt + text))
 print(f"the same text: {torch.equal(without.sequences, with_head.sequences)}")

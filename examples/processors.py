@@ -41,8 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     prompts = prompt.repeat(4, 1)
     output = torch_specops.generate(target, prompts, draft=draft, sampling=sampling, max_new_tokens=args.new_tokens)
-    for row, name in enumerate(("as it is", "repetition penalty", "no repeated n-gram", "banned words")):
-        print(f"{name}: {tokenizer.decode(output.new_tokens(row))!r}")
+    names = "as it is", "repetition penalty", "no repeated n-gram", "banned words"
+    for name, text in zip(names, output.texts(tokenizer), strict=True):
+        print(f"{name}: {text!r}")
     print(f"{output.stats.mean_acceptance_length:.2f} tokens per step")
 
     # transformers' arguments and processors mean there what they always mean.

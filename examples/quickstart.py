@@ -42,7 +42,7 @@ print("1. One prompt, greedy")
 text = "Ida Holm, the last keeper of the lighthouse, left in 1987 and opened a bakery in the harbour."
 batch = chat(f"Answer from this text: {text} What did Ida Holm do in 1987?")
 output = decoder.generate(batch["input_ids"], max_new_tokens=48, sampling=greedy)
-print(tokenizer.decode(output.new_tokens(0), skip_special_tokens=True))
+print(output.texts(tokenizer)[0])
 # In a step the target reads all drafts at once. The step emits those that it accepts, and one token more.
 print(f"{output.stats.num_tokens} tokens in {output.stats.num_steps} steps")
 expected = target.generate(**batch, max_new_tokens=48, do_sample=False)
@@ -58,8 +58,7 @@ batch = chat(
 output = decoder.generate(
     batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=48, sampling=greedy
 )
-for row in range(3):
-    print(tokenizer.decode(output.new_tokens(row), skip_special_tokens=True))
+print(*output.texts(tokenizer), sep="\n")
 print(f"{output.stats.num_tokens} tokens in {output.stats.num_steps} steps")
 
 print("\n3. Three samples of one prompt")
@@ -71,8 +70,7 @@ options = {
     "seed": 1,
 }
 output = decoder.generate(batch["input_ids"], **options)
-for row in range(3):
-    print(tokenizer.decode(output.new_tokens(row), skip_special_tokens=True))
+print(*output.texts(tokenizer), sep="\n")
 print(f"{output.stats.num_tokens} tokens in {output.stats.num_steps} steps")
 again = decoder.generate(batch["input_ids"], **options)
 print(f"the same tokens again with the same seed: {torch.equal(output.sequences, again.sequences)}")

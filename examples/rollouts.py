@@ -32,7 +32,7 @@ decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=4)
 prompt = tokenizer(args.prompt, return_tensors="pt")["input_ids"]
 options = {"max_new_tokens": args.new_tokens, "logprobs": "raw"}
 rollout = decoder.generate(prompt, num_return_sequences=args.samples, seed=0, **options)
-answers = [tokenizer.decode(rollout.new_tokens(row)) for row in range(args.samples)]
+answers = rollout.texts(tokenizer)
 for answer in answers:
     print(repr(answer))
 print(f"{rollout.stats.num_tokens} tokens, {rollout.stats.mean_acceptance_length:.2f} per row and step")

@@ -64,8 +64,7 @@ output = decoder.generate(
     sampling=SamplingParams(temperature=0.0),
     eos_token_id=eos,
 )
-for row, name in enumerate(("xgrammar", "llguidance", "no grammar")):
-    text = tokenizer.decode([token for token in output.new_tokens(row) if token != eos])
+for name, text in zip(("xgrammar", "llguidance", "no grammar"), output.texts(tokenizer), strict=True):
     try:
         print(f"{name}: {Person.model_validate_json(text)!r}")
     except ValidationError:

@@ -23,7 +23,8 @@ class Grammar(Protocol):
     """The state of one text: which tokens may come next. A class with these methods is one.
 
     The text is that of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
-    call needs an object of its own.
+    call needs an object of its own. One that has accepted a token of another text is refused, and so is one whose
+    attribute `num_accepted`, if it has one, is not 0. A class with `__slots__` needs "__weakref__" among them.
 
     Examples:
         >>> import torch, torch_specops
@@ -128,16 +129,35 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
         tokenizer = from_tokenizer(tokenizer)
     matcher = LLMatcher(tokenizer, grammar)
     if matcher.is_error():
-        raise ValueError(f"grammar: llguidance refuses it: {matcher.get_error()}")
+        raise ValueError(
+            "grammar: expected Lark, or a grammar made by LLMatcher.grammar_from_json_schema or grammar_from_regex; "
+            f"llguidance says: {matcher.get_error()}"
+        )
     return _LLGuidance(matcher, tokenizer.vocab_size, tokenizer.eos_tokens)
 
 
 class _Matcher(ABC):
-    """A matcher of a library, whose vocabulary may have more or fewer tokens than the logits."""
+    """A matcher of a library, whose vocabulary may have more or fewer tokens than the logits.
+
+    Attributes:
+        num_accepted: tokens that it has accepted and not rolled back, whoever asked it.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self.num_accepted = 0
         self._matcher = matcher
         self._vocab_size = vocab_size
+
+    def accept(self, token: int) -> bool:
+        is_accepted = self._accept(token)
+        self.num_accepted += is_accepted
+        return is_accepted
+
+    def rollback(self, count: int) -> None:
+        if not 0 <= count <= self.num_accepted:
+            raise ValueError(f"count: expected a number in [0, {self.num_accepted}], the accepted tokens, got {count}")
+        self._rollback(count)
+        self.num_accepted -= count
 
     def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
         words = num_words(self._vocab_size)
@@ -157,15 +177,21 @@ class _Matcher(ABC):
     def _fill(self, bitmask: Tensor, row: int) -> None:
         """Let the library write a bitmask with its own number of words."""
 
+    @abstractmethod
+    def _accept(self, token: int) -> bool: ...
+
+    @abstractmethod
+    def _rollback(self, count: int) -> None: ...
+
 
 class _XGrammar(_Matcher):
     def _fill(self, bitmask: Tensor, row: int) -> None:
         self._matcher.fill_next_token_bitmask(bitmask, row)
 
-    def accept(self, token: int) -> bool:
+    def _accept(self, token: int) -> bool:
         return self._matcher.accept_token(token)
 
-    def rollback(self, count: int) -> None:
+    def _rollback(self, count: int) -> None:
         self._matcher.rollback(count)
 
 
@@ -181,7 +207,7 @@ class _LLGuidance(_Matcher):
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self._check()
 
-    def accept(self, token: int) -> bool:
+    def _accept(self, token: int) -> bool:
         if not self._matcher.is_stopped():
             return bool(self._matcher.try_consume_tokens([token]))
         self._check()
@@ -190,7 +216,7 @@ class _LLGuidance(_Matcher):
         self._has_ended = True
         return True
 
-    def rollback(self, count: int) -> None:
+    def _rollback(self, count: int) -> None:
         if count > 0 and self._has_ended:
             self._has_ended = False
             count -= 1

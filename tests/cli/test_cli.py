@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import httpx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -225,7 +227,10 @@ def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPa
 
 BAD = {
     "demo": [
-        (["--target", "/no/such/model"], "model: cannot load '/no/such/model': there is no such folder"),
+        (["--target", "/no/such/model"], "target: cannot load '/no/such/model': there is no such folder"),
+        (["--target", "nosuch"], "target: 'nosuch' is no folder and not in the cache of the hub, and the hub cannot"),
+        (["--draft", "no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and the hub cannot"),
+        (["--draft", "eagle3:no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
         (["--temperature", "nan"], "temperature: expected finite numbers >= 0, got nan"),
         (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),
@@ -267,6 +272,32 @@ def refused(result: Result, message: str) -> bool:
     return begins and result.stderr.count("\n") == 1 and result.exit_code == 2
 
 
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """A hub that cannot be reached."""
+    with mock.patch("huggingface_hub.get_hf_file_metadata", side_effect=httpx.ConnectError("unknown host")) as request:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield request
+
+
+def test_only_a_hub_id_that_cannot_be_looked_up_is_refused_at_once(
+    no_hub: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--some--model").mkdir()
+    for name in ("some/model", str(tmp_path), "./model", "~/model"):
+        loading.check_hub("target", name)
+    assert not no_hub.called
+    no_hub.side_effect = httpx.ReadTimeout("slow")
+    loading.check_hub("target", "other/model")
+    assert no_hub.called
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"target: 'other/model' is no folder .*, and HF_HUB_OFFLINE is set"):
+        loading.check_hub("target", "other/model")
+    assert no_hub.call_count == 1
+
+
+@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize("command", list(BAD))
 def test_bad_input_is_one_line_and_exit_code_2(command: str, target: str) -> None:
     results = [((demo if command == "demo" else bench)(target, *given), message) for given, message in BAD[command]]
@@ -302,7 +333,11 @@ def test_help_explains_every_option() -> None:
         assert lines and all(re.match(r" {2}\S.{,26}  \S", line) or len(line) < 30 for line in lines)
         assert f"\n    torch-specops {command}\n" in result.stdout
     assert run("--version").stdout == f"torch-specops {torch_specops.__version__}\n"
-    assert all(command in run("--help").stdout for command in ("demo", "bench", "env"))
+    commands = run("--help", COLUMNS="80").stdout
+    assert (
+        all(f"  {command}  " in commands for command in ("demo", "bench", "env"))
+        and "\n  env    Print versions and devices, for a bug report.\n" in commands
+    )
 
 
 def test_env_says_which_versions_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
     for row, prompt in enumerate(PROMPTS):
         assert output.sequences[row, : output.lengths[row]].tolist() == [*prompt, *expected[row]]
     assert output.prompt_lengths.tolist() == [len(prompt) for prompt in PROMPTS]
-    assert output.errors == {} and not output.interrupted
+    assert output.errors == {}
     assert 1.0 < output.stats.mean_acceptance_length < 5
     # The target as its own draft accepts everything, five tokens a step: an eos and limits in the middle of a step.
     limits, eos = (13, 8, 17), expected[0][7]

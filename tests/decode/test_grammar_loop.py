@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tiny_grammars import EOS, LIBRARIES, Allowing, by_turns, compiled
+from tiny_grammars import EOS, LIBRARIES, TEXTS, Allowing, by_turns, compiled
 from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
 from tiny_models import PROMPTS, padded, raised, shared_tiny, tiny
 from tiny_requests import in_order, texts
@@ -18,6 +22,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
+from torch_specops.decode import grammar as grammar_module
 from torch_specops.drafts import PromptLookup
 
 # Long enough for the limit, and short enough for an eos.
@@ -196,6 +201,7 @@ def test_one_grammar_is_for_one_text() -> None:
         assert first.result().error is None
         for refused in (second, third):
             assert refused.result().error == "grammar: it is the state of one text, and another request has it"
+    grammar = Allowing(by_turns)
     wrong = raised(
         lambda options: decode("nothing", 1, **options),
         [
@@ -204,9 +210,118 @@ def test_one_grammar_is_for_one_text() -> None:
             ({"grammar": [grammar]}, ValueError, "grammar: expected one, or None, for each of 3 rows, got 1"),
             ({"grammar": Allowing}, TypeError, "grammar: expected a Grammar .* got <class 'type'>"),
             ({"grammar": [None, "a*", None]}, TypeError, "grammar: expected a Grammar .* got <class 'str'>"),
+            (
+                {"grammar": '{"type": "object"}'},
+                TypeError,
+                "grammar: expected a Grammar .*llguidance.* got <class 'str'>",
+            ),
+            ({"grammar": {"type": "object"}}, TypeError, "grammar: expected a Grammar .* got <class 'dict'>"),
+            (
+                {"grammar": [Slotted(), None, None]},
+                TypeError,
+                "grammar: expected '__weakref__' in __slots__, got .*Slot",
+            ),
         ],
     )
     assert not wrong, wrong
+
+
+USED = "grammar: it is the state of one text, and another text has used it; make a new one for every row and call"
+
+
+@dataclass
+class Counting:
+    """The first tokens in order. Its objects compare by value, and are not hashable."""
+
+    count: int = 0
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        bitmask[row] = 0
+        bitmask[row, self.count // 32] = 1 << self.count % 32
+
+    def accept(self, token: int) -> bool:
+        self.count += token == self.count
+        return token == self.count - 1
+
+    def rollback(self, count: int) -> None:
+        self.count -= count
+
+
+class Slotted:
+    """An object of this class cannot be referenced weakly."""
+
+    __slots__ = ()
+    fill_bitmask, accept, rollback = Counting.fill_bitmask, Counting.accept, Counting.rollback
+
+
+GRAMMARS: dict[str, Callable[[], Any]] = {
+    "of a class": Counting,
+    **{name: partial(make, FORCED) for name, make in LIBRARIES.items()},
+}
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_used_grammar_is_refused_in_every_call(kind: str) -> None:
+    used, fresh = [GRAMMARS[kind]()], GRAMMARS[kind]()
+    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
+    prompt, call = torch.tensor([[5, 6]]), {"max_new_tokens": 4, "eos_token_id": ()}
+    first = decoder.generate(prompt, grammar=used, **call).new_tokens(0)
+    hf = {"custom_generate": torch_specops.hf.custom_generate, "attention_mask": torch.ones_like(prompt)}
+    calls: list[Callable[[Any], Any]] = [
+        lambda grammar: torch_specops.generate(shared_tiny("llama"), prompt, grammar=grammar, **call),
+        lambda grammar: decoder.stream(prompt, grammar=[grammar], **call),
+        lambda grammar: shared_tiny("llama").generate(prompt, grammar=grammar, max_new_tokens=4, **hf),
+    ]
+    cases = [(each, ValueError, USED) for each in calls]
+    assert raised(lambda each: each(used[0]), cases) == []
+    (completion,) = decoder.generate_many([Request([5, 6], 4, grammar=used[0])], batch_size=1, max_length=9)
+    assert completion.error == USED
+    # Another object is not meant, even one that is equal, and a used one is not kept alive.
+    assert decoder.generate(prompt, grammar=fresh, **call).new_tokens(0) == first
+    before, kept = len(grammar_module._used), weakref.ref(used.pop())
+    gc.collect()
+    assert kept() is None and len(grammar_module._used) < before
+
+
+def test_a_matcher_that_has_moved_is_used() -> None:
+    for make in LIBRARIES.values():
+        grammar, token = make(REGEX), TEXTS.index("a")
+        assert grammar.accept(token)
+        with pytest.raises(ValueError, match=USED):
+            decode("nothing", 1, prompts=PROMPTS[:1], grammar=grammar)
+        grammar.rollback(1)
+        assert not grammar.accept(TEXTS.index("9"))
+        assert decode("nothing", 1, prompts=PROMPTS[:1], grammar=grammar, max_new_tokens=2).errors == {}
+
+
+def test_a_grammar_without_a_token_is_new() -> None:
+    """After a call that was refused, one that was interrupted in its first step, and a request without a row."""
+    grammar, prompt, call = Counting(), torch.tensor([[5, 6]]), {"max_new_tokens": 4, "eos_token_id": ()}
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), sampling=GREEDY)
+    with pytest.raises(TypeError, match="seed:"):
+        decoder.generate(prompt, grammar=grammar, seed="x", **call)
+    with mock.patch.object(decoder._runner, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        decoder.generate(prompt, grammar=grammar, **call)
+    with decoder.session(1, max_length=30) as session:
+        assert session.submit(Request([5, 6], 50, grammar=grammar)).index == 0
+        session.submit(Request([5, 6], 3))
+        waiting = session.submit(Request([5, 6], 3, grammar=grammar))
+        session.step()
+        waiting.cancel()
+        assert waiting.result().error is None
+        # Used elsewhere while it waits.
+        late = session.submit(Request([5, 6], 3, grammar=grammar, eos_token_id=()))
+        other = torch_specops.generate(shared_tiny("llama"), prompt, grammar=grammar, **call)
+        assert other.new_tokens(0) == [0, 1, 2, 3]
+        while not late.done:
+            session.step()
+        assert late.result().error == f"{USED} after 2 tokens"
+    # An interrupt inside a grammar may leave it anywhere.
+    grammar = Counting()
+    with mock.patch.object(Counting, "accept", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        decode("perturbed", 2, prompts=PROMPTS[:1], grammar=grammar)
+    with pytest.raises(ValueError, match=USED):
+        decoder.generate(prompt, grammar=grammar, **call)
 
 
 def test_one_graph_is_refused() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, r
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.step import Verifier
 from torch_specops.drafts import Draft, EarlyExit, LanguageModel, PromptLookup
@@ -170,7 +173,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
     ({"target": nn.Linear(2, 2)}, TypeError, "target: .*Linear'> without vocab_size, device, max_length, start"),
     ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
-    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got <class 'str'>"),
+    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got .*str'> \(.*PromptLookup\(\)"),
     ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
@@ -201,9 +204,48 @@ def test_bad_arguments_of_a_decoder() -> None:
     assert raised(lambda bad: SpeculativeDecoder(**(models | bad)), BAD_DECODERS) == []
 
 
+def test_a_keyword_that_a_call_does_not_have() -> None:
+    """The error names the call, and what to pass: another name, another call, or the nearest name."""
+    decoder, prompt = SpeculativeDecoder(PairModel(TABLE)), [1, 2]
+    calls: dict[str, Callable[..., object]] = {
+        "generate": partial(torch_specops.generate, PairModel(TABLE), PROMPT),
+        "SpeculativeDecoder": partial(SpeculativeDecoder, PairModel(TABLE)),
+        "SpeculativeDecoder.generate": partial(decoder.generate, PROMPT),
+        "SpeculativeDecoder.stream": partial(decoder.stream, PROMPT),
+        "SpeculativeDecoder.session": partial(decoder.session, 2, max_length=8),
+        "SpeculativeDecoder.generate_many": partial(decoder.generate_many, [prompt], batch_size=2),
+        "Request": partial(Request, prompt),
+    }
+    greedy, beams = r"sampling=SamplingParams\(temperature=0.0\) for greedy", r"beam search is .*\.beam_search\("
+    before = " to Request or SpeculativeDecoder"
+    advice = [
+        ("generate", "temperature", r"pass sampling=SamplingParams\(temperature=...\)$"),
+        ("generate", "do_sample", f"pass {greedy}"),
+        ("generate", "max_length", "pass max_new_tokens=..., which does not count the prompt"),
+        ("generate", "stop", "pass stop_strings=... with tokenizer=...$"),
+        ("generate", "num_beams", beams),
+        ("generate", "sedd", r"did you mean seed\?"),
+        ("generate", "foo", "expected one of target, input_ids, draft, .*, attention_mask, .*, grammar$"),
+        ("SpeculativeDecoder", "assistant_model", "pass draft=...$"),
+        ("SpeculativeDecoder", "max_new_tokens", "pass it to .*SpeculativeDecoder.generate or .*.stream"),
+        ("SpeculativeDecoder.generate", "draft", "pass it to SpeculativeDecoder$"),
+        ("SpeculativeDecoder.generate", "draft_model", "pass draft=... to SpeculativeDecoder$"),
+        ("SpeculativeDecoder.stream", "max_tokens", "pass max_new_tokens=...$"),
+        ("SpeculativeDecoder.stream", "streamer", "pass it to generate or SpeculativeDecoder.generate$"),
+        ("SpeculativeDecoder.session", "top_k", rf"pass sampling=SamplingParams\(top_k=...\){before}$"),
+        ("SpeculativeDecoder.generate_many", "max_new_tokens", "pass it to Request$"),
+        ("Request", "min_p", r"pass sampling=SamplingParams\(min_p=...\)$"),
+        ("Request", "max_tokens", "pass max_new_tokens=...$"),
+    ]
+    cases = [((call, name), TypeError, f"{name}: {call} has no such argument; {text}") for call, name, text in advice]
+    assert raised(lambda case: calls[case[0]](**{case[1]: 1}), cases) == []
+    assert {call for call, *_ in advice} == set(calls)
+
+
 def test_padding_without_a_mask_is_said() -> None:
     class Padded(PairModel):
         pad_token_id = 7
+        eos_token_ids = (6,)
 
     def warns(*rows: list[int], **options: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -220,10 +262,37 @@ def test_padding_without_a_mask_is_said() -> None:
     ):
         (message,) = warns(*rows)
         assert message.startswith(f"attention_mask: none was given, and row {len(rows) - 1} {verb} with the pad token")
+    # The tokenizer's pad token is often another: an eos token of the call or of the target, token 0, or what is known.
+    for rows, token, options in (
+        ([[1, 2, 3], [6, 4, 5]], 6, {"eos_token_id": ()}),
+        ([[1, 2, 4], [1, 3, 3]], 3, {"eos_token_id": [5, 3]}),
+        ([[0, 1, 2], [0, 0, 3]], 0, {}),
+        ([[1, 2, 3], [4, 0, 0]], 0, {}),
+        ([[1, 2, 3], [4, 4, 3]], 4, {"tokenizer": SimpleNamespace(pad_token_id=4)}),
+    ):
+        (message,) = warns(*rows, **options)
+        assert f"row 1 {'ends' if rows[1][-1] == token else 'begins'} with token {token}, which is" in message
+    # A repeated prompt, prompts that all begin or end so, a single row, and texts that end in an exclamation mark.
+    ordinary = [[[0, 1, 6]] * 3, [[0, 1, 2], [0, 3, 4]], [[1, 2, 6], [3, 4, 6]], [[6, 6, 1]], [[0, 0, 6]]]
+    assert [warns(*rows) for rows in [*ordinary, [[1, 2, 0], [3, 4, 2]]]] == [[]] * 6
     # A model whose texts begin or end with its pad token; another pad token; and a mask.
     assert warns([7, 1, 2], [7, 4, 5]) == warns([7, 1, 2]) == warns([1, 2, 7], [4, 5, 7]) == warns([7]) == []
     assert warns([1, 2, 3], [7, 4, 5], pad_token_id=6) == []
     assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
+
+
+def test_a_mask_that_is_missing_behind_transformers_or_for_an_encoder_is_said() -> None:
+    target, ours = shared_tiny("llama"), {"custom_generate": torch_specops.hf.custom_generate, "max_new_tokens": 2}
+    padded_ids = torch.tensor([[5, 6, 7], [0, 0, 8]])
+    message = "attention_mask: none was given, and row 1 begins with token 0, which is"
+    with pytest.warns(UserWarning, match=message):
+        target.generate(padded_ids, pad_token_id=11, **ours)
+    # transformers drops a mask of ones, and finds its own pad token.
+    target.generate(padded_ids, pad_token_id=11, **ours, attention_mask=torch.ones_like(padded_ids))
+    target.generate(padded_ids, pad_token_id=0, **ours)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]])}
+    with pytest.warns(UserWarning, match="inputs: attention_mask: none was given, and row 1 ends with the pad token 0"):
+        torch_specops.generate(shared_tiny("t5"), torch.tensor([[1], [1]]), inputs=inputs, max_new_tokens=2)
 
 
 def test_generate_passes_everything_on() -> None:

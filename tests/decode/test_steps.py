@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from tiny_loops import (
+    DRAFTS,
     GREEDY,
     LENGTH,
     Pauses,
@@ -199,8 +200,13 @@ def test_an_interrupt_in_a_streamer_keeps_what_was_streamed(late: bool) -> None:
         if len(steps) == 3:
             raise KeyboardInterrupt
 
-    output = decode("perturbed", 2, streamer=impatient)
-    assert output.interrupted and output.errors == {} and output.stats.num_steps == 3
+    options = {"num_draft_tokens": 2, "sampling": GREEDY}
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), **options)
+    input_ids, mask = padded(PROMPTS, "left")
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=impatient)
+    output = decoder.output()
+    assert output.errors == {} and output.stats.num_steps == 3
     kept = new_tokens(output)
     assert kept == streamed(steps) == limited(expected_rows(), [len(row) for row in kept])
 
@@ -220,14 +226,31 @@ class Interrupting(DraftSource):
 def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), Interrupting(), sampling=GREEDY)
     input_ids, mask = padded(PROMPTS, "left")
-    for expected in (limited(expected_rows(), [2] * 3), expected_rows()):
-        # The second call finds a decoder that works as if nothing had happened.
-        output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=LENGTH, streamer=lambda step: None)
-        assert new_tokens(output) == expected and output.interrupted == (expected != expected_rows())
-    # A streamer with an `end` is told.
-    streamer = TokenStreamer()
-    decode(Interrupting(), 2, prompts=PROMPTS[:1], streamer=streamer)
-    assert streamer.heard[1:] == [[token] for token in expected_rows()[0][:2]] + ["end"]
-    # Without a streamer, the interrupt goes to the caller.
+    call = {"attention_mask": mask, "max_new_tokens": LENGTH}
     with pytest.raises(KeyboardInterrupt):
-        decode(Interrupting(), 2)
+        decoder.generate(input_ids, **call)
+    assert new_tokens(decoder.output()) == limited(expected_rows(), [2] * 3)
+    # The second call finds a decoder that works as if nothing had happened.
+    assert new_tokens(decoder.generate(input_ids, **call)) == expected_rows()
+    # One that ends while prompts are read has no text, and not that of the call before.
+    with mock.patch.object(decoder.target, "forward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        decoder.generate(input_ids, **call)
+    with pytest.raises(RuntimeError, match=r"output: the newest call .* ended before it had read its prompts"):
+        decoder.output()
+
+
+def test_a_streamer_hears_of_the_end_before_an_interrupt_goes_to_the_caller() -> None:
+    streamer = TokenStreamer()
+    with pytest.raises(KeyboardInterrupt):
+        decode(Interrupting(), 2, prompts=PROMPTS[:1], streamer=streamer)
+    assert streamer.heard[1:] == [[token] for token in expected_rows()[0][:2]] + ["end"]
+    # Of any other error too, and another interrupt in `end` is the caller's as well.
+    for error, end in ((OSError("no space"), None), (OSError("no space"), KeyboardInterrupt)):
+        streamer = TokenStreamer()
+        with (
+            mock.patch.object(Interrupting, "propose", side_effect=error),
+            mock.patch.object(streamer, "end", side_effect=end) as ended,
+            pytest.raises(KeyboardInterrupt if end else OSError),
+        ):
+            decode(Interrupting(), 2, prompts=PROMPTS[:1], streamer=streamer)
+        ended.assert_called_once_with()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,17 +89,23 @@ def test_a_criterion_sees_and_stops_what_it_does_in_transformers(draft: str) -> 
 
 def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
     """The rows that are ahead of the slowest one have more tokens, which nobody has heard."""
-    target, steps = shared_tiny("llama"), list[Step]()
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=4)
+    steps, asked = list[Step](), list[int]()
 
     def interrupted(step: Step) -> None:
         steps.append(step)
         if len(steps) == 2:
             raise KeyboardInterrupt
 
-    drafting = {"draft_model": DRAFTS["perturbed"]("llama"), "token_streamer": interrupted, "num_draft_tokens": 4}
-    output, shown = generate(target, lambda ids: False, custom_generate=custom_generate, **drafting)
-    new = [[token for token in row if token != 11] for row in output[:, WIDTH:].tolist()]
-    assert new == streamed(steps) and len(shown) == output.shape[1] - WIDTH < LENGTH
+    with pytest.raises(KeyboardInterrupt):
+        decoder.run(
+            IDS,
+            {"attention_mask": MASK, "max_new_tokens": LENGTH, "sampling": GREEDY},
+            interrupted,
+            batch_rules=BatchRules([lambda ids: bool(asked.append(ids.shape[1]))], IDS, 11),
+        )
+    new = new_tokens(decoder.output())
+    assert new == streamed(steps) and len(asked) == max(map(len, new)) < LENGTH
     assert max(steps[0].num_accepted) + 1 > max(map(len, steps[0].tokens))
 
 
@@ -145,6 +152,24 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
         assert own.finish_reasons == ["stop"] * 3
     # Nothing stands before a text, not even what token 0 stands for.
     assert stop_string_rule(tokenizer, ["\0a"])([[97], [0, 97]]) == [False, True]
+
+
+def test_the_new_text_of_every_row(austen: tuple[Any, Any, Any]) -> None:
+    """Without padding, and without the eos that ended a row."""
+    target, draft, tokenizer = austen
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    call: dict[str, Any] = {**batch, "draft": draft, "sampling": GREEDY}
+    output = torch_specops.generate(target, **call, max_new_tokens=[9, 6, 0], eos_token_id=ord("t"))
+    assert output.finish_reasons == ["eos", "length", "length"]
+    rows = ["".join(map(chr, output.new_tokens(row))) for row in range(3)]
+    assert rows[0].endswith("t") and len(rows[1]) == 6 and rows[2] == ""
+    assert output.texts(tokenizer) == [rows[0][:-1], *rows[1:]]
+    assert output.texts(tokenizer, skip_special_tokens=False) == rows
+    # Stop strings are text. Arguments are those of `decode`.
+    stopped = torch_specops.generate(target, **call, max_new_tokens=48, stop_strings=STRINGS, tokenizer=tokenizer)
+    assert [text.endswith(tuple(STRINGS)) for text in stopped.texts(tokenizer)] == [True, False, True]
+    tokenizer = Mock(decode=lambda tokens, **arguments: (tokens, arguments))
+    assert output.texts(tokenizer, errors="ignore")[2] == ([], {"skip_special_tokens": True, "errors": "ignore"})
 
 
 def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:

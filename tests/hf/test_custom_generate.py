@@ -249,12 +249,21 @@ def test_two_threads_do_not_share_a_decoder() -> None:
 
 ENSEMBLE = {"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}
 NOT_DONE: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 2}, "generation_config: expected greedy decoding or sampling, got beam_search"),
+    (
+        {"num_beams": 2},
+        "generation_config: expected greedy decoding or sampling, got beam_search .*torch_specops.beam.beam_search",
+    ),
     ({"use_mtp": True}, "use_mtp: expected None"),
     ({"speculation_type": "dflash"}, "speculation_type: expected None"),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
     (ENSEMBLE, "assistant_ensemble_weight: .* got 0.5"),
     ({"assistant_model": EarlyExit(1), "assistant_tokenizer": 1}, "assistant_tokenizer: .*TokenMap"),
+]
+# Arguments of our interface, and of other libraries.
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"draft": PromptLookup()}, "draft: custom_generate has no such argument; pass assistant_model="),
+    ({"stop": "a"}, "stop: custom_generate has no such argument; pass stop_strings="),
+    ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'> \(.*PromptLookup\(\)"),
 ]
 BESIDE = "expected None beside"
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
@@ -273,6 +282,7 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
 
 def test_what_is_not_done_is_an_error() -> None:
     cases = [(options, NotImplementedError, message) for options, message in NOT_DONE]
+    cases += [(options, TypeError, message) for options, message in WRONG_TYPES]
     cases += [(options, ValueError, message) for options, message in WRONG_VALUES]
     assert raised(lambda options: ours(shared_tiny("llama"), **(ONE_PROMPT | options)), cases) == []
 

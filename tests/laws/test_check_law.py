@@ -7,6 +7,7 @@ of their own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -190,6 +191,33 @@ def test_a_wrong_loop_is_caught(name: str) -> None:
         assert report.mistakes["a recovered token from p"] == pytest.approx(broken.total_variation, abs=0.01)
     with pytest.raises(AssertionError, match=f"not have the target's law, first at position {position}: total variat"):
         report.assert_lossless()
+
+
+def test_the_report_suspects_a_target_of_another_temperature() -> None:
+    """`filter_logits` does not divide. Other mistakes are not taken for a temperature."""
+
+    def plain(temperature: float, top_k: int | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+        def loop(prompts: Tensor, seeds: Tensor) -> Tensor:
+            weights = law(TARGET, prompts[:, -2:], top_k).log() / temperature
+            numbers = torch_specops.uniforms(seeds, torch.zeros_like(seeds), 1, "sample")[:, 0]
+            return draw(torch.softmax(weights, -1), numbers.double()).unsqueeze(1)
+
+        return loop
+
+    def suspicion(loop: Callable[[Tensor, Tensor], Tensor], draft: MarkovModel | None = None) -> str:
+        report = check_law(loop, TARGET, draft, vocab_size=V, prompt=PROMPT, num_tokens=1, trials=5000)
+        assert (f"Suspicion: {report.suspicion}" in str(report)) == bool(report.suspicion) and not report
+        return report.suspicion
+
+    for temperature in (0.6, 1.5):
+        found = re.match(
+            r"position 0 has the law of the target's logits divided by ([\d.]+)\.", suspicion(plain(temperature))
+        )
+        assert found is not None and float(found[1]) == pytest.approx(temperature, rel=0.05)
+    assert "divided by 0. Does the loop sample" in suspicion(plain(1e-6), DRAFT)
+    assert suspicion(plain(1.0, top_k=3)).startswith("without a draft, position 0 is one plain draw")
+    assert suspicion(plain(1.0, top_k=3), DRAFT) == ""
+    assert check(Loop(residual_is_p=True), trials=5000).suspicion == ""
 
 
 def test_a_draft_cache_one_token_behind_is_lossless_where_q_is_what_was_sampled() -> None:

@@ -152,6 +152,14 @@ def test_good_input_passes(op: str) -> None:
         function(op, through)(**good(op) | {name: value for name, value in integers.items() if name in good(op)})
         absent = [name for name in good(op) if name in (*FILTERS, "temperature", "draft_lse")]
         function(op, through)(**good(op) | dict.fromkeys(absent))
+    if op in VERIFY_OPS:
+        # The drafts agree on K, so a missing bonus row, or one too many, is named as what it is.
+        for rows in (K, K + 2):
+            logits = torch.zeros(B, rows, V)
+            with pytest.raises(
+                ValueError, match=rf"^target_logits: expected \[B, K\+1, V\] with K = 3, .* \[2, {rows}, 11\]"
+            ):
+                function(op, "function")(**good(op) | {"target_logits": logits})
     if "draft_lse" in good(op):
         with pytest.raises(ValueError, match=r"^draft_lse: expected None when draft_logits is None .*got"):
             function(op, "function")(**good(op) | {"draft_logits": None})
@@ -175,7 +183,9 @@ def test_a_number_stands_for_all_rows(op: str) -> None:
     for name, (out_of_range, _) in ROW_NUMBERS.items() if op != "verify_sigmoid" else ():
         for value in out_of_range:
             error, message = outcome(function(op, "function"), good(op) | {name: value})
-            assert error is ValueError and message.startswith(f"{name}: expected a number in [0, ")
+            expected = {"temperature": ">= 0 that is finite in float32", "top_k": ">= 0 that int64 has"}
+            assert error is ValueError
+            assert message.startswith(f"{name}: expected a number {expected.get(name, 'in [0, 1]')}, got ")
             assert message.endswith(f", got {value}")
         assert outcome(function(op, "op"), good(op) | {name: 0.5})[0] is not None
 

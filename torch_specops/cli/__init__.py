@@ -50,7 +50,7 @@ Examples:
   torch-specops bench --prompts examples/prompts.jsonl --plot speed.png
   torch-specops bench --device cuda --dtype bfloat16 --batch-sizes 1,8,32""",
 )(bench.bench)
-app.command()(env.env)
+app.command(short_help="Print versions and devices, for a bug report.")(env.env)
 
 
 def _print_version(asked: bool) -> None:

@@ -100,15 +100,16 @@ def demo(
         if console.color_system is not None:
             console.print(Text.assemble(("accepted draft tokens", ACCEPTED), ", ", ("the target's own tokens", OWN)))
         console.print()
-        output = decoder.output(_print_steps(console, steps, decode_text))
+        interrupted = _print_steps(console, steps, decode_text)
+        output = decoder.output()
         differences = plain_seconds = None
-        if check and temperature == 0 and not output.interrupted:
+        if check and temperature == 0 and not interrupted:
             with console.status("decoding again without the draft"):
                 started = time.perf_counter()
                 differences = check_greedy(models.target, input_ids, output.new_tokens(0))
                 plain_seconds = time.perf_counter() - started
         console.print(_summary(output, plain_seconds))
-    if output.interrupted:
+    if interrupted:
         console.print("interrupted: the numbers are for the text so far, which was not checked")
         raise typer.Exit(options.INTERRUPTED)
     if output.errors:

@@ -36,24 +36,27 @@ SHIPPED = {AUSTEN: DATA / "austen_bytes" / "target", AUSTEN_DRAFT: DATA / "auste
 HEADS = {AUSTEN: DATA / "austen_bytes" / "eagle3"}
 
 
-def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu") -> TransformersModel:
+def load_model(
+    name: str | os.PathLike[str], device: str | torch.device = "cpu", option: str = "model"
+) -> TransformersModel:
     """Load a causal language model in float32, in evaluation mode.
 
     Args:
         name: a folder, a hub id (HF_HUB_OFFLINE is respected), or `SMOLLM2`, `AUSTEN` or `AUSTEN_DRAFT`.
+        option: what errors begin with.
 
     Raises:
         ValueError: the model does not exist or cannot be read; the message is one line.
     """
-    model = _load("model", "AutoModelForCausalLM", name, dtype=torch.float32)
+    model = _load(option, "AutoModelForCausalLM", name, dtype=torch.float32)
     from ..hf import TransformersModel
 
     return TransformersModel(model.to(device))
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(name: str | os.PathLike[str], option: str = "tokenizer") -> Tokenizer:
     """The tokenizer of `load_model(name)`."""
-    return _load("tokenizer", "AutoTokenizer", name)
+    return _load(option, "AutoTokenizer", name)
 
 
 def import_transformers() -> None:
@@ -91,6 +94,29 @@ def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
     near = get_close_matches(name, known, 1, 0.7)
     if near:
         raise ValueError(f"{option}: there is no {name!r}; did you mean {near[0]!r}?")
+    check_hub(option, name)
+
+
+def check_hub(option: str, name: str) -> None:
+    """Refuse a hub id that is not in the cache if the hub cannot be reached: transformers would try for half a minute.
+    One try decides; what else may be wrong is for transformers to say."""
+    if Path(name).is_dir() or _looks_like_a_path(name) or importlib.util.find_spec("huggingface_hub") is None:
+        return
+    import httpx
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    if Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir():
+        return
+    reason = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+            return
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            reason = f"the hub cannot be reached: {error}"
+        except Exception:
+            return
+    raise ValueError(f"{option}: {name!r} is no folder and not in the cache of the hub, and {reason}")
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -17,6 +17,7 @@ from .loading import (
     HEADS,
     SMOLLM2,
     Tokenizer,
+    check_hub,
     check_name,
     import_transformers,
     is_folder,
@@ -84,6 +85,8 @@ def load_models(
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
         check_name("draft", draft, others)
+    elif draft.startswith(EAGLE3) and draft.removeprefix(EAGLE3) not in HEADS:
+        check_hub("draft", draft.removeprefix(EAGLE3))
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -92,7 +95,7 @@ def load_models(
         with console.status(message):
             smollm2_directory()
     with _loading(console, target):
-        model, tokenizer = load_model(target, device), load_tokenizer(target)
+        model, tokenizer = load_model(target, device, "target"), load_tokenizer(target, "target")
         model.model.to(dtype)
     with _loading(console, draft):
         return _with_draft(draft, model, tokenizer), tokenizer
@@ -135,7 +138,7 @@ def _number_after(prefix: str, what: str, draft: str) -> int:
 
 
 def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -> nn.Module:
-    model, own_tokenizer = load_model(name, target.device), load_tokenizer(name)
+    model, own_tokenizer = load_model(name, target.device, "draft"), load_tokenizer(name, "draft")
     if model.vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"draft: expected a model with the target's tokens ({target.vocab_size} logits, {len(tokenizer)} tokens), "

@@ -221,7 +221,7 @@ class Batch:
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
-    def output(self, interrupted: bool = False) -> GenerationOutput:
+    def output(self) -> GenerationOutput:
         """The sequences and statistics so far."""
         state, rows = self._runner.state, self.rows
         device = state.tokens.device
@@ -243,7 +243,6 @@ class Batch:
             lengths=lengths,
             stats=self.stats,
             errors={index: row.error for index, row in enumerate(rows) if row.error is not None},
-            interrupted=interrupted,
             logprobs=up_to_end(state.logprobs, math.nan),
             finish_reasons=[row.reason for row in rows],
             top_logprobs=None if top_tokens is None or top_values is None else TopLogprobs(top_tokens, top_values),

@@ -18,6 +18,7 @@ from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .guard import Guard
 from .inputs import GenerateArguments, check_pair, check_room, checked_sampling, read_prompts
+from .keywords import check_keywords
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request
 from .rows import BatchRules, RowRule
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SpeculativeDecoder", "generate"]
 
 
+@check_keywords
 def generate(
     target: LanguageModel | nn.Module,
     input_ids: Tensor,
@@ -54,7 +56,8 @@ def generate(
 
     Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
-    filters and penalties. Beam search is `torch_specops.beam.beam_search`.
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`. A call that is interrupted leaves no text here;
+    `SpeculativeDecoder.output` has it.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -134,6 +137,7 @@ class SpeculativeDecoder:
         tensor([13])
     """
 
+    @check_keywords
     def __init__(
         self,
         target: LanguageModel | nn.Module,
@@ -195,6 +199,7 @@ class SpeculativeDecoder:
         """Counts and times of the newest call so far."""
         return GenerationStats(seeds=[]) if self._newest is None else self._newest.stats
 
+    @check_keywords
     def generate(
         self, input_ids: Tensor, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
     ) -> GenerationOutput:
@@ -203,7 +208,8 @@ class SpeculativeDecoder:
         Args:
             input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
                 the decoder's prompt.
-            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers).
+            streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
+                whose `end` is called whatever ends the call.
             attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
                 padded.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0; 128.
@@ -232,8 +238,7 @@ class SpeculativeDecoder:
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
-            warning; the other rows continue. If a KeyboardInterrupt comes while there is a streamer, the output holds
-            the tokens generated so far.
+            warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what a model can
@@ -254,21 +259,18 @@ class SpeculativeDecoder:
         with self._guard.working():
             batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
             put, end = streamer_calls(streamer, input_ids, len(batch.rows))
-            interrupted = False
             try:
                 for step in self._steps(batch, stream):
                     put(step)
-            except KeyboardInterrupt:
-                if streamer is None:
-                    raise
-                interrupted = True
-            end()
+            finally:
+                end()
             self._guard.check_is_newest(stream)
-            output = batch.output(interrupted)
+            output = batch.output()
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
 
+    @check_keywords
     def stream(self, input_ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
@@ -276,15 +278,17 @@ class SpeculativeDecoder:
         """
         return self._steps(*self._begin(input_ids, arguments))
 
-    def output(self, interrupted: bool = False) -> GenerationOutput:
-        """The sequences and statistics of the newest stream so far."""
+    def output(self) -> GenerationOutput:
+        """The sequences and statistics so far of the newest `stream`, or of a `generate` that was interrupted."""
         if not isinstance(self._newest, Batch):
             raise RuntimeError(
-                "output: the newest call is not generate or stream; the handles of a session have its results"
+                "output: the newest call is not generate or stream, or ended before it had read its prompts; the "
+                "handles of a session have its results"
             )
         with self._guard.working():
-            return self._newest.output(interrupted)
+            return self._newest.output()
 
+    @check_keywords
     def session(
         self, batch_size: int, *, max_length: int | None = None, logprobs: str | None = None, top_logprobs: int = 0
     ) -> Session:
@@ -311,6 +315,7 @@ class SpeculativeDecoder:
         self._newest = session = Session(self._runner, self._guard, *arguments)
         return session
 
+    @check_keywords
     def generate_many(
         self,
         requests: Iterable[Request | Tensor | Sequence[int]],
@@ -367,6 +372,8 @@ class SpeculativeDecoder:
                 longest = int(state.limits.max())
                 check_room(self.target, self.draft, longest, self.max_length)
                 capacity = self._runner.capacity(self.max_length or longest)
+                # If reading the prompts is interrupted, `output` has no batch to show.
+                self._newest = None
                 self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
         return batch, stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +11,42 @@ from torch import Tensor
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-__all__ = ["MAX_FORCED", "accept_tokens", "masks_of"]
+__all__ = ["MAX_FORCED", "accept_tokens", "check_grammar", "masks_of"]
 
 # Without a draft, a row gets at most so many tokens in a step that its grammar forces.
 MAX_FORCED = 16
+
+# The grammars that texts have used, by `id`: a class may compare its objects by value, or not be hashable.
+_used: dict[int, weakref.ref[Grammar]] = {}
+_USED = "it is the state of one text, and another text has used it; make a new one for every row and call"
+
+
+def check_grammar(grammar: object) -> None:
+    """Raise if this is no grammar, or one that another text has used."""
+    if isinstance(grammar, type) or not isinstance(grammar, Grammar):
+        raise TypeError(
+            "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
+            "torch_specops.grammars.xgrammar(compiled_grammar) or .llguidance(tokenizer, grammar) makes one, got "
+            f"{type(grammar)}"
+        )
+    try:
+        weakref.ref(grammar)
+    except TypeError as error:
+        raise TypeError(f"grammar: expected '__weakref__' in __slots__, got {type(grammar)} without it") from error
+    if _is_used(grammar):
+        raise ValueError(f"grammar: {_USED}")
+
+
+def _is_used(grammar: Grammar) -> bool:
+    if getattr(grammar, "num_accepted", 0) > 0:
+        return True
+    reference = _used.get(id(grammar))
+    return reference is not None and reference() is grammar
+
+
+def _mark_used(grammar: Grammar) -> None:
+    key = id(grammar)
+    _used[key] = weakref.ref(grammar, lambda _: _used.pop(key, None))
 
 
 def masks_of(
@@ -61,6 +94,9 @@ def masks_of(
 def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
     """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses one: the
     text then ends before it, with an error."""
+    if start == 0 < len(row.tokens):
+        # Not before the first token: until then the grammar is new, and another call may have it.
+        _mark_used(grammar)
     place = start
     try:
         for place in range(start, len(row.tokens)):
@@ -92,6 +128,8 @@ class _Walk:
         kept: list[int] = []
         num_accepted = 0
         try:
+            if not self._row.tokens and _is_used(self._grammar):
+                raise _Contradiction(_USED)
             while True:
                 self._fill(len(kept))
                 draft = drafts[len(kept)] if len(kept) < len(drafts) else -1
@@ -111,6 +149,10 @@ class _Walk:
         except Exception as error:
             self._end(len(kept), error)
             return kept
+        except BaseException:
+            # An interrupt inside the grammar may have left it between two states.
+            _mark_used(self._grammar)
+            raise
         finally:
             self._roll_back(num_accepted)
 

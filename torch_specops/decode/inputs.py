@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -16,6 +16,7 @@ from ..drafts import DraftSource, LanguageModel
 from ..grammars import Grammar
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
+from .grammar import check_grammar
 from .rows import Row, RowRule
 from .state import DecodeState
 
@@ -133,8 +134,14 @@ def read_prompts(
         checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = getattr(target, "pad_token_id", None)
-    if attention_mask is None and pad_token_id is not None:
-        _warn_of_padding(tokens, pad_token_id)
+    # A tokenizer may have another pad token than the model's config: often an eos token or token 0.
+    suspects = {0, *eos.flatten().tolist(), *getattr(target, "eos_token_ids", ())}
+    suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
+    if attention_mask is None:
+        _warn_of_padding("attention_mask", tokens, suspects, pad_token_id)
+    read_by_encoder = (inputs or {}).get("input_ids")
+    if read_by_encoder is not None and "attention_mask" not in (inputs or {}):
+        _warn_of_padding("inputs: attention_mask", read_by_encoder, suspects, pad_token_id)
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
     check_logprobs(logprobs, top_logprobs, target.vocab_size)
@@ -235,16 +242,14 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
 
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
-    rows = list(grammar) if isinstance(grammar, Sequence) else [grammar] * batch
+    given: Any = grammar
+    # A string is a sequence, but no list of grammars.
+    rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
     own = [each for each in rows if each is not None]
     for each in own:
-        if isinstance(each, type) or not isinstance(each, Grammar):
-            raise TypeError(
-                "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
-                f"torch_specops.grammars.xgrammar(compiled_grammar) makes one, got {type(each)}"
-            )
+        check_grammar(each)
     if len(set(map(id, own))) < len(own):
         raise ValueError(f"grammar: it is the state of one text; expected one for each of {batch} rows, got one twice")
     return rows
@@ -282,18 +287,27 @@ def _as_python(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _warn_of_padding(tokens: Tensor, pad_token_id: int) -> None:
-    """Warn if some rows look padded. If every row begins (or ends) with one pad token, the token is taken for text."""
-    is_pad = tokens == pad_token_id
-    for verb, pads in (("begins", is_pad), ("ends", is_pad.flip(1))):
-        is_padded = pads[:, :2].sum(1) == 2 if bool(pads[:, 0].all()) else pads[:, 0]
-        if bool(is_padded.any()):
-            warnings.warn(
-                f"attention_mask: none was given, and row {int(is_padded.long().argmax())} {verb} with the pad token "
-                f"{pad_token_id}, which is read as text; pass the tokenizer's attention_mask",
-                UserWarning,
-                stacklevel=2,
-            )
+def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
+    """Warn if some rows look padded: they begin or end with a longer run of a suspect than others. What all rows have
+    is taken for text, but of the pad token only one."""
+    for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
+        for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
+            runs = (rows == token).long().cumprod(1).sum(1)
+            of_text = int(runs.min())
+            if token == pad_token_id:
+                of_text = min(of_text, 1)
+            elif token == 0 and verb == "ends":
+                # In many vocabularies it is an exclamation mark.
+                of_text += 1
+            if bool((runs > of_text).any()):
+                kind = "the pad token" if token == pad_token_id else "token"
+                warnings.warn(
+                    f"{name}: none was given, and row {int(runs.argmax())} {verb} with {kind} {token}, which is read "
+                    "as text; pass the tokenizer's attention_mask",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
 
 
 def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:

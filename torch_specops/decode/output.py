@@ -126,12 +126,13 @@ class GenerationOutput:
     """Finished sequences.
 
     Args:
-        sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id.
+        sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id. New
+            tokens begin at `prompt_lengths`, which is not the width of a padded prompt: `texts` and `new_tokens` find
+            them.
         prompt_lengths: [B] int64.
         lengths: [B] int64, tokens of prompt and output.
         stats: counts and times.
         errors: row -> why it ended early; empty when every row ended normally.
-        interrupted: True if a KeyboardInterrupt ended decoding. The output then holds the tokens generated so far.
         logprobs: [B, L] float32, the log-probability of every new token in `sequences` under the target, NaN elsewhere;
             None if not asked for.
         top_logprobs: the most likely tokens in the place of every new token; None if not asked for.
@@ -152,7 +153,6 @@ class GenerationOutput:
     lengths: Tensor
     stats: GenerationStats
     errors: dict[int, str] = field(default_factory=dict)
-    interrupted: bool = False
     logprobs: Tensor | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
@@ -160,6 +160,23 @@ class GenerationOutput:
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""
         return self.sequences[row, int(self.prompt_lengths[row]) : int(self.lengths[row])].tolist()
+
+    def texts(self, tokenizer: Any, **decode_arguments: Any) -> list[str]:
+        """The new text of every row. A stop string that ended a row stays in its text.
+
+        Args:
+            tokenizer: a tokenizer of transformers, or another object with its `decode`.
+            decode_arguments: passed to `decode`. The default is `skip_special_tokens=True`, which also leaves out the
+                eos token that ended a row, special or not. `skip_special_tokens=False` keeps every new token.
+        """
+        arguments = {"skip_special_tokens": True} | decode_arguments
+        texts = []
+        for row in range(len(self.lengths)):
+            tokens = self.new_tokens(row)
+            if arguments["skip_special_tokens"] and self.finish_reasons[row : row + 1] == ["eos"]:
+                tokens.pop()
+            texts.append(tokenizer.decode(tokens, **arguments))
+        return texts
 
 
 Note = TypeVar("Note")

@@ -16,6 +16,7 @@ from ..drafts import LanguageModel
 from ..grammars import Grammar
 from ..sampling import SamplingParams
 from .inputs import Prompts, Seed, read_prompts
+from .keywords import check_keywords
 from .output import TopLogprobs
 
 __all__ = ["Completion", "Handle", "Request", "read_request"]
@@ -62,6 +63,9 @@ class Request:
     max_time: float | None = None
     inputs: Mapping[str, Tensor] | None = None
     grammar: Grammar | None = None
+
+
+Request.__init__ = check_keywords(Request.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,8 +168,8 @@ def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:
         return draft
     refuse_class(name, draft)
     if hasattr(draft, "propose") or not (isinstance(draft, nn.Module) or hasattr(draft, "forward")):
-        raise TypeError(
-            f"{name}: expected a model, a DraftSource or None, got {type(draft)}"
-            + ("; a class with propose must derive from DraftSource" if hasattr(draft, "propose") else "")
-        )
+        advice = "; a class with propose must derive from DraftSource" if hasattr(draft, "propose") else ""
+        if isinstance(draft, str):
+            advice = " (torch_specops.drafts.PromptLookup() copies from the text; load a model before the call)"
+        raise TypeError(f"{name}: expected a model, a DraftSource or None, got {type(draft)}{advice}")
     return ModelDraft(as_language_model(name, draft))

@@ -48,6 +48,7 @@ def custom_generate(
     inputs_tensor: Tensor | None = None,
     tokenizer: Any = None,
     grammar: AnyGrammar = None,
+    has_mask: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
     """Speculative decoding behind transformers' own `generate`.
@@ -75,8 +76,8 @@ def custom_generate(
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
         tokenizer: not used here; `generate` needs it for stop strings.
-        inputs_tensor, model_kwargs: masks, the encoder's input and output, and what transformers prepared for its own
-            loop.
+        has_mask, inputs_tensor, model_kwargs: whether a mask was given, masks, the encoder's input and output, and what
+            transformers prepared for its own loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
@@ -119,6 +120,9 @@ def custom_generate(
         predictions = Predictions(logits_processor, input_ids, generation_config)
     stops = read_criteria(stopping_criteria, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
+    if has_mask and mask is None:
+        # transformers drops a mask without a zero, and no padding was forgotten then.
+        mask = torch.ones_like(input_ids)
     pad = getattr(generation_config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad is None else int(pad)
     sampling = read_processors(
@@ -204,7 +208,8 @@ def _kept_decoder(
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
-        raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}")
+        advice = " (num_beams: use torch_specops.beam.beam_search)" if config.num_beams not in (None, 1) else ""
+        raise NotImplementedError(f"generation_config: expected greedy decoding or sampling, got {mode.value}{advice}")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")

@@ -17,6 +17,8 @@ from typing import Any
 
 import transformers
 
+from ..decode.keywords import IN_CUSTOM_GENERATE
+
 __all__ = ["hand_on_arguments"]
 
 METHOD = "_extract_generation_mode_kwargs"
@@ -25,8 +27,8 @@ PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_mod
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
-    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`. Calls with another function see no difference.
-    Warns if the mixin has no method of that name and those parameters."""
+    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given. Calls
+    with another function see no difference. Warns if the mixin has no method of that name and those parameters."""
     extract = getattr(mixin, METHOD, None)
     if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
         warnings.warn(
@@ -44,6 +46,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
         more: dict[str, Any] = {}
         # The function may be behind a `functools.partial`.
         if getattr(custom_generate, "func", custom_generate) is function:
+            for name in kwargs.keys() & IN_CUSTOM_GENERATE.keys():
+                raise TypeError(f"{name}: custom_generate has no such argument; pass {IN_CUSTOM_GENERATE[name]}")
             if kwargs.get("assistant_tokenizer") is not None:
                 raise NotImplementedError(
                     "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"
@@ -56,6 +60,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
                 if value is not None:
                     more[name] = value
             more["tokenizer"] = kwargs.get("tokenizer")
+            mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
+            more["has_mask"] = kwargs.get(mask) is not None
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     setattr(mixin, METHOD, extract_more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .. import reference
 from ..sampling import SamplingParams
 from .markov import MarkovModel
 from .report import EngineReport, LawReport
-from .statistics import Laws, count_texts, law_tests
+from .statistics import Laws, count_texts, fitting_temperature, law_tests
 
 NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
 Generated = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -103,8 +103,27 @@ def check_law(
         first, kept = p[0][0], torch.minimum(p[0][0], q[0][0])
         laws = {"accepting every draft": q[0][0], "a recovered token from p": kept + (1 - kept.sum()) * first}
         mistakes = {name: float((law - first).abs().sum()) / 2 for name, law in laws.items()}
-    tests = law_tests(count_texts(tokens[:, 0], p, generator), p, significance, q)
-    return LawReport(tests, trials, significance, mistakes, beta)
+    counts = count_texts(tokens[:, 0], p, generator)
+    report = LawReport(law_tests(counts, p, significance, q), trials, significance, mistakes, beta)
+    if report.first_break != 0:
+        return report
+    return replace(report, suspicion=_suspicion(counts[0][0], p[0][0], has_drafts=q is not None or beta is not None))
+
+
+def _suspicion(counts: Tensor, law: Tensor, *, has_drafts: bool) -> str:
+    """What tokens that break their law [V] point to."""
+    temperature = fitting_temperature(counts, law)
+    if temperature is not None:
+        return (
+            f"position 0 has the law of the target's logits divided by {temperature:.3g}. Does the loop sample at that "
+            "temperature? Then `target` must divide by it too; `filter_logits` filters and does not divide."
+        )
+    if has_drafts:
+        return ""
+    return (
+        "without a draft, position 0 is one plain draw, so verification is not at fault. Does `target` return the "
+        "logits that the loop samples from, filtered and divided by the temperature?"
+    )
 
 
 def check_engine(

@@ -110,6 +110,7 @@ class LawReport(Report):
         mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target
             and draft; empty without a draft.
         beta: drafts accepted / drafts reached, as `step_fn` counted them; None if it does not.
+        suspicion: what the tokens at position 0 point to, if they break the law; empty if they point to nothing.
     """
 
     tests: tuple[LawTest, ...]
@@ -117,6 +118,7 @@ class LawReport(Report):
     significance: float
     mistakes: dict[str, float]
     beta: float | None = None
+    suspicion: str = ""
 
     @property
     def threshold(self) -> float:
@@ -145,7 +147,7 @@ class LawReport(Report):
             where = "at no single position, but jointly" if test.position is None else f"first at {test.name}"
             verdict = f"The loop does not have the target's law, {where}: total variation {test.total_variation:.4f} "
             verdict += f"where chance alone gives {test.expected_total_variation:.4f}, p-value {test.p_value:.3g}."
-        remarks = []
+        remarks = [f"Suspicion: {self.suspicion}"] if self.suspicion else []
         for name, bias in self.mistakes.items():
             is_visible = bias >= self.tests[0].detectable_total_variation
             advice = "which is visible" if is_visible else "too little to be seen: take another pair or more trials"

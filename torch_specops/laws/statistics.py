@@ -97,6 +97,33 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     return chi_square_tail(statistic, dof)
 
 
+def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
+    """The temperature T at which the law's logits, divided by T, have the likelihood of the counts; 0 if all counts are
+    of the likeliest outcome; None if the counts do not have the law at that temperature either.
+
+    Args:
+        counts: [V].
+        law: [V] float64.
+    """
+    counts, logits = counts.double(), law.log()
+    if bool((counts[law == 0] > 0).any()):
+        return None
+    if float(counts[law == law.max()].sum()) == float(counts.sum()):
+        return 0.0
+    possible = law > 0
+
+    def at(inverse: float) -> Tensor:
+        return torch.softmax(torch.where(possible, logits * inverse, -math.inf), -1)
+
+    def mean(weights: Tensor) -> float:
+        return float((weights * logits)[possible].sum() / weights.sum())
+
+    # The likelihood is greatest where the mean log-probability is that of the counts; it grows with 1 / T.
+    inverse = _solve(lambda value: value > 1e6 or mean(at(value)) >= mean(counts))
+    fits = inverse > 1e-6 and chi_square(counts, at(inverse)) > 1 - CONFIDENCE
+    return 1 / inverse if fits else None
+
+
 def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
     """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
 

@@ -136,6 +136,12 @@ def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
     if num_drafts < 0:
         raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {_shape(logits)}")
     drafts, device = (batch, num_drafts), logits.device
+    tokens, uniforms = given.draft_tokens, given.accept_uniforms
+    are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
+    if are_tensors and tokens.dim() == 2 and tokens.shape[0] == batch and tokens.shape == uniforms.shape != drafts:
+        # All others agree on K, so it is the logits that lack a row or have one too many.
+        expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
+        raise ValueError(f"target_logits: expected {expected}, got shape {_shape(logits)}")
     _check("draft_tokens", given.draft_tokens, drafts, "[B, K]", TOKENS, device)
     if given.draft_logits is not None:
         _check("draft_logits", given.draft_logits, (*drafts, vocab_size), "[B, K, V]", LOGITS, device)
@@ -218,16 +224,22 @@ def filters_of(
     )
 
 
-LARGEST = {"temperature": torch.finfo(torch.float32).max, "top_k": 2**63 - 1, "top_p": 1, "min_p": 1}
+# The largest number of each filter, and how to say so.
+LARGEST = {
+    "temperature": (torch.finfo(torch.float32).max, "a number >= 0 that is finite in float32"),
+    "top_k": (2**63 - 1, "a number >= 0 that int64 has"),
+    "top_p": (1, "a number in [0, 1]"),
+    "min_p": (1, "a number in [0, 1]"),
+}
 
 
 def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     kinds: Any = int if name == "top_k" else (int, float)
     if value is None or isinstance(value, (Tensor, bool)) or not isinstance(value, kinds):
         return value
-    largest = LARGEST[name]
+    largest, expected = LARGEST[name]
     if not 0 <= value <= largest:
-        raise ValueError(f"{name}: expected a number in [0, {largest}], got {value}")
+        raise ValueError(f"{name}: expected {expected}, got {value}")
     dtype = torch.int64 if name == "top_k" else torch.float32
     # Traced, a product serves every number, while `torch.full` would be specialised to this one.
     return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
