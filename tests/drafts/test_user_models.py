@@ -68,8 +68,6 @@ def test_what_a_draft_has_is_used() -> None:
     decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule="optimal")
     assert torch.equal(decoder.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
     assert draft.calls[:2] == ["start", "catch up"]
-    with pytest.raises(ValueError, match="within the 13 that the draft reads, got 14"):
-        decoder.generate(PROMPTS, max_new_tokens=11)
     draft.vocab_size = 7
     draft.bind = lambda target: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"draft: .* vocabulary of the target \(8 tokens\), got 7"):

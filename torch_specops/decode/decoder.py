@@ -236,8 +236,8 @@ class SpeculativeDecoder:
             the tokens generated so far.
 
         Raises:
-            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what a model can
-                read.
+            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what the target
+                can read. A draft that can read less stops drafting there.
         """
         return self.run(input_ids, arguments, streamer)
 
@@ -365,7 +365,7 @@ class SpeculativeDecoder:
                 state = prompts.state
                 self._runner.choose_compile(int((state.limits - state.lengths).max()))
                 longest = int(state.limits.max())
-                check_room(self.target, self.draft, longest, self.max_length)
+                check_room(self.target, longest, self.max_length)
                 capacity = self._runner.capacity(self.max_length or longest)
                 self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
         return batch, stream
