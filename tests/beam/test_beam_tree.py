@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from torch_specops.beam.tree import BeamTree, Level
 from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
-from torch_specops.hf import language_model
 
 
 class PairTree(PairModel):
@@ -150,7 +149,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": {"input_ids": torch.ones(3, 1)}}, ValueError, "inputs: a decoder-only model reads tokens alone"),
     ({"draft": PromptLookup()}, TypeError, FOLLOWS),
     # More than a model: it overrides `propose`.
-    ({"draft": lambda: HierarchicalDraft(language_model(shared_tiny("llama")))}, TypeError, FOLLOWS),
+    ({"draft": lambda: HierarchicalDraft(shared_tiny("llama"))}, TypeError, FOLLOWS),
     ({"draft": lambda: tiny("llama", vocab=VOCAB + 1)}, ValueError, r"draft: .* target \(60 tokens\), got 61 tokens"),
     ({"model": lambda: PairModel(random_table(8, 0))}, TypeError, "target: beam search reads trees; expected a trans"),
     ({"draft": lambda: PairModel(random_table(VOCAB, 0))}, TypeError, "draft: beam search reads trees"),

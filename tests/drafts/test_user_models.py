@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops import SpeculativeDecoder
 from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, PromptLookup, TokenMap
-from torch_specops.hf import language_model
 
 TABLE = random_table(8, seed=5)
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -37,7 +36,7 @@ class RepeatsOnce(Repeats):
 @pytest.mark.parametrize("kind", [Repeats, RepeatsOnce])
 def test_a_class_with_propose_is_a_draft(kind: type[DraftSource]) -> None:
     # Also of a draft.
-    for draft in (kind(), HierarchicalDraft(language_model(shared_tiny("llama", seed=3)), kind())):
+    for draft in (kind(), HierarchicalDraft(shared_tiny("llama", seed=3), kind())):
         output = decode(draft, 3)
         assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
 

@@ -102,7 +102,7 @@ def test_how_many_tokens_are_drafted_may_be_said_as_transformers_does() -> None:
         asked = copy.copy(draft)
         asked.generation_config = GenerationConfig(**(own or {}))
         steps: list[Step] = []
-        call = ONE_PROMPT | {"max_new_tokens": 24, "assistant_model": asked, "token_streamer": steps.append}
+        call = ONE_PROMPT | {"assistant_model": asked, "token_streamer": steps.append}
         ours(target, **call, **options)
         return [step.num_proposed[0] for step in steps[:2]]
 

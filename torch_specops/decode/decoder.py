@@ -90,13 +90,14 @@ class SpeculativeDecoder:
     greedy continuation. The state lives on the target's device, and within a step the host never waits for it.
 
     Compiled code is kept. Further prompts of the same batch size that fit `max_length` compile nothing. A new batch
-    size, a new capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, and a new
-    length of an encoder's input each compile their own pieces, once.
+    size, a new capacity (multiples of 64 without `max_length`), another autocast, the first row that is sampled or
+    filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
+    pieces, once.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
-            target alone, in the same loop.
+            target alone, in the same loop. One that can read less than the target drafts for each row as far as it can.
         num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
             step drafts fewer, and a compiled step uses the smallest sufficient K that is already compiled.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
@@ -290,8 +291,9 @@ class SpeculativeDecoder:
     ) -> Session:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
-        The first request that is sampled, that uses some filter or processor, or that has more than 8 eos tokens
-        compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when this is called.
+        The first request that is sampled, that uses some filter or processor, that has more than 8 eos tokens, or that
+        outgrows the draft compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when
+        this is called.
 
         Args:
             batch_size: how many rows there are.

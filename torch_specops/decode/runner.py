@@ -177,18 +177,16 @@ class StepRunner:
         if draft is not None:
             self._compile_draft(draft)
             draft.expect(max(self.schedule.buckets))
-            draft.start(state.tokens, self._readable_lengths(draft), state.capacity, inputs)
+            draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
         self.keep_valid_graphs()
         self.schedule.reset()
 
     def restart_draft(self, rows: Tensor) -> None:
         """Let the draft read the new texts of these rows."""
-        if self.draft is not None:
-            self._compile_draft(self.draft)
-            self.draft.restart(self.state.tokens, self._readable_lengths(self.draft), rows)
-
-    def _readable_lengths(self, draft: DraftSource) -> Tensor:
-        return readable_lengths(draft, self.state.tokens, self.state.lengths)
+        state, draft = self.state, self.draft
+        if draft is not None:
+            self._compile_draft(draft)
+            draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
 
     def _compile_draft(self, draft: DraftSource) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
@@ -233,14 +231,14 @@ class StepRunner:
                 padding included.
             masks: asks grammars between the drafts and their verification; None = no row has one.
         """
-        state = self.state
+        state, draft = self.state, self.draft
         self._num_eager_steps += not self.compiled
         if num_draft_tokens == 0:
             # Rows that are too long for the draft need no catching up.
             self._num_undrafted += not self._is_outgrown
         elif self._num_undrafted > 0:
-            assert self.draft is not None
-            self.draft.catch_up(state.tokens, self._readable_lengths(self.draft), self._num_undrafted)
+            assert draft is not None
+            draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
             self._num_undrafted = 0
         captured = self._graphs.get((num_draft_tokens, masks is not None))
         return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
@@ -251,8 +249,7 @@ class StepRunner:
         self.state.finished[row].fill_(True)
 
     def most_drafts(self, going: Sequence[Row]) -> int:
-        """The most drafts that one of these rows, which have not ended, can use."""
-        # The last token of a row needs no draft.
+        """The most drafts that one of these rows, which have not ended, can use; the last token needs none."""
         rooms = [row.limit - row.length - 1 for row in going]
         most, readable = max(rooms, default=0), None if self.draft is None else self.draft.max_length
         self._is_outgrown = False

@@ -24,12 +24,14 @@ __all__ = [
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter.
+    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter; what `torch.compile` got,
+    because the loop compiles its own steps.
 
     Raises:
         TypeError: no transformers model.
         ValueError: a `PeftModel` that reads more than the tokens.
     """
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         adapter = model.active_peft_config
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)

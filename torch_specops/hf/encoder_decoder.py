@@ -162,10 +162,12 @@ class EncoderDecoderModel(TransformersModel):
 class _EncoderLayer(StaticLayer):
     """The keys and values of the encoder's output, all of which a forward writes at once."""
 
+    is_initialized: bool
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Another autocast than that of the batch before.
-        if self.is_initialized and (key_states.shape, key_states.dtype) != (self.keys.shape, self.keys.dtype):
-            self.lazy_initialization(key_states, value_states)
+        # Under another autocast than the batch before, the memory is allocated again.
+        is_fit = self.is_initialized and (key_states.shape, key_states.dtype) == (self.keys.shape, self.keys.dtype)
+        self.is_initialized = is_fit
         return super().update(key_states, value_states, *args, **kwargs)
 
 
