@@ -261,12 +261,10 @@ def test_every_place_for_a_draft_model_takes_one_of_transformers() -> None:
     expected, twins = greedy(target), torch.arange(VOCAB)
     for model in (draft, Adapted(draft), torch.compile(draft, backend="eager")):
         assert isinstance(hf.language_model(model), drafts.LanguageModel)
+        mapped = drafts.TokenMap(model, twins)
         for made in (
-            drafts.ModelDraft(model),
-            drafts.HierarchicalDraft(model),
             drafts.HierarchicalDraft(model, model),
-            drafts.TokenMap(model, twins),
-            drafts.HierarchicalDraft(drafts.TokenMap(model, twins), drafts.TokenMap(model, twins)),
+            drafts.HierarchicalDraft(mapped, drafts.ModelDraft(model)),
         ):
             assert torch.equal(greedy(target, made), expected)
     places = drafts.ModelDraft, drafts.HierarchicalDraft, lambda model: drafts.TokenMap(model, twins)
