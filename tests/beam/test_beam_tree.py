@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from torch_specops.beam.tree import BeamTree, Level
 from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
-from torch_specops.hf import language_model
 
 
 class PairTree(PairModel):
@@ -140,13 +139,17 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"length_penalty": value}, ValueError, FLOAT32) for value in (1e4, -1e4, float("nan"))),
     ({"max_new_tokens": 0}, ValueError, "max_new_tokens: expected a number >= 1, got 0"),
     ({"max_new_tokens": [4, 4]}, ValueError, "max_new_tokens: expected one number or 3, got 2"),
-    ({"max_new_tokens": POSITIONS}, ValueError, f"max_new_tokens: expected .* {POSITIONS} that the target reads"),
+    (
+        {"max_new_tokens": POSITIONS, "model": lambda: shared_tiny("gpt2")},
+        ValueError,
+        f"max_.* {POSITIONS} that the target",
+    ),
     ({"num_beams": 31, "eos_token_id": list(range(VOCAB))}, ValueError, "num_beams: expected the 31 beams to have"),
     ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0"),
     ({"inputs": {"input_ids": torch.ones(3, 1)}}, ValueError, "inputs: a decoder-only model reads tokens alone"),
     ({"draft": PromptLookup()}, TypeError, FOLLOWS),
     # More than a model: it overrides `propose`.
-    ({"draft": lambda: HierarchicalDraft(language_model(shared_tiny("llama")))}, TypeError, FOLLOWS),
+    ({"draft": lambda: HierarchicalDraft(shared_tiny("llama"))}, TypeError, FOLLOWS),
     ({"draft": lambda: tiny("llama", vocab=VOCAB + 1)}, ValueError, r"draft: .* target \(60 tokens\), got 61 tokens"),
     ({"model": lambda: PairModel(random_table(8, 0))}, TypeError, "target: beam search reads trees; expected a trans"),
     ({"draft": lambda: PairModel(random_table(VOCAB, 0))}, TypeError, "draft: beam search reads trees"),

@@ -249,7 +249,7 @@ def test_a_request_that_is_refused_is_a_completion() -> None:
         assert re.match(message, str(refused.error))
     assert texts(found[1::2]) == texts_alone(decoder, [good]) * len(cases)
     assert all(each.error is None for each in found[1::2])
-    [other] = new_decoder().generate_many([Request([1, 2], 95)], batch_size=1)
+    [other] = SpeculativeDecoder(shared_tiny("gpt2")).generate_many([Request([1, 2], 95)], batch_size=1)
     assert other.error == "max_new_tokens: expected prompt and new tokens within the 96 that the target reads, got 97"
 
 

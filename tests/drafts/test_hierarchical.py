@@ -21,7 +21,6 @@ from torch_specops import verify_exact
 from torch_specops.drafts import Draft, Eagle3, NGram, PromptLookup
 from torch_specops.drafts import hierarchical as hierarchical_module
 from torch_specops.drafts.hierarchical import HierarchicalDraft
-from torch_specops.hf import language_model
 
 SMALL = TARGET + random_table(V, seed=12, scale=1.0)
 
@@ -109,7 +108,7 @@ def test_greedy_steps_are_those_of_the_draft_model_alone() -> None:
     """The same drafts, so the same number accepted in every step of every row."""
     small = perturbed(shared_tiny("llama"), 0.03)
     expected, _ = steps_of(small, 4)
-    found, _ = steps_of(HierarchicalDraft(language_model(small), num_inner_tokens=2, num_forwards=4), 4)
+    found, _ = steps_of(HierarchicalDraft(small, num_inner_tokens=2, num_forwards=4), 4)
     assert [step.num_accepted for step in found] == [step.num_accepted for step in expected]
     assert streamed(found) == expected_rows()
 
@@ -119,7 +118,7 @@ def test_no_cache_lags(monkeypatch: pytest.MonkeyPatch) -> None:
     With steps without drafts in between, too."""
     model = shared_tiny("llama")
     for schedule in ("constant", Pauses()):
-        draft = HierarchicalDraft(language_model(model), model, num_inner_tokens=2, num_forwards=2)
+        draft = HierarchicalDraft(model, model, num_inner_tokens=2, num_forwards=2)
 
         def all_accepted(rows: Tensor, inner: Tensor, *rest: Any, **filters: Any) -> Any:
             found = verify_exact(rows, inner, *rest, **filters)

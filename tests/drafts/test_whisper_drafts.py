@@ -42,7 +42,7 @@ def test_a_decoder_without_an_encoder_drafts_for_whisper() -> None:
         rates.append(output.stats.acceptance_rate)
     assert rates[0] == 1.0 and rates[1] is not None and rates[1] < 1.0
     # Over a lookup of its own.
-    over = HierarchicalDraft(language_model(decoder_of(target)), PromptLookup(min_ngram=1))
+    over = HierarchicalDraft(decoder_of(target), PromptLookup(min_ngram=1))
     output = decode(over, 3, family="whisper", target=target)
     assert new_tokens(output) == expected_rows(family="whisper") and output.stats.acceptance_rate == 1.0
 

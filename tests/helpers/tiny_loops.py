@@ -17,7 +17,6 @@ from torch_specops.decode.output import RecordReader
 from torch_specops.drafts import Draft, DraftSource, Eagle3, EarlyExit, LanguageModel, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
-from torch_specops.hf import language_model
 from torch_specops.sampling import SamplingTensors
 from torch_specops.schedules import Constant, Schedule
 
@@ -45,7 +44,7 @@ def without_some_tokens(family: str) -> TokenMap:
     """The target as its own draft, which does not know every third token."""
     twins = torch.arange(VOCAB)
     twins[::3] = -1
-    return TokenMap(language_model(shared_tiny(family)), twins, unknown=5)
+    return TokenMap(shared_tiny(family), twins, unknown=5)
 
 
 # Functions of the family.
@@ -58,10 +57,8 @@ DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "perturbed": lambda family: perturbed(shared_tiny(family)),
     "stranger": lambda family: shared_tiny(family, seed=3),
     "early exit": lambda family: EarlyExit(1),
-    "hierarchical": lambda family: HierarchicalDraft(language_model(perturbed(shared_tiny(family)))),
-    "over a model": lambda family: HierarchicalDraft(
-        language_model(perturbed(shared_tiny(family))), shared_tiny(family, seed=3)
-    ),
+    "hierarchical": lambda family: HierarchicalDraft(perturbed(shared_tiny(family))),
+    "over a model": lambda family: HierarchicalDraft(perturbed(shared_tiny(family)), shared_tiny(family, seed=3)),
     "token map": without_some_tokens,
     "eagle 3": lambda family: Eagle3(trained_head(family)),
 }

@@ -16,6 +16,7 @@ from tiny_loops import TokenStreamer, streamed
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny, tiny
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -90,6 +91,65 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
     kept = _kept[target].decoder
     assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
+
+
+def test_how_many_tokens_are_drafted_may_be_said_as_transformers_does() -> None:
+    """A default of transformers is nobody's wish, and the generation config of the draft counts as well."""
+    target = shared_tiny("llama")
+    draft = perturbed(target)
+
+    def proposed(own: dict[str, Any] | None = None, **options: Any) -> list[int]:
+        asked = copy.copy(draft)
+        asked.generation_config = GenerationConfig(**(own or {}))
+        steps: list[Step] = []
+        call = ONE_PROMPT | {"assistant_model": asked, "token_streamer": steps.append}
+        ours(target, **call, **options)
+        return [step.num_proposed[0] for step in steps[:2]]
+
+    constant, three = proposed(), proposed(num_draft_tokens=3)
+    assert constant == proposed(num_draft_tokens=5, schedule="constant") and constant[0] == 5
+    heuristic = proposed(num_draft_tokens=3, schedule="heuristic")
+    assert len({tuple(each) for each in (constant, three, heuristic)}) == 3
+    config = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic_transient"}
+    cases: list[tuple[list[int], dict[str, Any] | None, dict[str, Any]]] = [
+        (three, None, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.0}),
+        (three, {"num_assistant_tokens": 3}, {}),
+        (three, config | {"num_assistant_tokens": 7}, {"num_draft_tokens": 3, "schedule": "constant"}),
+        (three, {"num_assistant_tokens": 7}, {"generation_config": GenerationConfig(num_assistant_tokens=3)}),
+        (constant, None, {"generation_config": GenerationConfig(assistant_confidence_threshold=0.4)}),
+        (heuristic, None, config),
+        (heuristic, config, {}),
+        (heuristic, {"num_assistant_tokens": 3}, {"num_assistant_tokens_schedule": "heuristic"}),
+        (proposed(num_draft_tokens=20), None, {"num_assistant_tokens": 20}),
+        (proposed(num_draft_tokens=20), {"num_assistant_tokens": 20}, {}),
+    ]
+    for expected, own, options in cases:
+        assert proposed(own, **options) == expected, (own, options)
+    threshold = "assistant_confidence_threshold: expected None or 0, got 0.6"
+    bad: list[tuple[tuple[Any, dict[str, Any]], type[Exception], str]] = [
+        ((None, {"assistant_confidence_threshold": 0.6}), NotImplementedError, threshold),
+        (({"assistant_confidence_threshold": 0.6}, {}), NotImplementedError, threshold),
+        ((None, {"num_assistant_tokens": 3, "num_draft_tokens": 3}), ValueError, "num_assistant_tokens: .* num_draft"),
+        ((None, config | {"schedule": "heuristic"}), ValueError, "num_assistant_tokens_schedule: .* beside schedule"),
+        ((None, {"num_assistant_tokens_schedule": "none"}), ValueError, "num_assistant_tokens_schedule: expected one"),
+        (({"num_assistant_tokens": 0}, {}), ValueError, "num_assistant_tokens: expected a number >= 1, got 0"),
+    ]
+    assert raised(lambda case: proposed(case[0], **case[1]), bad) == []
+    for name in ("num_draft_tokens", "num_assistant_tokens"):
+        with pytest.raises(ValueError, match=f"{name}: expected None beside prompt_lookup_num_tokens"):
+            ours(target, **ONE_PROMPT, prompt_lookup_num_tokens=3, **{name: 4})
+
+
+def test_texts_longer_than_the_model_was_made_for() -> None:
+    """transformers goes on where positions are computed, and fails where they were learned."""
+    long = {**ONE_PROMPT, "max_new_tokens": 24}
+    target = tiny("llama", max_position_embeddings=20)
+    expected = plain(target, **long)
+    for draft in (None, shared_tiny("llama")):
+        with pytest.warns(UserWarning, match="may become 29, and the target was made for 20"):
+            assert torch.equal(ours(target, **long, draft_model=draft), expected)
+    with pytest.raises(ValueError, match="within the 20 that the target reads, got 29"):
+        ours(tiny("gpt2", n_positions=20), **long)
 
 
 def test_right_padded_prompts_stay_as_given() -> None:

@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, HierarchicalDraft, PromptLookup
-from torch_specops.hf import language_model
 from torch_specops.hf.processors import _Called
 from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
@@ -230,7 +229,7 @@ def test_only_texts_that_can_come_about_are_asked_about(side: str, way: str) -> 
     prompts = Automaton(options["input_ids"], options["attention_mask"]).prompts
     rows = [row_alone(row, prompt) for row, prompt in enumerate(prompts)]
     assert len({len(row) for row in rows}) > 1
-    models = perturbed(TARGET, 0.1), HierarchicalDraft(language_model(TARGET))
+    models = perturbed(TARGET, 0.1), HierarchicalDraft(TARGET)
     for draft in (None, PromptLookup(min_ngram=1), Ending(), *models):
         automaton, found = automaton_of_a_call(draft_model=draft, num_draft_tokens=4)
         new = found[:, automaton.width :].tolist()

@@ -110,7 +110,11 @@ def test_what_a_model_says_of_itself() -> None:
         assert adapter.vocab_size == VOCAB and adapter.device == torch.device("cpu")
         # T5 has relative positions: any length.
         assert adapter.max_length == (None if family == "t5" else POSITIONS), family
+        # Rotary positions are computed, others are learned.
+        assert adapter.reads_beyond == (family not in ("gpt2", "opt", "whisper", "t5")), family
         assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert not hf.language_model(tiny("llama", rope_parameters=dynamic)).reads_beyond
     # Beyond, it goes by the length of a cache, which rows of different lengths do not have.
     llama4 = transformers.Llama4TextConfig(floor_scale=16)
     assert max_length(llama4) == 15

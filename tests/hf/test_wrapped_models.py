@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from test_language_models import CAPACITY, GREEDY, TOKENS, full_logits, untested
-from tiny_models import tiny
+from tiny_models import VOCAB, raised, tiny
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops import hf
+from torch_specops import drafts, hf
 from torch_specops.drafts import EarlyExit
 
 CALL: dict[str, Any] = {"input_ids": TOKENS[:, :6], "max_new_tokens": 8, "eos_token_id": ()}
@@ -243,3 +243,31 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
         for use in (hf.language_model, lambda draft: torch_specops.SpeculativeDecoder(model, draft)):
             with pytest.raises(ValueError, match=r"model: a PeftModel with P.* peft_model.get_base_model\(\)"):
                 use(refused)
+
+
+def test_attention_may_get_other_heads_between_two_calls() -> None:
+    model, other = tiny("llama"), tiny("llama", num_key_value_heads=4)
+    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), sampling=GREEDY)
+    before = decoder.generate(**CALL).sequences
+    for layer, own in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn = own.self_attn
+    expected = greedy(copy.deepcopy(model))
+    assert torch.equal(decoder.generate(**CALL).sequences, expected)
+    assert not torch.equal(before, expected)
+
+
+def test_every_place_for_a_draft_model_takes_one_of_transformers() -> None:
+    target, draft = tiny("llama"), tiny("llama", seed=3)
+    expected, twins = greedy(target), torch.arange(VOCAB)
+    for model in (draft, Adapted(draft), torch.compile(draft, backend="eager")):
+        assert isinstance(hf.language_model(model), drafts.LanguageModel)
+        mapped = drafts.TokenMap(model, twins)
+        for made in (
+            drafts.HierarchicalDraft(model, model),
+            drafts.HierarchicalDraft(mapped, drafts.ModelDraft(model)),
+        ):
+            assert torch.equal(greedy(target, made), expected)
+    places = drafts.ModelDraft, drafts.HierarchicalDraft, lambda model: drafts.TokenMap(model, twins)
+    error = "model: expected a transformers model or a LanguageModel, got .*Linear"
+    cases = [(place, TypeError, error) for place in places]
+    assert raised(lambda place: place(nn.Linear(2, 2)), cases) == []

@@ -70,7 +70,8 @@ def beam_search(
         target: a transformers model, or a `TreeModel`.
         input_ids: [B, P] int64, padded on either side.
         num_beams: w >= 1; 1 is greedy decoding, as in transformers.
-        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round.
+        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. Once the
+            longest text is longer than the draft can read, there are no drafts.
         draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, but forwards are
             wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
@@ -128,7 +129,10 @@ def beam_search(
         min_new_tokens=1,
     )
     state = prompts.state
-    check_room(model, draft_model, int(state.limits.max()))
+    check_room(model, int(state.limits.max()))
+    readable = None if draft_model is None else draft_model.max_length
+    if readable is not None and int(state.lengths.max()) > readable:
+        draft_model = None
     new_tokens = (state.limits - state.lengths).to(model.device)
     # With one beam, the first eos ends the search, as in greedy decoding.
     scorer = BeamScorer(
@@ -166,20 +170,29 @@ class _Search:
     def run(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
         self._start(prompts, lengths, inputs)
         room, num_live = self.scorer.limits.tolist(), prompts.shape[1] - 1
-        draft_lags = False
+        text_lengths, draft_lags = lengths.tolist(), False
         while any(room):
             started = time.perf_counter()
-            num_draft_tokens = min(self.num_draft_tokens, max(room) - 1)
+            num_draft_tokens = min(self._most_drafts(max(text_lengths)), max(room) - 1)
             self.tree.begin(self.scorer.num_beams + self.draft_beams * num_draft_tokens, num_live)
             self._propose(num_draft_tokens, draft_lags)
             num_levels, left, live = self._verify().tolist()
             num_live = max(live)
+            text_lengths = [length + levels for length, levels in zip(text_lengths, num_levels, strict=True)]
             # The draft has not read the last level that it drafted.
             draft_lags = any(levels > num_draft_tokens for levels in num_levels)
             num_proposed = [min(num_draft_tokens, before - 1) for before in room]
             self.stats.add(num_levels, [levels - 1 for levels in num_levels], num_proposed)
             self.stats.seconds += time.perf_counter() - started
             room = left
+
+    def _most_drafts(self, longest: int) -> int:
+        """The most levels that the draft can read behind texts of up to `longest` tokens. Once these are none it never
+        drafts again, because it would lack what was decided since."""
+        readable = None if self.draft is None else self.draft.max_length
+        if readable is not None:
+            self.num_draft_tokens = min(self.num_draft_tokens, max(readable + 1 - longest, 0))
+        return self.num_draft_tokens
 
     def _start(self, prompts: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None) -> None:
         """Prefill all but the newest token of every prompt."""

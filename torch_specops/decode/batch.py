@@ -136,9 +136,8 @@ class Batch:
         while True:
             going = [row for row in self.rows if not row.ended]
             masks = self._masks if any(row.grammar is not None for row in going) else None
-            # The last token of a row needs no draft, so the rows may have room for fewer than are wanted.
-            room = max([row.limit - row.length for row in going], default=0)
-            num_draft_tokens = runner.smallest_sufficient(self._wanted, max(room - 1, 0), masks is not None)
+            needed = runner.most_drafts(going)
+            num_draft_tokens = runner.smallest_sufficient(self._wanted, needed, masks is not None)
             self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()

@@ -93,13 +93,14 @@ class SpeculativeDecoder:
     greedy continuation. The state lives on the target's device, and within a step the host never waits for it.
 
     Compiled code is kept. Further prompts of the same batch size that fit `max_length` compile nothing. A new batch
-    size, a new capacity (multiples of 64 without `max_length`), the first row that is sampled or filtered, and a new
-    length of an encoder's input each compile their own pieces, once.
+    size, a new capacity (multiples of 64 without `max_length`), another autocast, the first row that is sampled or
+    filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
+    pieces, once.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
-            target alone, in the same loop.
+            target alone, in the same loop. One that can read less than the target drafts for each row as far as it can.
         num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
             step drafts fewer, and a compiled step uses the smallest sufficient K that is already compiled.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
@@ -241,8 +242,8 @@ class SpeculativeDecoder:
             warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
 
         Raises:
-            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what a model can
-                read.
+            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what the target
+                can read. A draft that can read less stops drafting there.
         """
         return self.run(input_ids, arguments, streamer)
 
@@ -294,8 +295,9 @@ class SpeculativeDecoder:
     ) -> Session:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
-        The first request that is sampled, that uses some filter or processor, or that has more than 8 eos tokens
-        compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when this is called.
+        The first request that is sampled, that uses some filter or processor, that has more than 8 eos tokens, or that
+        outgrows the draft compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when
+        this is called.
 
         Args:
             batch_size: how many rows there are.
@@ -370,7 +372,7 @@ class SpeculativeDecoder:
                 state = prompts.state
                 self._runner.choose_compile(int((state.limits - state.lengths).max()))
                 longest = int(state.limits.max())
-                check_room(self.target, self.draft, longest, self.max_length)
+                check_room(self.target, longest, self.max_length)
                 capacity = self._runner.capacity(self.max_length or longest)
                 # If reading the prompts is interrupted, `output` has no batch to show.
                 self._newest = None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel, TokenMap
 
-__all__ = ["Guard", "evaluating", "modules_of"]
+__all__ = ["Guard", "autocast_of", "evaluating", "modules_of"]
+
+Autocast = torch.dtype | None
 
 # Shared by all decoders of a target, because it has one cache: the "thread" at work, and the number of its "streams". A
 # transformers model gets an adapter, and with it a cache, for each decoder.
@@ -26,6 +30,7 @@ class Guard:
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
         self._device = target.device
+        self._autocast = autocast_of(self._device)
         self._use: dict[str, int] = {"streams": 0}
         # A target that cannot be hashed (a dataclass that compares by value) is guarded within this decoder only.
         with _uses_lock, suppress(TypeError):
@@ -41,6 +46,7 @@ class Guard:
         self._use["streams"] += 1
         # Ask once for all steps: a model looks for its first parameter.
         self._device = self._parts[0].device
+        self._autocast = autocast_of(self._device)
         return self._use["streams"]
 
     def is_newest(self, stream: int) -> bool:
@@ -52,10 +58,10 @@ class Guard:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """`working`, in inference mode and on the target's device: Triton launches on the current one, and streams
-        belong to it."""
+        """`working`, in inference mode, under the autocast that the stream began with, and on the target's device:
+        Triton launches on the current one, and streams belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with self.working(), torch.inference_mode(), on_device:
+        with self.working(), torch.inference_mode(), on_device, _autocast(self._device, self._autocast):
             yield
 
     def working(self) -> AbstractContextManager[None]:
@@ -88,6 +94,20 @@ class Guard:
     def _release(self, thread: int) -> None:
         if self._use.get("thread") == thread:
             del self._use["thread"]
+
+
+def autocast_of(device: torch.device) -> Autocast:
+    """The `torch.autocast` of this thread, as far as it concerns a device; None = it is off."""
+    if not is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _autocast(device: torch.device, wanted: Autocast) -> AbstractContextManager[Any]:
+    """Another thread, or a caller who has left the block, must not change what a text is computed in."""
+    if autocast_of(device) == wanted:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=wanted, enabled=wanted is not None)
 
 
 @contextmanager

@@ -183,22 +183,26 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
         raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
 
 
-def check_room(
-    target: LanguageModel, draft: DraftSource | LanguageModel | None, longest: int, max_length: int | None = None
-) -> None:
-    """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target or the draft
-    can read."""
+def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
+    """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target can read; warn
+    if the target can read it, but was made for shorter ones."""
     if max_length is not None and longest > max_length:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
         )
-    for name, model in (("target", target), ("draft", draft)):
-        readable = None if model is None else model.max_length
-        if readable is not None and longest > readable:
-            raise ValueError(
-                f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
-                f"got {longest}"
-            )
+    readable = target.max_length
+    if readable is None or longest <= readable:
+        return
+    if not getattr(target, "reads_beyond", False):
+        raise ValueError(
+            f"max_new_tokens: expected prompt and new tokens within the {readable} that the target reads, got {longest}"
+        )
+    warnings.warn(
+        f"max_new_tokens: prompt and new tokens may become {longest}, and the target was made for {readable} "
+        "(max_position_embeddings); its text may be poor from there on",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def check_logprobs(logprobs: str | None, top_logprobs: int, vocab_size: int) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import static_tensors_of
+from ..drafts.base import readable_lengths, static_tensors_of
 from ..grammars import Grammar, num_words
 from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED
 from .graphs import CapturedStep, Masks, capture
+from .guard import autocast_of
+from .rows import Row
 from .state import DecodeState, constants_of, moved, refilled, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
@@ -76,6 +78,8 @@ class StepRunner:
         self._state: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
+        # All rows are longer than the draft can read.
+        self._is_outgrown = False
         # By K, and whether the steps have a bitmask.
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
         # The keys whose steps are compiled and captured.
@@ -173,15 +177,16 @@ class StepRunner:
         if draft is not None:
             self._compile_draft(draft)
             draft.expect(max(self.schedule.buckets))
-            draft.start(state.tokens, state.lengths, state.capacity, inputs)
+            draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
         self.keep_valid_graphs()
         self.schedule.reset()
 
     def restart_draft(self, rows: Tensor) -> None:
         """Let the draft read the new texts of these rows."""
-        if self.draft is not None:
-            self._compile_draft(self.draft)
-            self.draft.restart(self.state.tokens, self.state.lengths, rows)
+        state, draft = self.state, self.draft
+        if draft is not None:
+            self._compile_draft(draft)
+            draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
 
     def _compile_draft(self, draft: DraftSource) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
@@ -226,13 +231,14 @@ class StepRunner:
                 padding included.
             masks: asks grammars between the drafts and their verification; None = no row has one.
         """
-        state = self.state
+        state, draft = self.state, self.draft
         self._num_eager_steps += not self.compiled
         if num_draft_tokens == 0:
-            self._num_undrafted += 1
+            # Rows that are too long for the draft need no catching up.
+            self._num_undrafted += not self._is_outgrown
         elif self._num_undrafted > 0:
-            assert self.draft is not None
-            self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
+            assert draft is not None
+            draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
             self._num_undrafted = 0
         captured = self._graphs.get((num_draft_tokens, masks is not None))
         return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
@@ -242,11 +248,23 @@ class StepRunner:
         self.state.lengths[row].fill_(length)
         self.state.finished[row].fill_(True)
 
+    def most_drafts(self, going: Sequence[Row]) -> int:
+        """The most drafts that one of these rows, which have not ended, can use; the last token needs none."""
+        rooms = [row.limit - row.length - 1 for row in going]
+        most, readable = max(rooms, default=0), None if self.draft is None else self.draft.max_length
+        self._is_outgrown = False
+        if readable is not None and most > 0:
+            most = max(min(room, readable + 1 - row.length) for room, row in zip(rooms, going, strict=True))
+            self._is_outgrown = most <= 0
+        return max(most, 0)
+
     def smallest_sufficient(self, wanted: int, needed: int, masked: bool = False) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K, a compiled one those of the schedule's buckets."""
+        any K, a compiled one those of the schedule's buckets, and 0 if the draft can read no row any more."""
         if not self.compiled:
             return min(wanted, needed)
+        if self._is_outgrown:
+            return 0
         buckets = self.schedule.buckets
         wanted = max((count for count in buckets if count <= wanted), default=min(buckets))
         ready = (count for count, has_mask in self._ready if has_mask == masked)
@@ -368,7 +386,8 @@ class StepRunner:
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
     """Everything that a compiled piece takes as constant for a batch, except for K."""
     tensors = tensors_of(state) | dict(inputs)
-    return constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return autocast_of(state.tokens.device), constants_of(state), shapes
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:

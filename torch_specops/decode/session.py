@@ -114,7 +114,7 @@ class Session:
         prompt: Prompts | str
         try:
             prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
-            check_room(target, self._runner.draft, int(prompt.state.limits), self._max_length)
+            check_room(target, int(prompt.state.limits), self._max_length)
             self._runner.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
@@ -211,8 +211,8 @@ class Session:
             top_logprobs=self._top_logprobs,
         )
         prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, EOS_TOKENS), -1)))
-        readable = [model.max_length for model in (runner.target, runner.draft) if model is not None]
-        longest = min(length for length in (self._max_length, *readable) if length is not None)
+        readable = None if getattr(runner.target, "reads_beyond", False) else runner.target.max_length
+        longest = self._max_length if readable is None else min(self._max_length, readable)
         made = Batch(runner, prompts, runner.capacity(longest))
         made.stats.seeds = []
         return made

@@ -22,6 +22,7 @@ __all__ = [
     "as_language_model",
     "feature_model",
     "proposal_of",
+    "readable_lengths",
     "refuse_class",
     "replace_inputs",
     "static_tensors_of",
@@ -58,7 +59,8 @@ class DraftSource(ABC):
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
         vocab_size: the number of tokens that the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
-        max_length: the longest sequence it can read; None = no limit known.
+        max_length: the longest sequence it can read; None = no limit known. A longer row gets no drafts any more: in
+            every method but `end`, its length is then 1.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
             compiled loop compiles `propose` as a whole.
         feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`; () = none,
@@ -145,6 +147,18 @@ class DraftSource(ABC):
         """
 
 
+def readable_lengths(source: DraftSource, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Lengths [B] of texts in tokens [B, W] as a source gets them: 1 for those that are longer than it can read."""
+    limit = _limit_within(source, tokens)
+    return lengths if limit is None else torch.where(lengths > limit, 1, lengths)
+
+
+def _limit_within(source: DraftSource, tokens: Tensor) -> int | None:
+    """The most tokens that a source can read, if there is room for more."""
+    limit = source.max_length
+    return None if limit is None or tokens.shape[1] <= limit else limit
+
+
 def proposal_of(
     source: DraftSource | None,
     tokens: Tensor,
@@ -154,12 +168,30 @@ def proposal_of(
     seeds: Tensor,
     vocab_size: int,
 ) -> Draft:
-    """Ask a source for drafts, and check those of a user's class: an error would otherwise show far from its cause, or
-    as wrong text. Writing into the text is an error in eager steps on a CPU, where looking costs nothing."""
+    """Ask a source for drafts as far as it can read each text; behind them comes padding, whose place depends on the
+    text's length alone."""
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])
-    if not source.is_checked:
-        return source.propose(tokens, lengths, num_draft_tokens, sampling, seeds)
+    arguments = tokens, readable_lengths(source, tokens, lengths), num_draft_tokens, sampling, seeds
+    draft = _checked_proposal(source, *arguments, vocab_size) if source.is_checked else source.propose(*arguments)
+    limit = _limit_within(source, tokens)
+    if limit is None:
+        return draft
+    num_read = lengths.unsqueeze(1) + torch.arange(draft.tokens.shape[1], device=lengths.device)
+    return Draft(torch.where(num_read <= limit, draft.tokens, -1), draft.logits, draft.lse)
+
+
+def _checked_proposal(
+    source: DraftSource,
+    tokens: Tensor,
+    lengths: Tensor,
+    num_draft_tokens: int,
+    sampling: SamplingTensors,
+    seeds: Tensor,
+    vocab_size: int,
+) -> Draft:
+    """The proposal of a user's class, checked: an error would otherwise show far from its cause, or as wrong text.
+    Writing into the text is an error in eager steps on a CPU, where looking costs nothing."""
     text, ends, name = tokens.clone(), lengths.clone(), f"{type(source).__name__}.propose"
     draft = source.propose(text, ends, num_draft_tokens, sampling, seeds)
     if not isinstance(draft, Draft):

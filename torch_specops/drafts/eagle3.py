@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import attend, attend_masked, spans_of, spans_serve
+from ..ops.attention import attend, attend_masked, attention_dtype, spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .base import FeatureModel, LanguageModel, as_language_model, feature_model
@@ -110,10 +110,12 @@ class Eagle3(SequentialDraft):
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         config, batch = self.head.config, tokens.shape[0]
-        if self._cache is not None and self._cache.keys.shape[:3] == (batch, config.num_key_value_heads, capacity):
+        weight, shape = self.head.fc.weight, (batch, config.num_key_value_heads, 0, config.head_dim)
+        empty = weight.new_zeros(shape, dtype=attention_dtype(weight))
+        is_large = self._cache is not None and self._cache.keys.shape[:3:2] == (batch, capacity)
+        if self._cache is not None and is_large and self._cache.fits(empty, empty):
             self._cache.clear()
         else:
-            empty = self.head.fc.weight.new_zeros(batch, config.num_key_value_heads, 0, config.head_dim)
             self._cache = RaggedKeyValues(empty, empty, capacity)
         self._num_read = lengths - 2
         self.restart(tokens, lengths, torch.arange(batch, device=tokens.device))
@@ -189,6 +191,8 @@ class Eagle3(SequentialDraft):
             seen = visible_slots(positions, torch.arange(width, device=positions.device).unsqueeze(0), window)
 
         def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # Under autocast they may differ: a norm or a residual branch is computed in float32.
+            queries, keys, values = (each.to(cache.keys.dtype) for each in (queries, keys, values))
             cache.write(keys, values, positions, rows)
             read = attend if by_spans else attend_masked
             return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)

@@ -89,13 +89,13 @@ class Eagle3Head(nn.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         fused = config.num_features * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if has_embedding else None
-        self.input_norm = nn.RMSNorm(fused, eps) if config.norm_before_fc else None
+        self.input_norm = _Norm(fused, eps) if config.norm_before_fc else None
         self.fc_norm = None
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_features))
+            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(config.num_features))
         self.fc = nn.Linear(fused, hidden, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = _Norm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("draft_of_target", torch.arange(config.vocab_size), persistent=False)
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
@@ -135,14 +135,20 @@ class Eagle3Head(nn.Module):
         return torch.where(self.draft_of_target >= 0, found, -torch.inf)
 
 
+class _Norm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        # Autocast leaves the input in another dtype than the weight.
+        return super().forward(x.to(self.weight.dtype))
+
+
 class _Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = _Norm(hidden, eps)
+        self.hidden_norm = _Norm(hidden, eps)
+        self.post_attention_layernorm = _Norm(hidden, eps)
         self.self_attn = _Attention(config)
         self.mlp = _Mlp(config)
 
@@ -166,7 +172,7 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(width, of_keys, bias=bias)
         self.v_proj = nn.Linear(width, of_keys, bias=bias)
         self.o_proj = nn.Linear(of_queries, config.hidden_size, bias=bias)
-        norm = nn.RMSNorm if config.normalises_queries else nn.Identity
+        norm = _Norm if config.normalises_queries else nn.Identity
         self.q_norm, self.k_norm = norm(self.head_dim, config.norm_eps), norm(self.head_dim, config.norm_eps)
 
     def forward(self, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import checks
@@ -13,7 +13,7 @@ from ..ops import verify_exact
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
-from .base import AnyDraft, Draft, LanguageModel, proposal_of, static_tensors_of
+from .base import AnyDraft, Draft, LanguageModel, proposal_of, readable_lengths, static_tensors_of
 from .lookup import PromptLookup
 from .model import ModelDraft, as_draft_source
 
@@ -33,7 +33,7 @@ class HierarchicalDraft(ModelDraft):
     anything else uses; its own q is then the one that `verify_exact` compares with the draft model's.
 
     Args:
-        model: the draft model; its vocabulary must be the target's.
+        model: the draft model, as in `ModelDraft`.
         inner: where its drafts come from, as a decoder takes a draft: a source or a smaller model; None =
             `PromptLookup()`.
         num_inner_tokens: inner drafts per forward, >= 1.
@@ -48,7 +48,7 @@ class HierarchicalDraft(ModelDraft):
         >>> import torch, transformers, torch_specops
         >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
         >>> target, small = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
-        >>> draft = torch_specops.drafts.HierarchicalDraft(torch_specops.hf.language_model(small), num_forwards=2)
+        >>> draft = torch_specops.drafts.HierarchicalDraft(small, num_forwards=2)
         >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 5, 6]]), draft=draft, max_new_tokens=8, seed=0)
         >>> output.lengths
         tensor([12])
@@ -58,21 +58,24 @@ class HierarchicalDraft(ModelDraft):
     compiles_itself = False
 
     def __init__(
-        self, model: LanguageModel, inner: AnyDraft = None, *, num_inner_tokens: int = 3, num_forwards: int = 3
+        self,
+        model: LanguageModel | nn.Module,
+        inner: AnyDraft = None,
+        *,
+        num_inner_tokens: int = 3,
+        num_forwards: int = 3,
     ) -> None:
         super().__init__(model)
         inner = as_draft_source(inner, "inner") or PromptLookup()
         if inner.feature_layers:
             raise ValueError(f"inner: expected a source that reads tokens alone, got {type(inner).__name__}")
-        if inner.vocab_size is not None and inner.vocab_size != model.vocab_size:
-            raise ValueError(f"inner: expected the model's {model.vocab_size} tokens, got {inner.vocab_size}")
-        if inner.device is not None and inner.device != model.device:
-            raise ValueError(f"inner: expected a source on {model.device}, as the model is, got {inner.device}")
+        if inner.vocab_size is not None and inner.vocab_size != self.vocab_size:
+            raise ValueError(f"inner: expected the model's {self.vocab_size} tokens, got {inner.vocab_size}")
+        if inner.device is not None and inner.device != self.device:
+            raise ValueError(f"inner: expected a source on {self.device}, as the model is, got {inner.device}")
         checks.check_int("num_inner_tokens", num_inner_tokens, 1)
         checks.check_int("num_forwards", num_forwards, 1)
         self.inner = inner
-        known = [length for length in (model.max_length, inner.max_length) if length is not None]
-        self.max_length = min(known, default=None)
         self.num_inner_tokens = num_inner_tokens
         self.num_forwards = num_forwards
 
@@ -85,11 +88,11 @@ class HierarchicalDraft(ModelDraft):
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
         self.inner.expect(self.num_inner_tokens)
-        self.inner.start(tokens, lengths, capacity, inputs)
+        self.inner.start(tokens, readable_lengths(self.inner, tokens, lengths), capacity, inputs)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         super().restart(tokens, lengths, rows)
-        self.inner.restart(tokens, lengths, rows)
+        self.inner.restart(tokens, readable_lengths(self.inner, tokens, lengths), rows)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         super().replace_inputs(row, inputs)
@@ -98,7 +101,7 @@ class HierarchicalDraft(ModelDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         super().catch_up(tokens, lengths, num_steps)
         # One more, as in `propose`.
-        self.inner.catch_up(tokens, lengths, num_steps + 1)
+        self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), num_steps + 1)
 
     @property
     def can_restart(self) -> bool:
@@ -117,7 +120,7 @@ class HierarchicalDraft(ModelDraft):
         batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.
-        self.inner.catch_up(tokens, lengths, 1)
+        self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
         # Two numbers per position: for its acceptance test, and for the next token of a forward that ends there.
         draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
         text = pad(tokens, (0, room))
@@ -164,10 +167,11 @@ class HierarchicalDraft(ModelDraft):
         # Tokens outside the model's vocabulary are padding.
         drafts = torch.where((inner.tokens >= 0) & (inner.tokens < vocab_size), inner.tokens, -1)
         last = ends.unsqueeze(1) - 1
-        behind = (last + torch.arange(1 - num_unread, 1, device=text.device)).clamp(min=0)
+        behind = last + torch.arange(1 - num_unread, 1, device=text.device)
         places = last + torch.arange(1, drafts.shape[1] + 2, device=text.device)
-        read = torch.cat([text.gather(1, behind), drafts.clamp(min=0)], 1)
-        rows = self.model.forward(read, torch.cat([behind, places[:, :-1]], 1), places.shape[1])
+        written = text.scatter(1, places[:, :-1], drafts.clamp(min=0))
+        positions = self._inside(torch.cat([behind, places[:, :-1]], 1))
+        rows = self.model.forward(written.gather(1, positions), positions, places.shape[1])
         if sampling.processors is not None:
             rows = sampling.process(rows, text.scatter(1, places[:, :-1], drafts), places)
         return Draft(drafts, inner.logits, inner.lse), rows

@@ -115,15 +115,18 @@ class ModelDraft(SequentialDraft):
     forwards. After steps without drafts, one more forward reads the tokens that those steps emitted.
 
     Args:
-        model: the draft model; its vocabulary must be the target's.
+        model: the draft model, of transformers or a `LanguageModel`; its vocabulary must be the target's. It is not
+            asked to read beyond its `max_length`.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel | nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model = model = as_language_model("model", model)
         self.vocab_size = model.vocab_size
         self.device = model.device
         self.max_length = model.max_length
+        # The slots of the model's cache, if texts may have more.
+        self._room: int | None = None
 
     def bind(self, target: LanguageModel) -> None:
         # The draft reads the output of the target's encoder if it has the same one or none of its own.
@@ -131,7 +134,8 @@ class ModelDraft(SequentialDraft):
             self.model = target.share_encoder(self.model)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.model.start(tokens.shape[0], capacity, inputs)
+        self._room = self.max_length if self.max_length is not None and capacity > self.max_length else None
+        self.model.start(tokens.shape[0], self._room or capacity, inputs)
         # All but the two newest tokens of the longest prompt, but at least one, to allocate the cache.
         width = max(int(lengths.max()) - 2, 1)
         read_beginnings(self.model, tokens.clamp(min=0), width)
@@ -145,21 +149,26 @@ class ModelDraft(SequentialDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
-        positions = positions.clamp(min=0)
+        positions = self._inside(positions)
         self.model.forward(tokens.gather(1, positions), positions, 1)
+
+    def _inside(self, positions: Tensor) -> Tensor:
+        """Positions that the model can read: those before a text are its first one, those behind what the model can
+        read the last one there, where no draft is wanted any more."""
+        return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         # In a text of one token, that token is read twice at the same position.
-        positions = torch.stack([lengths - 2, lengths - 1], 1).clamp(min=0)
+        positions = self._inside(torch.stack([lengths - 2, lengths - 1], 1))
         return tokens.gather(1, positions), positions
 
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.model.forward(tokens, positions, 1), None
+        return self.model.forward(tokens, self._inside(positions), 1), None
 
 
 def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:

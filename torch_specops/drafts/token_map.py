@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .base import LanguageModel
+from .base import LanguageModel, as_language_model
 
 __all__ = ["TokenMap", "twin_tokens"]
 
@@ -25,7 +25,7 @@ class TokenMap:
     kept; missing twins only lower the acceptance rate.
 
     Args:
-        model: the draft model.
+        model: the draft model, of transformers or a `LanguageModel`.
         draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `twin_tokens`.
         unknown: the token that the model reads for a target token without a twin, in [0, V_draft).
 
@@ -41,12 +41,12 @@ class TokenMap:
         >>> twins
         tensor([ 1,  0, -1])
         >>> config = transformers.GPT2Config(vocab_size=2, n_embd=32, n_layer=1, n_head=4, eos_token_id=None)
-        >>> model = torch_specops.hf.language_model(transformers.GPT2LMHeadModel(config))
-        >>> TokenMap(model, twins).vocab_size
+        >>> TokenMap(transformers.GPT2LMHeadModel(config), twins).vocab_size
         3
     """
 
-    def __init__(self, model: LanguageModel, draft_of_target: Tensor, unknown: int = 0) -> None:
+    def __init__(self, model: LanguageModel | nn.Module, draft_of_target: Tensor, unknown: int = 0) -> None:
+        model = as_language_model("model", model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
             found = getattr(draft_of_target, "dtype", type(draft_of_target))
             raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")

@@ -11,16 +11,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
 
-__all__ = ["cache_argument", "check_can_decode", "layers_of", "max_length", "unwrapped", "why_not_compiled", "windows"]
+__all__ = [
+    "cache_argument",
+    "check_can_decode",
+    "layers_of",
+    "max_length",
+    "reads_beyond",
+    "unwrapped",
+    "why_not_compiled",
+    "windows",
+]
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter.
+    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter; what `torch.compile` got,
+    because the loop compiles its own steps.
 
     Raises:
         TypeError: no transformers model.
         ValueError: a `PeftModel` that reads more than the tokens.
     """
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         adapter = model.active_peft_config
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
@@ -79,6 +90,16 @@ def max_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
+def reads_beyond(model: PreTrainedModel) -> bool:
+    """True = texts may be longer than `max_length`, which is `max_position_embeddings`, with tokens of less use than
+    before: positions are computed, by rotary embeddings that are the same at every length. transformers goes on too."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = [kind for module in model.get_decoder().modules() for kind in _rope_types(module)]
+    depends_on_length = any("dynamic" in kind or kind == "longrope" for kind in kinds)
+    is_advice = max_length(config) == getattr(config, "max_position_embeddings", None)
+    return bool(kinds) and not depends_on_length and is_advice
+
+
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
     """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
     size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -94,11 +115,16 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     values of positions, which a graph cannot do.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind is not None and ("dynamic" in kind or kind == "longrope"):
+        for kind in _rope_types(module):
+            if "dynamic" in kind or kind == "longrope":
                 return f"the {kind!r} rotary embedding of {type(model).__name__} depends on the longest text of a batch"
     return None
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    """The kinds of rotary embedding that a module computes; some have one for each kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -39,6 +39,7 @@ def grouped_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale = scaling or query.shape[3] ** -0.5
     if attention_mask.dtype == torch.int64:
+        query = query.to(value.dtype)
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
     # Every token sees itself, so a mask over one slot hides nothing.
     mask = None if attention_mask.shape[3] == 1 else attention_mask

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
@@ -30,6 +31,11 @@ class RaggedCache(Cache):
         self.first: int | None = None
         self.width: int | None = None
         self.rows: Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget everything. A layer keeps its memory if what is written first fits."""
+        for layer in self.layers:
+            layer.is_begun = False
 
     @contextmanager
     def writing_at(self, slots: Tensor, width: int | None = None, rows: Tensor | None = None) -> Iterator[None]:
@@ -50,20 +56,32 @@ class RaggedCache(Cache):
 class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
     is_compileable = True
     is_sliding = False
+    is_initialized: bool
 
     def __init__(self, cache: RaggedCache) -> None:
         CacheLayerMixin.__init__(self)
         self._cache = cache
+        self.is_begun = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # A first forward may write some rows only.
-        keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
-        RaggedKeyValues.__init__(self, keys, values, self._cache.capacity)
-        self.is_initialized = True
+        if self.is_initialized and self.fits(key_states, value_states):
+            self.clear()
+        else:
+            # A first forward may write some rows only.
+            keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
+            RaggedKeyValues.__init__(self, keys, values, self._cache.capacity)
+        self.is_initialized = self.is_begun = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
+        # Under autocast a model's rotary embedding may leave float32 keys beside values of 16 bits.
+        key_states, value_states = (each.to(attention_dtype(each)) for each in (key_states, value_states))
+        if not self.is_begun:
             self.lazy_initialization(key_states, value_states)
+        elif key_states.dtype != self.keys.dtype:
+            raise RuntimeError(
+                f"forward: what was read since start has {self.keys.dtype} keys, and this forward gives "
+                f"{key_states.dtype}; read all of a text under the same torch.autocast"
+            )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None
         self.write(key_states, value_states, slots, self._cache.rows)
@@ -132,7 +150,7 @@ class FeatureBuffer:
         slots, rows = self._cache.slots, self._cache.rows
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
-        self.values[rows.unsqueeze(1), slots, part * self.size : (part + 1) * self.size] = hidden
+        self.values[rows.unsqueeze(1), slots, part * self.size : (part + 1) * self.size] = hidden.to(self.values.dtype)
 
 
 def first_slot(slots: Tensor) -> int | None:

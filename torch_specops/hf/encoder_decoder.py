@@ -92,7 +92,7 @@ class EncoderDecoderModel(TransformersModel):
     def _cross_attend(self, states: Tensor, mask: Tensor | None) -> None:
         """Read these from now on. The next forward computes their keys and values."""
         if self._cross_cache is None or states is not self._encoder_states:
-            self._cross_cache = Cache(layers=[StaticLayer(states.shape[1]) for _ in range(self.num_layers)])
+            self._cross_cache = Cache(layers=[_EncoderLayer(states.shape[1]) for _ in range(self.num_layers)])
         self._encoder_states, self._encoder_mask = states, mask
         self._cross_cache.reset()
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
@@ -157,6 +157,18 @@ class EncoderDecoderModel(TransformersModel):
         bias = self._relative_bias(positions, slot_positions)
         visible = visible_slots(positions, slot_positions, own_text=own_text)
         return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+class _EncoderLayer(StaticLayer):
+    """The keys and values of the encoder's output, all of which a forward writes at once."""
+
+    is_initialized: bool
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        # Under another autocast than the batch before, the memory is allocated again.
+        is_fit = self.is_initialized and (key_states.shape, key_states.dtype) == (self.keys.shape, self.keys.dtype)
+        self.is_initialized = is_fit
+        return super().update(key_states, value_states, *args, **kwargs)
 
 
 class WhisperDecoder(EncoderDecoderModel):

@@ -19,6 +19,7 @@ from ..decode.rows import BatchRules
 from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .adapter import language_model
+from .assistant_settings import read_assistant_settings
 from .encoder_decoder import EncoderDecoderModel
 from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
@@ -37,8 +38,8 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     draft_model: AnyDraft = None,
-    num_draft_tokens: int = 5,
-    schedule: str | Schedule = "constant",
+    num_draft_tokens: int | None = None,
+    schedule: str | Schedule | None = None,
     verify: str = "exact",
     alpha: float = -1e3,
     beta: float = 1e3,
@@ -49,6 +50,9 @@ def custom_generate(
     tokenizer: Any = None,
     grammar: AnyGrammar = None,
     has_mask: bool = False,
+    num_assistant_tokens: int | None = None,
+    num_assistant_tokens_schedule: str | None = None,
+    assistant_confidence_threshold: float | None = None,
     **model_kwargs: Any,
 ) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
     """Speculative decoding behind transformers' own `generate`.
@@ -72,6 +76,11 @@ def custom_generate(
             with transformers' meaning.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
+            None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else 5 and "constant".
+        num_assistant_tokens, num_assistant_tokens_schedule: transformers' names of the two; "heuristic" and
+            "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
+            transformers' default (20, "constant"), else what the generation config of a draft model says.
+        assistant_confidence_threshold: 0 or None.
         token_streamer: the `streamer` of `SpeculativeDecoder.generate`. One of transformers is passed as `streamer=`.
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
@@ -88,11 +97,11 @@ def custom_generate(
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
             of `use_mtp` and `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
-            `assistant_ensemble_weight` below 1. With a draft or `output_scores`, a processor that remembers its calls
-            (classifier-free guidance, SynthID, other grammars) or that raises on a later text, by name. `output_scores`
-            with `grammar`.
-        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses; a cache, positions or other inputs of the
-            model that this loop would not read.
+            `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model. With a draft or
+            `output_scores`, a processor that remembers its calls (classifier-free guidance, SynthID, other grammars) or
+            that raises on a later text, by name. `output_scores` with `grammar`.
+        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses, or that came under two names; a cache,
+            positions or other inputs of the model that this loop would not read.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -108,9 +117,17 @@ def custom_generate(
     _check_mode(generation_config, draft_model)
     if generation_config.prompt_lookup_num_tokens is not None:
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
-        num_draft_tokens = generation_config.prompt_lookup_num_tokens
     if generation_config.assistant_early_exit is not None:
         draft_model = EarlyExit(generation_config.assistant_early_exit)
+    num_draft_tokens, schedule = read_assistant_settings(
+        generation_config,
+        draft_model,
+        num_draft_tokens,
+        schedule,
+        num_assistant_tokens=num_assistant_tokens,
+        num_assistant_tokens_schedule=num_assistant_tokens_schedule,
+        assistant_confidence_threshold=assistant_confidence_threshold,
+    )
     if grammar is not None and generation_config.output_scores:
         raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
     own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))

@@ -12,7 +12,15 @@ from transformers import PreTrainedModel
 from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
-from .architecture import cache_argument, check_can_decode, layers_of, max_length, why_not_compiled, windows
+from .architecture import (
+    cache_argument,
+    check_can_decode,
+    layers_of,
+    max_length,
+    reads_beyond,
+    why_not_compiled,
+    windows,
+)
 from .attention import use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
@@ -49,7 +57,8 @@ class TransformersModel:
     Attributes:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
-        max_length: the most tokens that its positions allow; None = any.
+        max_length: the most tokens that its positions allow, or that it was made for; None = any.
+        reads_beyond: True = it was made for `max_length` tokens, and can read more.
         supports_spans: True = attention may get spans of slots: the model leaves it to transformers' "sdpa".
         not_compiled: the reason why its forward cannot be compiled; None if it can.
         reads_rows: True = `forward` can read some rows alone.
@@ -84,6 +93,7 @@ class TransformersModel:
         self._windows = windows(self._config)
         self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
         self.max_length = max_length(self._config)
+        self.reads_beyond = reads_beyond(model)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
@@ -131,12 +141,10 @@ class TransformersModel:
         self._start_cache(batch, capacity)
 
     def _start_cache(self, batch: int, capacity: int) -> None:
-        key = batch, capacity, self.device, self.model.dtype
-        if self._cache is not None and self._cache_key == key:
-            for layer in self._cache.key_values:
-                layer.clear()
-        else:
+        key = batch, capacity, self.num_layers
+        if self._cache is None or self._cache_key != key:
             self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
+        self._cache.begin()
         if self._features is not None:
             self._features.start(self._cache, self.model.dtype, self.device)
 
@@ -270,7 +278,7 @@ class TransformersModel:
         return self._cache
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        if self.max_length is None or self._require_cache().capacity <= self.max_length:
+        if self.max_length is None or self.reads_beyond or self._require_cache().capacity <= self.max_length:
             return positions
         # Drafts may stand beyond the last position that the model knows. They are never emitted.
         return positions.clamp(max=self.max_length - 1)

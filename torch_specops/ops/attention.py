@@ -15,7 +15,7 @@ from .kv_cache import Window, fold_groups
 from .registration import register_op
 from .tracing import is_eager_cpu, on_device_of
 
-__all__ = ["DTYPES", "SPANS_PAY", "attend", "attend_masked", "spans_of", "spans_serve"]
+__all__ = ["DTYPES", "SPANS_PAY", "attend", "attend_masked", "attention_dtype", "spans_of", "spans_serve"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,6 +36,14 @@ def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
         # An eager step leaves out what nobody sees anyway. A prompt needs no mask.
         return positions.shape[1] > MANY
     return torch.compiler.is_dynamo_compiling() and capacity >= SPANS_PAY
+
+
+def attention_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which attention computes with a tensor: under `torch.autocast` its dtype, as in torch's own."""
+    kind = tensor.device.type
+    return (
+        torch.get_autocast_dtype(kind) if tensor.dtype in DTYPES and torch.is_autocast_enabled(kind) else tensor.dtype
+    )
 
 
 def spans_of(positions: Tensor, window: Window | None) -> Tensor:

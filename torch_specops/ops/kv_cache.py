@@ -40,6 +40,14 @@ class RaggedKeyValues:
         self.keys = keys.new_zeros(keys.shape[0], keys.shape[1], capacity, keys.shape[3])
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
 
+    def fits(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these, [A, heads, n, head_dim], can be written."""
+        return all(
+            (new.shape[1], new.shape[3], new.dtype, new.device)
+            == (buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device)
+            for buffer, new in ((self.keys, keys), (self.values, values))
+        )
+
     def clear(self, rows: Tensor | None = None) -> None:
         """Forget the sequences `rows` [A]; None = all. Slots that are not visible must be finite too, because 0 times
         NaN is NaN."""

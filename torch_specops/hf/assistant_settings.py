@@ -1,0 +1,75 @@
+"""How many tokens to draft, as transformers' assisted generation is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation import GenerationConfig
+
+from ..checks import check_int
+from ..drafts import AnyDraft
+from ..schedules import Schedule
+
+__all__ = ["read_assistant_settings"]
+
+# transformers' own defaults. It puts them into the config of a call, where they are nobody's wish.
+DEFAULTS = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+SCHEDULES = {"constant": "constant", "heuristic": "heuristic", "heuristic_transient": "heuristic"}
+
+
+def read_assistant_settings(
+    config: GenerationConfig,
+    draft: AnyDraft,
+    num_draft_tokens: int | None,
+    schedule: str | Schedule | None,
+    **given: Any,
+) -> tuple[int, str | Schedule]:
+    """K and the schedule of a call.
+
+    Args:
+        config: as `generate` prepared it.
+        draft: of the call; the generation config of a model is read too, as transformers does.
+        num_draft_tokens, schedule: our names for them; None = not given.
+        given: the names of `DEFAULTS` that the caller passed, otherwise None.
+
+    Raises:
+        NotImplementedError: a confidence threshold above 0.
+        TypeError, ValueError: a setting under two names; a number below 1; a schedule that transformers does not have.
+    """
+    lookup, count = config.prompt_lookup_num_tokens, given["num_assistant_tokens"]
+    for name, value, other, own in (
+        ("num_draft_tokens", num_draft_tokens, "prompt_lookup_num_tokens", lookup),
+        ("num_assistant_tokens", count, "prompt_lookup_num_tokens", lookup),
+        ("num_assistant_tokens", count, "num_draft_tokens", num_draft_tokens),
+        ("num_assistant_tokens_schedule", given["num_assistant_tokens_schedule"], "schedule", schedule),
+    ):
+        if value is not None and own is not None:
+            raise ValueError(f"{name}: expected None beside {other}, which is the same, got {value!r}")
+    # transformers, too, reads them for models alone.
+    has_model = draft is not None and lookup is None
+    count, plan, threshold = (_wish(name, given[name], config, draft) if has_model else None for name in DEFAULTS)
+    if threshold:
+        raise NotImplementedError(
+            f"assistant_confidence_threshold: expected None or 0, got {threshold!r}: this loop drafts as many tokens "
+            "as schedule= says, whatever their probability ('optimal' follows the acceptance rate)"
+        )
+    if plan not in (None, *SCHEDULES):
+        raise ValueError(f"num_assistant_tokens_schedule: expected one of {', '.join(SCHEDULES)}, got {plan!r}")
+    if count is not None:
+        check_int("num_assistant_tokens", count, 1)
+    chosen = next(each for each in (num_draft_tokens, lookup, count, 5) if each is not None)
+    return chosen, SCHEDULES[plan or "constant"] if schedule is None else schedule
+
+
+def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
+    """The value of a setting that somebody chose: the caller, else the config, else that of the draft model."""
+    if given is not None:
+        return given
+    value = getattr(config, name, None)
+    if value is not None and value != DEFAULTS[name]:
+        return value
+    return getattr(getattr(draft, "generation_config", None), name, None)
