@@ -56,8 +56,8 @@ def generate(
 
     Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
-    filters and penalties. Beam search is `torch_specops.beam.beam_search`. A call that is interrupted leaves no text here;
-    `SpeculativeDecoder.output` has it.
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`. After an interrupt the text so far is lost
+    here; `SpeculativeDecoder.output` has it.
 
     Examples:
         >>> import torch, transformers, torch_specops
