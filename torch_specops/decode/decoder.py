@@ -56,7 +56,7 @@ def generate(
 
     Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
-    filters and penalties. Beam search is `torch_specops.beam.beam_search`. A call that is interrupted leaves no text here;
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`. An interrupted call leaves no text here;
     `SpeculativeDecoder.output` has it.
 
     Examples:
