@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Request:
             list or tensor of one. None draws an int when the request is submitted.
         eos_token_id: a token or several; () = none; None = those of the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
-        max_time: seconds from the request's admission to a row until the step that ends it; None = no limit.
+        max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
         inputs: the input of the target's encoder, by name, with a batch of one.
         grammar: a `Grammar`, which belongs to this request alone.
 
@@ -141,13 +142,18 @@ class Handle:
         """The completion, once the request has ended.
 
         Args:
-            timeout: seconds to wait; None = until the request ends.
+            timeout: seconds to wait, >= 0; None = until the request ends.
 
         Raises:
             TimeoutError: it has not ended in time; it goes on.
+            TypeError, ValueError: timeout is no such number.
         """
+        if timeout is not None:
+            checks.check_number("timeout", timeout)
+            if not timeout >= 0:
+                raise ValueError(f"timeout: expected seconds >= 0, or None for no limit, got {timeout}")
         with self._changed:
-            self._changed.wait_for(lambda: self.done, timeout)
+            self._changed.wait_for(lambda: self.done, None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         if self.completion is None:
             raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
         return self.completion
@@ -183,6 +189,8 @@ def read_request(
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
         checks.check_number("max_time", max_time)
+        if not 0 <= max_time <= sys.float_info.max:
+            raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
     has_encoder = getattr(target, "reads_inputs", False)
     if (inputs is not None) != has_encoder:
         expected = "those of the target's encoder" if has_encoder else "None, because the target has no encoder"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,19 @@ from ..grammars import Grammar, num_words
 from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED
 from .graphs import CapturedStep, Masks, capture
-from .state import DecodeState, constants_of, moved, refilled, tensors_of
+from .state import PER_WORD, DecodeState, Sizes, constants_of, fitted, moved, sizes_of, tensors_of, write_row
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
-__all__ = ["StepRunner"]
+__all__ = ["ROOM", "StepRunner"]
 
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000
+# What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
+# run eagerly: no request compiles something for itself alone.
+ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(PER_WORD, 32)}
 
 
 class StepRunner:
@@ -74,6 +77,14 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
+        # The texts that were begun in rows of the batch; whether the state is theirs; its sizes, and those of compiled
+        # steps.
+        self._texts: dict[int, DecodeState] = {}
+        self._is_fit = True
+        self._sizes: Sizes = {}
+        self._compiled_sizes: Sizes = {}
+        # The state of the compiled steps while steps run eagerly, because they need more room; None = they do not.
+        self._set_aside: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
         # By K, and whether the steps have a bitmask.
@@ -95,6 +106,11 @@ class StepRunner:
         if self._state is None:
             raise RuntimeError("nothing was decoded yet: call generate or stream first")
         return self._state
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether the next step is."""
+        return self.compiled and self._set_aside is None
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled.
@@ -148,17 +164,20 @@ class StepRunner:
     def start(self, values: DecodeState, capacity: int, inputs: Mapping[str, Tensor] | None) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
         batch's tensors, because graphs hold their addresses."""
-        state, before = moved(values, self.target.device, capacity), self._state
+        state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
         shape = _shape_of(state, inputs or {})
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
+        self._set_aside = None
+        self._is_fit = True
+        self._texts, self._sizes, self._compiled_sizes = {}, {}, {}
         self.unread_length = None
         self._num_undrafted = 0
         if before is not None and _shape_of(before, {}) == _shape_of(state, {}):
-            for old, new in zip(tensors_of(before).values(), tensors_of(state).values(), strict=True):
-                old.copy_(new)
+            _copy(before, state)
+            self._state = before
         else:
             self._state = state
         return self.state
@@ -170,8 +189,8 @@ class StepRunner:
             inputs: as in `DraftSource.start`.
         """
         state, draft = self.state, self.draft
+        self._compile_draft()
         if draft is not None:
-            self._compile_draft(draft)
             draft.expect(max(self.schedule.buckets))
             draft.start(state.tokens, state.lengths, state.capacity, inputs)
         self.keep_valid_graphs()
@@ -180,24 +199,59 @@ class StepRunner:
     def restart_draft(self, rows: Tensor) -> None:
         """Let the draft read the new texts of these rows."""
         if self.draft is not None:
-            self._compile_draft(self.draft)
             self.draft.restart(self.state.tokens, self.state.lengths, rows)
 
-    def _compile_draft(self, draft: DraftSource) -> None:
+    def _compile_draft(self) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
-        if draft.compiles_itself:
+        if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
-            draft.compile(self._shape if self.compiled and not self._one_graph else None)
+            self.draft.compile(self._shape if self._is_compiled and not self._one_graph else None)
 
-    def refill(self, row: int, values: DecodeState) -> None:
-        """Put another sequence into a row of the batch, as `refilled` does."""
-        before, self._state = self.state, refilled(self.state, row, values)
-        if self._state is not before:
+    def fill(self, texts: Mapping[int, DecodeState]) -> None:
+        """Begin texts, each alone in its batch, in rows that have ended."""
+        for row, values in texts.items():
+            write_row(self.state, row, values)
+        self._texts |= texts
+        self._is_fit, self._sizes = False, {}
+        self.fit()
+
+    def free(self, rows: Iterable[int]) -> None:
+        """The texts of these rows have ended; the next `fit` makes no room for them."""
+        for row in rows:
+            self._is_fit = self._texts.pop(row, None) is None and self._is_fit
+
+    def fit(self) -> None:
+        """Give the state the eos tokens and the sampling of the texts in its rows. Eager steps have room for these
+        alone. Compiled ones have it for whatever came before, up to `ROOM`; while the texts need more, steps run
+        eagerly."""
+        if self._is_fit:
+            return
+        compiled, batch = self._set_aside or self.state, len(self.state.lengths)
+        sizes = sizes_of(self._texts.values(), self.state.capacity)
+        room = {name: ROOM.get(name, 1) * (batch if name in PER_WORD else 1) for name in sizes}
+        fits = self.compiled and all(size <= room[name] for name, size in sizes.items())
+        if fits:
+            self._compiled_sizes |= room
+            sizes = self._compiled_sizes
+        self._is_fit = True
+        if sizes == self._sizes:
+            return
+        self._sizes = dict(sizes)
+        state = fitted(self.state, self._texts, sizes)
+        self._set_aside = None if fits or not self.compiled else compiled
+        if not fits:
+            self._state = state
+        elif _shape_of(state, {}) == _shape_of(compiled, {}):
+            # Graphs hold the addresses.
+            _copy(compiled, state)
+            self._state = compiled
+        else:
             # The newest step may still be running.
             self.synchronize()
             self._forget_graphs()
-            self._shape = _shape_of(self._state, {})
+            self._state, self._shape = state, _shape_of(state, {})
             self.keep_valid_graphs()
+        self._compile_draft()
 
     def keep_valid_graphs(self) -> None:
         """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
@@ -207,7 +261,7 @@ class StepRunner:
         parts = [self.target] if self.draft is None else [self.target, self.draft]
         tensors = static_tensors_of(*parts)
         static = [part for tensor in tensors or () for part in _parts_of(tensor)]
-        found = [*tensors_of(self.state).values(), *static]
+        found = [*tensors_of(self._set_aside or self.state).values(), *static]
         if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
             self._forget_graphs()
         self._captured = found
@@ -234,7 +288,7 @@ class StepRunner:
             assert self.draft is not None
             self.draft.catch_up(state.tokens, state.lengths, self._num_undrafted)
             self._num_undrafted = 0
-        captured = self._graphs.get((num_draft_tokens, masks is not None))
+        captured = self._graphs.get((num_draft_tokens, masks is not None)) if self._is_compiled else None
         return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
 
     def end_row(self, row: int, length: int) -> None:
@@ -255,7 +309,7 @@ class StepRunner:
     def prepare(self, num_draft_tokens: int, masked: bool = False) -> float:
         """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
         that took."""
-        if not self.compiled or (num_draft_tokens, masked) in self._ready:
+        if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
         started = time.perf_counter()
         with self._all_finished(), compile_errors_named():
@@ -294,7 +348,7 @@ class StepRunner:
             torch.cuda.synchronize(self.target.device)
 
     def _step(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
-        if self.compiled and self._one_graph:
+        if self._is_compiled and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
             return step(self.target, self.draft, self.state, num_draft_tokens, self.verify)
         proposal, bitmask = self._propose(num_draft_tokens), None
@@ -318,7 +372,7 @@ class StepRunner:
         return verify(*arguments)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, *key) if self.compiled else function
+        return self._pieces.get(function, self._shape, *key) if self._is_compiled else function
 
     def _all_allowed(self, proposal: Draft, is_fixed: bool = True) -> tuple[Draft, Tensor]:
         """A step's drafts as they are, and a bitmask of all tokens."""
@@ -363,6 +417,13 @@ class StepRunner:
                 step = CapturedStep(verify, record, graph, proposal, (read.tokens, bitmask))
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens, masked] = step
+
+
+def _copy(old: DecodeState, new: DecodeState) -> None:
+    """Copy a state into the tensors of another one of its shape."""
+    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
+        if own is not value:
+            own.copy_(value)
 
 
 def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:

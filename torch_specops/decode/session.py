@@ -21,12 +21,10 @@ from .guard import Guard
 from .inputs import Prompts, check_logprobs, check_room, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
-from .runner import StepRunner
+from .runner import ROOM, StepRunner
 
 __all__ = ["Session", "completions_of"]
 
-# A request with more eos tokens widens the state, and its pieces are compiled again.
-EOS_TOKENS = 8
 
 
 class Session:
@@ -118,6 +116,9 @@ class Session:
             self._runner.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
+        except Exception as error:
+            # A tokenizer or a grammar of the user may raise anything.
+            prompt = f"{type(error).__name__}: {error}"
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
@@ -212,7 +213,7 @@ class Session:
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
         )
-        prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, EOS_TOKENS), -1)))
+        prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
         readable = [model.max_length for model in (runner.target, runner.draft) if model is not None]
         longest = min(length for length in (self._max_length, *readable) if length is not None)
         made = Batch(runner, prompts, runner.capacity(longest))
