@@ -189,7 +189,7 @@ def read_request(
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
         checks.check_number("max_time", max_time)
-        if not 0 <= max_time <= sys.float_info.max:
+        if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
             raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
     has_encoder = getattr(target, "reads_inputs", False)
     if (inputs is not None) != has_encoder:

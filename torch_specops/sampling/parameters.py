@@ -345,7 +345,7 @@ def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[st
             pieces += [[len(words), back, token] for back, token in enumerate(reversed(tokens[:-1]), 1)]
             words.append([row, tokens[-1], until])
             values.append(value)
-    num_words, num_pieces = round_up(len(words), 8), round_up(len(pieces), 8)
+    num_words, num_pieces = round_up(len(words), 8 * len(rows)), round_up(len(pieces), 32 * len(rows))
     return {
         "words": torch.tensor(words + [[0, -1, 0]] * (num_words - len(words)), device=device),
         "biases": torch.tensor(values + [0.0] * (num_words - len(values)), dtype=torch.float32, device=device),
