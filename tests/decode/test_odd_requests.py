@@ -27,7 +27,11 @@ NORMAL = Request([5, 6, 7], 8, SamplingParams(temperature=0.9, top_k=20), seed=[
 
 # For each field what a request may ask for, and what the error says if it is refused.
 SAMPLING: dict[str, list[tuple[Any, str | None]]] = {
-    "temperature": [(1e-30, None), (3e38, None), (1e-38, "temperature: expected 0 (greedy) or finite numbers >= 1e-30")],
+    "temperature": [
+        (1e-30, None),
+        (3e38, None),
+        (1e-38, "temperature: expected 0 (greedy) or finite numbers >= 1e-30"),
+    ],
     "top_k": [(2**62, None), (10**400, "top_k: expected numbers of 64 bits")],
     "top_p": [(1e-30, None), (math.nan, "top_p: expected")],
     "min_p": [(1e-30, None), (-math.inf, "min_p: expected")],
@@ -36,7 +40,7 @@ SAMPLING: dict[str, list[tuple[Any, str | None]]] = {
     "frequency_penalty": [(1e30, None), (-1e38, "frequency_penalty: expected numbers in")],
     "no_repeat_ngram_size": [(HUGE, None), (2**63 - 1, None), (3, None), (10**400, "no_repeat_ngram_size: expected")],
     "min_new_tokens": [(2**62, None), (10**400, "min_new_tokens: expected")],
-    "logit_bias": [({n: 1.0 for n in range(VOCAB)}, None), ({10**400: 1.0}, "logit_bias: expected tokens in")],
+    "logit_bias": [(dict.fromkeys(range(VOCAB), 1.0), None), ({10**400: 1.0}, "logit_bias: expected tokens in")],
     "bad_words": [
         ([[n % VOCAB, n // VOCAB % VOCAB, 1] for n in range(1000)], None),
         ([[1] * 1000], None),

@@ -290,8 +290,9 @@ class SpeculativeDecoder:
     ) -> Session:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
-        The first request that is sampled, that uses some filter or processor, or that has more than 8 eos tokens
-        compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when this is called.
+        The first request that is sampled, or that uses some filter or processor, compiles its own pieces, once; no
+        other one compiles anything. Beside a request with very many words or eos tokens, compiled steps run eagerly
+        (docs/serving.md). `compile="auto"` decides when this is called.
 
         Args:
             batch_size: how many rows there are.

@@ -26,7 +26,6 @@ from .runner import ROOM, StepRunner
 __all__ = ["Session", "completions_of"]
 
 
-
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes one.
 

@@ -65,12 +65,9 @@ def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | Non
     return rules
 
 
-# The criterion keeps a tensor in a cache of transformers, where others find it.
-@torch.inference_mode(False)
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
-    """A text ends with one of these strings, or inside its newest token: the rule of transformers' `StopStringCriteria`,
-    without its tables of the whole vocabulary for every set of strings, and for tokenizers that do not know all letters
-    too.
+    """A text ends with one of these strings, or inside its newest token: transformers' `StopStringCriteria`.
+    It makes no table of the vocabulary for each set of strings, and needs no tokenizer that knows all letters.
 
     Raises:
         ValueError: a tokenizer that does not say what a token adds to a text.

@@ -38,7 +38,8 @@ LEAST, MOST = 1e-30, 1e30
 
 
 def _is_between(least: float, most: float) -> Callable[[Tensor], Tensor]:
-    return lambda values: (values >= least) & (values <= most)
+    # In float16 and bfloat16 the bounds would be others.
+    return lambda values: (values.double() >= least) & (values.double() <= most)
 
 
 _MOST_FINITE = torch.finfo(torch.float32).max
@@ -85,8 +86,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
-        repetition_penalty: in [1e-30, 1e30]; positive logits of the tokens in prompt and text are divided by it, and negative ones
-            multiplied (transformers). 1 = none.
+        repetition_penalty: in [1e-30, 1e30]; positive logits of the tokens in prompt and text are divided by it, and
+            negative ones multiplied (transformers). 1 = none.
         presence_penalty: within 1e30; taken once from the logit of each token among the new ones (OpenAI, vLLM).
         frequency_penalty: within 1e30; taken from it as often as the token occurred.
         no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none. Its cost
