@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import DRAFTS
-from tiny_models import VOCAB, shared_tiny
+from tiny_models import VOCAB, PairModel, random_table, shared_tiny
 from tiny_requests import texts_alone
 from tokenizers import Tokenizer, models
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torch_specops import Request, SamplingParams, Session, SpeculativeDecoder
 from torch_specops.decode import Handle
+from torch_specops.drafts import ModelDraft
 from torch_specops.sampling import Processors
 
 HUGE = 10**12
@@ -97,8 +97,9 @@ def steps_of(session: Session, handle: Handle) -> int:
     return steps
 
 
-def decoder(**options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=3, **options)
+def decoder() -> SpeculativeDecoder:
+    table, other = random_table(VOCAB, seed=5), random_table(VOCAB, seed=6)
+    return SpeculativeDecoder(PairModel(table), ModelDraft(PairModel(table + 0.3 * other)), num_draft_tokens=3)
 
 
 def odd_requests() -> list[tuple[Any, str | None]]:
@@ -161,7 +162,7 @@ def test_an_odd_request_beside_others_costs_no_more_than_its_size() -> None:
         return work(lambda: tensors.process(logits, text, lengths))
 
     none = cost(bad_words=[[1]])
-    many, long = [[n % VOCAB, n // VOCAB % VOCAB] for n in range(1024)], [[1] * 1025]
+    many, long = [[n % VOCAB, n // VOCAB % VOCAB] for n in range(1000)], [[1] * 1000]
     assert cost(bad_words=many + long) - none < 2.1 * (cost(bad_words=many) - none)
     assert cost(bad_words=many) - none < 40 * 4 * sum(map(len, many))
     assert cost(no_repeat_ngram_size=HUGE) < 3 * cost(no_repeat_ngram_size=3)
@@ -173,9 +174,10 @@ def test_an_odd_request_compiles_nothing() -> None:
     odd = [{"no_repeat_ngram_size": HUGE}, {"bad_words": [[n % VOCAB, 1, n // VOCAB] for n in range(400)]}]
     given = [NORMAL, *(Request([5, 6, 5, 6], 6, SamplingParams(**own), seed=1, eos_token_id=()) for own in odd)]
     given += [Request([5, 6], 6, seed=1, eos_token_id=list(range(0, VOCAB, 2))), NORMAL]
-    expected = texts_alone(decoder(), given)
+    target = shared_tiny("llama")
+    expected = texts_alone(SpeculativeDecoder(target), given)
     every = SamplingParams(0.5, 9, 0.9, 0.1, 1.1, 0.1, 0.1, 3, 1, {3: 1.0}, [[4, 5]])
-    with decoder(compile=True).session(2, max_length=40) as session:
+    with SpeculativeDecoder(target, compile=True).session(2, max_length=40) as session:
         steps_of(session, session.submit(Request([5, 6], 6, every)))
         with torch.compiler.set_stance("fail_on_recompile"):
             handles = [session.submit(request) for request in given]

@@ -175,13 +175,15 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_rule_says_what_the_criterion_of_transformers_says(name: str) -> None:
     """Of random texts, some with a token that the tokenizer does not have."""
-    tokenizer, generator = TOKENIZERS[name], random.Random(3)
+    tokenizer, generator, num_found = TOKENIZERS[name], random.Random(3), 0
     for strings in (["ab"], ["a b", "cc"], ["abcab", "b"], [" a"], ["cab", "ba a"]):
         criterion, rule = StopStringCriteria(tokenizer, strings), stop_string_rule(tokenizer, strings)
         texts = [generator.choices(range(len(tokenizer) + 1), k=generator.randint(1, 8)) for _ in range(200)]
         padded_texts = torch.tensor([[2**62] * (8 - len(text)) + text for text in texts])
         found = rule(texts)
-        assert found == criterion(padded_texts, None).tolist() and 0 < sum(found) < 200, strings
+        assert found == criterion(padded_texts, None).tolist(), strings
+        num_found += sum(found)
+    assert num_found > 20
 
 
 def test_stop_strings_of_a_tokenizer_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +197,7 @@ def test_stop_strings_of_a_tokenizer_of_words(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match=r"stop_strings: .* does not say what a token adds to a text; end such texts"):
         torch_specops.generate(shared_tiny("llama"), ids, stop_strings="a", tokenizer=ctc)
     # A token is read once, for all rules; one that the tokenizer gets later is found too.
-    letters = made_tokenizer("a b c")
+    letters = made_tokenizer("a b c", decoder=decoders.Fuse())
     asked: list[Any] = []
     read = letters.convert_tokens_to_string
     monkeypatch.setattr(letters, "convert_tokens_to_string", lambda tokens: asked.append(tokens) or read(tokens))
