@@ -41,12 +41,14 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
 
 
-def check_int(name: str, value: int, least: int) -> None:
-    """An int that is at least `least`."""
+def check_int(name: str, value: int, least: int, most: int = 2**63 - 1) -> None:
+    """An int in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value)}")
     if value < least:
         raise ValueError(f"{name}: expected a number >= {least}, got {value}")
+    if value > most:
+        raise ValueError(f"{name}: expected a number <= {most}, got {value}")
 
 
 def check_bounds(alpha: float, beta: float) -> None:

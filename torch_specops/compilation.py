@@ -1,4 +1,4 @@
-"""Compiles the pieces of the loop."""
+"""Compiles the pieces of the loop, and decides whether that pays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,44 @@ import torch
 
 from .ops import private
 
-__all__ = ["CompiledPieces", "compile_errors_named", "compile_piece"]
+__all__ = ["CompiledPieces", "choice", "compile_errors_named", "compile_piece"]
+
+# Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
+# cpu-loop-austen-bytes.
+STEPS_THAT_PAY = 8000
+
+
+def choice(
+    wanted: bool | str, device: torch.device, *, num_steps: float, obstacle: str | None, drafts_vary: bool
+) -> tuple[bool, str]:
+    """Whether to compile, and why.
+
+    Args:
+        wanted: True, False or "auto".
+        num_steps: eager steps, done and to come.
+        obstacle: the reason why a model cannot be compiled; None if all can.
+        drafts_vary: True = the number of drafts depends on the text.
+
+    Raises:
+        ValueError: another value; True for a model that cannot be compiled.
+    """
+    if isinstance(wanted, bool):
+        if wanted and obstacle is not None:
+            raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
+        return wanted, f"compile={wanted} was asked for"
+    if wanted != "auto":
+        raise ValueError(f"compile: expected True, False or 'auto', got {wanted!r}")
+    if obstacle is not None:
+        return False, f"eager: {obstacle}"
+    if device.type == "cuda":
+        return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
+    if drafts_vary:
+        # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
+        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
+    pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
+    if num_steps >= STEPS_THAT_PAY:
+        return True, f"compiled: {pays}"
+    return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:

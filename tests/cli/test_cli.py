@@ -232,7 +232,7 @@ BAD = {
         (["--draft", "no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and the hub cannot"),
         (["--draft", "eagle3:no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
-        (["--temperature", "nan"], "temperature: expected finite numbers >= 0, got nan"),
+        (["--temperature", "nan"], "temperature: expected 0 (greedy) or finite numbers >= 1e-30, got nan"),
         (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),
         (["--draft", "promt-lookup"], "draft: there is no 'promt-lookup'; did you mean 'prompt-lookup'?"),
         (

@@ -13,9 +13,8 @@ from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_errors_named
-from torch_specops.decode import runner
 from torch_specops.drafts import PromptLookup
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -177,7 +176,7 @@ def test_every_shape_has_graphs_of_its_own() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STEPS_THAT_PAY", 12)
+    monkeypatch.setattr(compilation, "STEPS_THAT_PAY", 12)
 
     def is_compiled(max_new_tokens: int, *draft: Any) -> bool:
         decoder = SpeculativeDecoder(tiny("llama"), *draft, num_draft_tokens=3)

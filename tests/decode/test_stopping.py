@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from tiny_loops import DRAFTS, GREEDY, Late, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
+from tokenizers import decoders, models
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers.generation import StopStringCriteria
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -170,6 +174,64 @@ def test_the_new_text_of_every_row(austen: tuple[Any, Any, Any]) -> None:
     assert [text.endswith(tuple(STRINGS)) for text in stopped.texts(tokenizer)] == [True, False, True]
     tokenizer = Mock(decode=lambda tokens, **arguments: (tokens, arguments))
     assert output.texts(tokenizer, errors="ignore")[2] == ([], {"skip_special_tokens": True, "errors": "ignore"})
+
+
+def made_tokenizer(tokens: str, model: Any = models.BPE, decoder: Any = None, **options: Any) -> Any:
+    arguments = ({token: index for index, token in enumerate(tokens.split())}, *([[]] if model is models.BPE else []))
+    core = tokenizers.Tokenizer(model(*arguments, **options))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if decoder is not None:
+        core.decoder = decoder
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **options)
+
+
+SENTENCEPIECE = decoders.Sequence(
+    [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+TOKENIZERS = {
+    "letters for bytes": made_tokenizer("a b c d e f ab ba \u0120a \u0120 abc cc", decoder=decoders.ByteLevel()),
+    "named bytes": made_tokenizer("\u2581 a b c d e f ab \u2581a \u2581ba <0xC3> <0xA9> cc", decoder=SENTENCEPIECE),
+    "parts of words": made_tokenizer(
+        "[UNK] a b ##b ##c ##d ##e ##f c ab", models.WordPiece, decoders.WordPiece(), unk_token="[UNK]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_rule_says_what_the_criterion_of_transformers_says(name: str) -> None:
+    """Of random texts, some with a token that the tokenizer does not have."""
+    tokenizer, generator, num_found = TOKENIZERS[name], random.Random(3), 0
+    for strings in (["ab"], ["a b", "cc"], ["abcab", "b"], [" a"], ["cab", "ba a"]):
+        criterion, rule = StopStringCriteria(tokenizer, strings), stop_string_rule(tokenizer, strings)
+        texts = [generator.choices(range(len(tokenizer) + 1), k=generator.randint(1, 8)) for _ in range(200)]
+        padded_texts = torch.tensor([[2**62] * (8 - len(text)) + text for text in texts])
+        found = rule(texts)
+        assert found == criterion(padded_texts, None).tolist(), strings
+        num_found += sum(found)
+    assert num_found > 20
+
+
+def test_stop_strings_of_a_tokenizer_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which transformers refuses: it looks for letters that the vocabulary lacks."""
+    for options in ({"unk_token": "[UNK]"}, {}):
+        words = made_tokenizer("[UNK] the stop word it", models.WordLevel, **options)
+        rule = stop_string_rule(words, ["stop word", "it t"])
+        assert rule([[1, 2, 3], [3], [2, 1, 3], [2, 3, 1], [4, 1]]) == [True, False, False, False, True]
+    ctc = made_tokenizer("a b", models.WordLevel, decoders.CTC())
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(ValueError, match=r"stop_strings: .* does not say what a token adds to a text; end such texts"):
+        torch_specops.generate(shared_tiny("llama"), ids, stop_strings="a", tokenizer=ctc)
+    # A token is read once, for all rules; one that the tokenizer gets later is found too.
+    letters = made_tokenizer("a b c", decoder=decoders.Fuse())
+    asked: list[Any] = []
+    read = letters.convert_tokens_to_string
+    monkeypatch.setattr(letters, "convert_tokens_to_string", lambda tokens: asked.append(tokens) or read(tokens))
+    first, second = stop_string_rule(letters, ["ab"]), stop_string_rule(letters, ["bc"])
+    num_asked = len(asked)
+    assert first([[0, 1], [1, 2], [0, 3]]) == [True, False, False] and second([[0, 1], [1, 2]]) == [False, True]
+    assert len(asked) == num_asked
+    letters.add_tokens("b!")
+    assert first([[0, 3]]) == [True]
 
 
 def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:

@@ -27,7 +27,8 @@ def test_groups() -> None:
         ([10, 10, *[0] * 6], [True] * 8, None),
         # Rows that have ended.
         ([0] * 64, [True, False] * 32, [(list(range(0, 64, 2)), 1)]),
-        ([0] * 8, [True, False] * 4, None),
+        ([0] * 8, [True, False] * 4, [([0, 2, 4, 6], 1)]),
+        ([0] * 8, [*[True] * 5, *[False] * 3], None),
         ([9, 0] * 4, [True, False] * 4, [([0, 2, 4, 6], 10)]),
         ([0, 20, 0, 0, 20, 0, 0, 0], [False, *[True] * 6, False], [([1, 4], 21), ([2, 3, 5, 6], 1)]),
         ([0, 0], [False, False], None),

@@ -164,9 +164,9 @@ def processors() -> dict[str, Tensor]:
         "prompt_lengths": ((BATCH,), torch.int64),
         **{f"{name}_penalty": ((BATCH,), torch.float32) for name in ("repetition", "presence", "frequency")},
         "no_repeat_ngram_size": ((BATCH,), torch.int64),
-        "sequences": ((BATCH, 8, 4), torch.int64),
-        "biases": ((BATCH, 8), torch.float32),
-        "until": ((BATCH, 8), torch.int64),
+        "words": ((8, 3), torch.int64),
+        "biases": ((8,), torch.float32),
+        "pieces": ((8, 3), torch.int64),
     }
     return {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in shapes.items()}
 

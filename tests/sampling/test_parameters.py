@@ -66,25 +66,31 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         for name in NUMBERS
         for value in NO_NUMBERS
     ),
-    # 1e300 is infinite in float32, and 1e-50 is zero.
+    # 1e300 is infinite in float32, 1e-50 is zero, and logits divided by 1e-38 overflow.
     *(
-        ({"temperature": value}, ValueError, "temperature: expected finite numbers >= 0, got")
-        for value in (-0.1, NAN, math.inf, [0.5, -1.0], torch.tensor([0.5, NAN]), 1e-50, 1e300)
+        ({"temperature": value}, ValueError, r"temperature: expected 0 \(greedy\) or finite numbers >= 1e-30, got")
+        for value in (-0.1, NAN, math.inf, [0.5, -1.0], torch.tensor([0.5, NAN]), 1e-50, 1.2e-38, 1e300)
     ),
+    *(({name: 10**400}, ValueError, f"{name}: expected numbers of 64 bits") for name in NUMBERS),
+    *(({name: [1, 2**63]}, ValueError, f"{name}: expected numbers of 64 bits") for name in NUMBERS),
     *(({"top_k": value}, ValueError, "top_k: expected integers >= 0") for value in (-1, [3, -2])),
     *(({"top_k": value}, TypeError, "top_k: expected an integer or one") for value in (2.0, torch.ones(2), NAN)),
     *(({"top_p": value}, ValueError, r"top_p: expected numbers in \(0, 1\]") for value in (0.0, 1.0001, [0.5, NAN])),
     *(({"min_p": value}, ValueError, r"min_p: expected numbers in \[0, 1\]") for value in (-0.1, [0.5, 2.0], NAN)),
     *(
-        ({"repetition_penalty": value}, ValueError, "repetition_penalty: expected finite numbers > 0")
-        for value in (0.0, [1.0, -1.0], math.inf, NAN, 1e-50)
+        ({"repetition_penalty": value}, ValueError, r"repetition_penalty: expected numbers in \[1e-30, 1e\+30\]")
+        for value in (0.0, [1.0, -1.0], math.inf, NAN, 1e-50, 1e-38, 1e31)
     ),
-    *(({name: value}, ValueError, f"{name}: expected finite") for name in PENALTIES[1:] for value in (NAN, [1e300])),
+    *(
+        ({name: value}, ValueError, rf"{name}: expected numbers in \[-1e\+30, 1e\+30\]")
+        for name in PENALTIES[1:]
+        for value in (NAN, [1e300], -1e38)
+    ),
     *(({name: -1}, ValueError, f"{name}: expected integers >= 0") for name in NUMBERS[-2:]),
     *(({name: [1.0]}, TypeError, f"{name}: expected an integer or one") for name in NUMBERS[-2:]),
     *(({"logit_bias": value}, TypeError, "logit_bias: expected a dict") for value in (3, [[1, 2.0]], [(1, 2.0)])),
     *(({"logit_bias": {token: 1.0}}, TypeError, "logit_bias: expected tokens to be") for token in (1.5, "a", True)),
-    ({"logit_bias": [None, {-1: 1.0}]}, ValueError, "logit_bias: expected tokens >= 0, got -1"),
+    ({"logit_bias": [None, {-1: 1.0}]}, ValueError, r"logit_bias: expected tokens in \[0, 2\*\*31\), got -1"),
     *(({"logit_bias": {1: value}}, TypeError, "logit_bias: expected a number for") for value in ("a", None, True)),
     *(({"logit_bias": {1: value}}, ValueError, "logit_bias: expected a finite") for value in (NAN, math.inf, 1e39)),
     *(
@@ -96,7 +102,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         for value in ([["a"]], [[1.0]], [[[1], [True]]])
     ),
     *(({"bad_words": value}, ValueError, "bad_words: expected a token in") for value in ([[1], []], [[[1], []]])),
-    ({"bad_words": [[1, -2]]}, ValueError, "bad_words: expected tokens >= 0, got -2"),
+    ({"bad_words": [[1, -2]]}, ValueError, r"bad_words: expected tokens in \[0, 2\*\*31\), got -2"),
 ]
 
 

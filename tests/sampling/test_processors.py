@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -166,13 +167,15 @@ def test_random_texts_as_transformers_has_them() -> None:
     """Sizes that the tables above do not have, in rows that differ, over texts shorter and longer than they are."""
     generator = torch.Generator().manual_seed(0)
     fields: dict[str, list[Any]] = {
-        "no_repeat_ngram_size": [1, 2, 3, 5, 0],
+        "no_repeat_ngram_size": [],
         "bad_words": [[[1, 0, 2], [3]], [[0, 1]], [], [[2, 2, 2, 2, 1], [4, 0]], [[0]]],
         "logit_bias": [{0: 1.5}, {}, {3: -0.5, 1: 2.0}, {}, {2: -math.inf}],
         "repetition_penalty": [1.2, 1.0, 0.7, 3.0, 1.0],
     }
-    for width in (1, 2, 3, 8, 13, 30):
-        text = torch.randint(0, V - 1, (5, 30), generator=generator)
+    # The longer n-grams come in texts of two tokens.
+    for width, sizes in product((1, 2, 3, 8, 13, 30), ([1, 2, 3, 5, 0], [4, 6, 7, 9, 10**12])):
+        fields["no_repeat_ngram_size"] = sizes
+        text = torch.randint(0, V - 1 if 0 in sizes else 2, (5, 30), generator=generator)
         lengths = torch.stack([torch.full((5,), width), torch.randint(1, 31, (5,), generator=generator)], 1)
         logits = 2 * torch.randn(5, 2, V, generator=generator)
         tensors = SamplingParams(**fields).tensors(5, prompt_lengths=torch.ones(5, dtype=torch.int64))

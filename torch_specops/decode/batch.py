@@ -98,9 +98,8 @@ class Batch:
         """
         started, runner = time.perf_counter(), self._runner
         self._is_refilled = True
-        for index, prompts in texts.items():
-            runner.refill(index, prompts.state)
-            self.rows[index] = prompts.row(0)
+        runner.fill({index: prompts.state for index, prompts in texts.items()})
+        self.rows = [texts[index].row(0) if index in texts else row for index, row in enumerate(self.rows)]
         state = runner.state
         rows = torch.tensor(list(texts), device=state.tokens.device)
         read_texts(runner.target, state.tokens, state.lengths, rows, num_unread=1)
@@ -119,6 +118,7 @@ class Batch:
         row = self.rows[index]
         self._runner.end_row(index, row.length)
         row.ended, row.reason = True, reason
+        self._runner.free([index])
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
         """Copy the log-probabilities of a row's new tokens to tensors [n] and [n, N], as far as the batch has them."""
@@ -130,6 +130,7 @@ class Batch:
     def step(self) -> Step:
         """Run a step; returns the oldest one that was not yet returned."""
         runner = self._runner
+        runner.fit()
         if self._wanted is None:
             self.stats.compile_seconds += runner.measure_cost()
             self._wanted = runner.schedule.first()
@@ -212,6 +213,7 @@ class Batch:
             if finished[index] and row.reason is None:
                 row.settle()
                 ended.append(index)
+        runner.free(ended)
         if ended and runner.draft is not None:
             runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
         counts = ([each[index] for index in active] for each in (num_proposed, num_accepted))

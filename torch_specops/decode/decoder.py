@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from .guard import Guard
 from .inputs import GenerateArguments, check_pair, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
-from .requests import Completion, Request
+from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
 from .runner import StepRunner
 from .session import Session, completions_of
@@ -295,9 +294,9 @@ class SpeculativeDecoder:
     ) -> Session:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
-        The first request that is sampled, that uses some filter or processor, that has more than 8 eos tokens, or that
-        outgrows the draft compiles its own pieces, once; no other one compiles anything. `compile="auto"` decides when
-        this is called.
+        The first request that is sampled, that uses some filter or processor, or that outgrows the draft, compiles its
+        own pieces, once; no other one compiles anything. Beside a request with very many words or eos tokens, compiled
+        steps run eagerly (docs/serving.md). `compile="auto"` decides when this is called.
 
         Args:
             batch_size: how many rows there are.
@@ -351,7 +350,7 @@ class SpeculativeDecoder:
         if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
             raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
         checks.check_int("batch_size", batch_size, 1)
-        longest, total = _largest(requests) if isinstance(requests, Collection) else (0, 0)
+        longest, total = largest(requests) if isinstance(requests, Collection) else (0, 0)
         if max_length is None and self.max_length is None and isinstance(requests, Collection):
             max_length = max(longest, 2)
         self._runner.choose_compile(total / batch_size)
@@ -387,15 +386,3 @@ class SpeculativeDecoder:
                 step = batch.step()
             is_done = all(step.finished)
             yield step
-
-
-def _largest(requests: Collection[Any]) -> tuple[int, int]:
-    """The tokens of the longest request, prompt included, and the new tokens of all. Requests that cannot be read
-    are skipped."""
-    longest = total = 0
-    for request in requests:
-        given = request if isinstance(request, Request) else Request(request)
-        with suppress(TypeError, ValueError):
-            length, new = len(given.input_ids), int(given.max_new_tokens)
-            longest, total = max(longest, length + new), total + new
-    return longest, total

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..drafts import Draft
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-__all__ = ["MAX_FORCED", "accept_tokens", "check_grammar", "masks_of"]
+__all__ = ["MAX_FORCED", "accept_tokens", "all_allowed", "check_grammar", "masks_of"]
 
 # Without a draft, a row gets at most so many tokens in a step that its grammar forces.
 MAX_FORCED = 16
@@ -107,6 +108,13 @@ def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
         row.cut(place)
         return False
     return True
+
+
+def all_allowed(vocab_size: int, proposal: Draft, is_fixed: bool = True) -> tuple[Draft, Tensor]:
+    """A step's drafts as they are, and a bitmask of all tokens [B, K + 1, ceil(V / 32)]."""
+    batch, num_draft_tokens = proposal.tokens.shape
+    shape = batch, num_draft_tokens + 1, num_words(vocab_size)
+    return proposal, torch.full(shape, -1, dtype=torch.int32, device=proposal.tokens.device)
 
 
 class _Walk:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..drafts import Draft
 
-__all__ = ["CapturedStep", "Masks", "capture"]
+__all__ = ["CapturedStep", "Masks", "capture", "capture_in_two", "parts_of"]
 
 # From a step's drafts, and whether their number is fixed, to those to verify, and the bitmask of `verify_and_commit`.
 Masks = Callable[[Draft, bool], tuple[Draft, Tensor]]
@@ -56,3 +56,32 @@ def capture(
     # using CUDA meanwhile.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         return graph, function(*arguments)
+
+
+def capture_in_two(
+    stream: torch.cuda.Stream,
+    pool: Any,
+    propose: Callable[[int], Draft],
+    verify: Callable[..., Tensor],
+    all_allowed: Masks,
+    num_draft_tokens: int,
+) -> CapturedStep:
+    """A step whose graphs share a memory pool, and that reads a bitmask between them."""
+    graph, proposal = None, propose(num_draft_tokens)
+    if num_draft_tokens > 0:
+        graph, proposal = capture(stream, pool, propose, num_draft_tokens)
+        pool = graph.pool()
+    read = replace(proposal, tokens=proposal.tokens.clone())
+    _, bitmask = all_allowed(read, True)
+    last, record = capture(stream, pool, verify, num_draft_tokens, read, bitmask)
+    return CapturedStep(last, record, graph, proposal, (read.tokens, bitmask))
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the data of a tensor: a quantised weight has several."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+    else:
+        for name in flatten()[0]:
+            yield from parts_of(getattr(tensor, name))

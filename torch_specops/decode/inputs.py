@@ -361,7 +361,8 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
     given = _as_python(value)
     values = _checked_rows(name, "one number or", given, batch) if isinstance(given, list) else [given] * batch
     for number in values:
-        checks.check_int(name, number, least)
+        # Lengths are sums of such numbers.
+        checks.check_int(name, number, least, 2**31 - 1)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
@@ -374,5 +375,6 @@ def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
         rows = [item if isinstance(item, list) else [item] for item in given]
     for token in (token for row in rows for token in row):
         checks.check_int("eos_token_id", token, 0)
+    rows = [list(dict.fromkeys(row)) for row in rows]
     width = max(max(len(row) for row in rows), 1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from .inputs import Prompts, Seed, read_prompts
 from .keywords import check_keywords
 from .output import TopLogprobs
 
-__all__ = ["Completion", "Handle", "Request", "read_request"]
+__all__ = ["Completion", "Handle", "Request", "largest", "read_request"]
 
 
 @dataclass(eq=False)
@@ -34,7 +36,7 @@ class Request:
             list or tensor of one. None draws an int when the request is submitted.
         eos_token_id: a token or several; () = none; None = those of the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
-        max_time: seconds from the request's admission to a row until the step that ends it; None = no limit.
+        max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
         inputs: the input of the target's encoder, by name, with a batch of one.
         grammar: a `Grammar`, which belongs to this request alone.
 
@@ -145,13 +147,18 @@ class Handle:
         """The completion, once the request has ended.
 
         Args:
-            timeout: seconds to wait; None = until the request ends.
+            timeout: seconds to wait, >= 0; None = until the request ends.
 
         Raises:
             TimeoutError: it has not ended in time; it goes on.
+            TypeError, ValueError: timeout is no such number.
         """
+        if timeout is not None:
+            checks.check_number("timeout", timeout)
+            if not timeout >= 0:
+                raise ValueError(f"timeout: expected seconds >= 0, or None for no limit, got {timeout}")
         with self._changed:
-            self._changed.wait_for(lambda: self.done, timeout)
+            self._changed.wait_for(lambda: self.done, None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         if self.completion is None:
             raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
         return self.completion
@@ -187,6 +194,8 @@ def read_request(
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
         checks.check_number("max_time", max_time)
+        if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
+            raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
     has_encoder = getattr(target, "reads_inputs", False)
     if (inputs is not None) != has_encoder:
         expected = "those of the target's encoder" if has_encoder else "None, because the target has no encoder"
@@ -209,3 +218,15 @@ def _as_row(input_ids: Any) -> Tensor:
     if tokens.dim() != 1 or len(tokens) == 0:
         raise ValueError(f"input_ids: expected [P] with P >= 1, got shape {list(tokens.shape)}")
     return tokens.unsqueeze(0)
+
+
+def largest(requests: Collection[Any]) -> tuple[int, int]:
+    """The tokens of the longest request, prompt included, and the new tokens of all. Requests that cannot be read
+    are skipped."""
+    longest = total = 0
+    for request in requests:
+        given = request if isinstance(request, Request) else Request(request)
+        with suppress(TypeError, ValueError):
+            length, new = len(given.input_ids), int(given.max_new_tokens)
+            longest, total = max(longest, length + new), total + new
+    return longest, total

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import compilation
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import readable_lengths, static_tensors_of
-from ..grammars import Grammar, num_words
+from ..grammars import Grammar
 from ..schedules import Optimal, Schedule, Trim
-from .grammar import MAX_FORCED
-from .graphs import CapturedStep, Masks, capture
-from .guard import autocast_of
+from .grammar import MAX_FORCED, all_allowed
+from .graphs import CapturedStep, Masks, capture, capture_in_two, parts_of
 from .rows import Row
-from .state import DecodeState, constants_of, moved, refilled, tensors_of
+from .state import DecodeState, Sizes, copy_into, fitted, moved, room_for, shape_of, sizes_of, tensors_of, write_row
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner"]
 
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
-# Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
-# cpu-loop-austen-bytes.
-STEPS_THAT_PAY = 8000
 
 
 class StepRunner:
@@ -76,6 +73,13 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
+        # The texts begun in rows of the batch; whether the state is theirs; its sizes, and those of compiled steps.
+        self._texts: dict[int, DecodeState] = {}
+        self._is_fit = True
+        self._sizes: Sizes = {}
+        self._compiled_sizes: Sizes = {}
+        # The state of the compiled steps while steps run eagerly, because they need more room; None = they do not.
+        self._set_aside: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
         # All rows are longer than the draft can read.
@@ -88,6 +92,7 @@ class StepRunner:
         self._captured: list[Tensor] = []
         # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
         self._capture_stream: torch.cuda.Stream | None = None
+        self._all_allowed = partial(all_allowed, target.vocab_size)
         self.choose_compile(0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,38 +105,27 @@ class StepRunner:
             raise RuntimeError("nothing was decoded yet: call generate or stream first")
         return self._state
 
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether the next step is."""
+        return self.compiled and self._set_aside is None
+
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled.
 
         Args:
             num_new_tokens: of the longest row of the batch to come.
         """
-        if not self.compiled:
-            num_steps = self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1)
-            self.compiled, self.compile_reason = self._resolved(num_steps)
-
-    def _resolved(self, num_steps: float) -> tuple[bool, str]:
-        """`compile` for so many eager steps, done and to come."""
-        compile, draft, device = self._compile, self.draft, self.target.device.type
-        models = (self.target, getattr(draft, "model", None))
-        obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
-        if isinstance(compile, bool):
-            if compile and obstacle is not None:
-                raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
-            return compile, f"compile={compile} was asked for"
-        if compile != "auto":
-            raise ValueError(f"compile: expected True, False or 'auto', got {compile!r}")
-        if obstacle is not None:
-            return False, f"eager: {obstacle}"
-        if device == "cuda":
-            return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
-        if draft is not None and draft.deterministic:
-            # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
-            return False, f"eager: on {device} an eager step reads only the tokens proposed, a compiled one always K"
-        pays = f"on {device} compiling pays after about {STEPS_THAT_PAY:,} steps"
-        if num_steps >= STEPS_THAT_PAY:
-            return True, f"compiled: {pays}"
-        return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
+        if self.compiled:
+            return
+        models = (self.target, getattr(self.draft, "model", None))
+        self.compiled, self.compile_reason = compilation.choice(
+            self._compile,
+            self.target.device,
+            num_steps=self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1),
+            obstacle=next((why for model in models if (why := getattr(model, "not_compiled", None))), None),
+            drafts_vary=self.draft is not None and self.draft.deterministic,
+        )
 
     def capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
@@ -152,17 +146,18 @@ class StepRunner:
     def start(self, values: DecodeState, capacity: int, inputs: Mapping[str, Tensor] | None) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
         batch's tensors, because graphs hold their addresses."""
-        state, before = moved(values, self.target.device, capacity), self._state
-        shape = _shape_of(state, inputs or {})
+        state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
+        shape = shape_of(state, inputs or {})
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
-        self.unread_length = None
-        self._num_undrafted = 0
-        if before is not None and _shape_of(before, {}) == _shape_of(state, {}):
-            for old, new in zip(tensors_of(before).values(), tensors_of(state).values(), strict=True):
-                old.copy_(new)
+        self._set_aside, self._is_fit = None, True
+        self._texts, self._sizes, self._compiled_sizes = {}, {}, {}
+        self.unread_length, self._num_undrafted = None, 0
+        if before is not None and shape_of(before, {}) == shape_of(state, {}):
+            copy_into(before, state)
+            self._state = before
         else:
             self._state = state
         return self.state
@@ -174,8 +169,8 @@ class StepRunner:
             inputs: as in `DraftSource.start`.
         """
         state, draft = self.state, self.draft
+        self._compile_draft()
         if draft is not None:
-            self._compile_draft(draft)
             draft.expect(max(self.schedule.buckets))
             draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
         self.keep_valid_graphs()
@@ -185,24 +180,58 @@ class StepRunner:
         """Let the draft read the new texts of these rows."""
         state, draft = self.state, self.draft
         if draft is not None:
-            self._compile_draft(draft)
             draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
 
-    def _compile_draft(self, draft: DraftSource) -> None:
+    def _compile_draft(self) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
-        if draft.compiles_itself:
+        if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
-            draft.compile(self._shape if self.compiled and not self._one_graph else None)
+            self.draft.compile(self._shape if self._is_compiled and not self._one_graph else None)
 
-    def refill(self, row: int, values: DecodeState) -> None:
-        """Put another sequence into a row of the batch, as `refilled` does."""
-        before, self._state = self.state, refilled(self.state, row, values)
-        if self._state is not before:
+    def fill(self, texts: Mapping[int, DecodeState]) -> None:
+        """Begin texts, each alone in its batch, in rows that have ended."""
+        for row, values in texts.items():
+            write_row(self.state, row, values)
+        self._texts |= texts
+        self._is_fit, self._sizes = False, {}
+        self.fit()
+
+    def free(self, rows: Iterable[int]) -> None:
+        """The texts of these rows have ended; the next `fit` makes no room for them."""
+        for row in rows:
+            self._is_fit = self._texts.pop(row, None) is None and self._is_fit
+
+    def fit(self) -> None:
+        """Give the state the eos tokens and the sampling of the texts in its rows. Eager steps have room for these
+        alone. Compiled ones have it for whatever came before, up to `ROOM`; while the texts need more, steps run
+        eagerly."""
+        if self._is_fit:
+            return
+        compiled = self._set_aside or self.state
+        sizes = sizes_of(self._texts.values(), self.state.capacity)
+        room = room_for(sizes, len(self.state.lengths))
+        fits = self.compiled and all(size <= room[name] for name, size in sizes.items())
+        if fits:
+            sizes = self._compiled_sizes = self._compiled_sizes | room
+        self._is_fit = True
+        if sizes == self._sizes:
+            return
+        self._sizes = dict(sizes)
+        state = fitted(self.state, self._texts, sizes)
+        self._set_aside = None if fits or not self.compiled else compiled
+        if not fits:
+            self._state = state
+        elif shape_of(state, {}) == shape_of(compiled, {}):
+            # Graphs hold the addresses.
+            copy_into(compiled, state)
+            self._state = compiled
+        else:
             # The newest step may still be running.
             self.synchronize()
             self._forget_graphs()
-            self._shape = _shape_of(self._state, {})
+            self._state, self._shape = state, shape_of(state, {})
             self.keep_valid_graphs()
+        self._compile_draft()
 
     def keep_valid_graphs(self) -> None:
         """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
@@ -211,8 +240,8 @@ class StepRunner:
             return
         parts = [self.target] if self.draft is None else [self.target, self.draft]
         tensors = static_tensors_of(*parts)
-        static = [part for tensor in tensors or () for part in _parts_of(tensor)]
-        found = [*tensors_of(self.state).values(), *static]
+        static = [part for tensor in tensors or () for part in parts_of(tensor)]
+        found = [*tensors_of(self._set_aside or self.state).values(), *static]
         if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
             self._forget_graphs()
         self._captured = found
@@ -240,7 +269,7 @@ class StepRunner:
             assert draft is not None
             draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
             self._num_undrafted = 0
-        captured = self._graphs.get((num_draft_tokens, masks is not None))
+        captured = self._graphs.get((num_draft_tokens, masks is not None)) if self._is_compiled else None
         return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
 
     def end_row(self, row: int, length: int) -> None:
@@ -250,12 +279,13 @@ class StepRunner:
 
     def most_drafts(self, going: Sequence[Row]) -> int:
         """The most drafts that one of these rows, which have not ended, can use; the last token needs none."""
+        readable = None if self.draft is None else self.draft.max_length
         rooms = [row.limit - row.length - 1 for row in going]
-        most, readable = max(rooms, default=0), None if self.draft is None else self.draft.max_length
-        self._is_outgrown = False
-        if readable is not None and most > 0:
-            most = max(min(room, readable + 1 - row.length) for room, row in zip(rooms, going, strict=True))
-            self._is_outgrown = most <= 0
+        of_draft = [
+            room if readable is None else readable + 1 - row.length for room, row in zip(rooms, going, strict=True)
+        ]
+        most = max(map(min, rooms, of_draft), default=0)
+        self._is_outgrown = most <= 0 < max(rooms, default=0)
         return max(most, 0)
 
     def smallest_sufficient(self, wanted: int, needed: int, masked: bool = False) -> int:
@@ -273,7 +303,7 @@ class StepRunner:
     def prepare(self, num_draft_tokens: int, masked: bool = False) -> float:
         """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
         that took."""
-        if not self.compiled or (num_draft_tokens, masked) in self._ready:
+        if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
         started = time.perf_counter()
         with self._all_finished(), compile_errors_named():
@@ -312,7 +342,7 @@ class StepRunner:
             torch.cuda.synchronize(self.target.device)
 
     def _step(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
-        if self.compiled and self._one_graph:
+        if self._is_compiled and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
             return step(self.target, self.draft, self.state, num_draft_tokens, self.verify)
         proposal, bitmask = self._propose(num_draft_tokens), None
@@ -336,13 +366,7 @@ class StepRunner:
         return verify(*arguments)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, *key) if self.compiled else function
-
-    def _all_allowed(self, proposal: Draft, is_fixed: bool = True) -> tuple[Draft, Tensor]:
-        """A step's drafts as they are, and a bitmask of all tokens."""
-        batch, num_draft_tokens = proposal.tokens.shape
-        shape = batch, num_draft_tokens + 1, num_words(self.target.vocab_size)
-        return proposal, torch.full(shape, -1, dtype=torch.int32, device=proposal.tokens.device)
+        return self._pieces.get(function, self._shape, *key) if self._is_compiled else function
 
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
@@ -371,30 +395,6 @@ class StepRunner:
             if not masked:
                 step = CapturedStep(*capture(stream, pool, self._step, num_draft_tokens))
             else:
-                graph, proposal = None, self._propose(num_draft_tokens)
-                if num_draft_tokens > 0:
-                    graph, proposal = capture(stream, pool, self._propose, num_draft_tokens)
-                    pool = graph.pool()
-                read = replace(proposal, tokens=proposal.tokens.clone())
-                _, bitmask = self._all_allowed(read)
-                verify, record = capture(stream, pool, self._verify, num_draft_tokens, read, bitmask)
-                step = CapturedStep(verify, record, graph, proposal, (read.tokens, bitmask))
+                step = capture_in_two(stream, pool, self._propose, self._verify, self._all_allowed, num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens, masked] = step
-
-
-def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, except for K."""
-    tensors = tensors_of(state) | dict(inputs)
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    return autocast_of(state.tokens.device), constants_of(state), shapes
-
-
-def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the data of a tensor: a quantised weight has several."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor.detach()
-    else:
-        for name in flatten()[0]:
-            yield from _parts_of(getattr(tensor, name))

@@ -22,11 +22,9 @@ from .inputs import Prompts, check_logprobs, check_room, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .runner import StepRunner
+from .state import ROOM
 
 __all__ = ["Session", "completions_of"]
-
-# A request with more eos tokens widens the state, and its pieces are compiled again.
-EOS_TOKENS = 8
 
 
 class Session:
@@ -118,6 +116,9 @@ class Session:
             self._runner.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
+        except Exception as error:
+            # A tokenizer or a grammar of the user may raise anything.
+            prompt = f"{type(error).__name__}: {error}"
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
@@ -210,7 +211,7 @@ class Session:
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
         )
-        prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, EOS_TOKENS), -1)))
+        prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
         readable = None if getattr(runner.target, "reads_beyond", False) else runner.target.max_length
         longest = self._max_length if readable is None else min(self._max_length, readable)
         made = Batch(runner, prompts, runner.capacity(longest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,13 +11,39 @@ import torch
 from torch import Tensor
 
 from ..sampling import NEUTRAL, Processors, SamplingTensors
+from ..sampling.processors import count_words, joined_words, round_up
+from .guard import autocast_of
 
-__all__ = ["DecodeState", "constants_of", "moved", "refilled", "tensors_of"]
+__all__ = [
+    "ROOM",
+    "DecodeState",
+    "Sizes",
+    "copy_into",
+    "fitted",
+    "moved",
+    "room_for",
+    "shape_of",
+    "sizes_of",
+    "tensors_of",
+    "write_row",
+]
 
 # The value that fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
-_FILL = NEUTRAL | {"eos": -1, "logprobs": math.nan, "sequences": -1, "top_tokens": -1, "top_values": math.nan}
+_FILL = {"logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 # Tensors with an entry for each slot of a row.
-_PER_SLOT = ("tokens", "logprobs", "top_tokens", "top_values")
+_PER_SLOT = ("tokens", *_FILL)
+# What a row has that is no part of its sampling.
+_OF_ROWS = (*_PER_SLOT, "lengths", "limits", "finished", "failed", "seeds")
+# The tensors whose sizes are those of all rows together.
+_PER_WORD = ("words", "biases", "pieces")
+# What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
+# run eagerly: no request compiles something for itself alone.
+ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(_PER_WORD, 32)}
+# A row without a text is greedy, because that costs least.
+_FREE = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
+# How much a step computes besides the models: 1 for each tensor of the sampling with a number per row and for
+# `is_sampled`, the length of the other tensors, and `longest_ngram`. Those that are not needed are left out.
+Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -65,10 +91,17 @@ class DecodeState:
 _STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
 
 
-def constants_of(state: DecodeState) -> Hashable:
+def _constants_of(state: DecodeState) -> Hashable:
     """The values other than tensors that determine what a step computes."""
     processors = state.sampling.processors
     return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
+
+
+def shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
+    """Everything that a compiled piece takes as constant for a batch, except for K."""
+    tensors = tensors_of(state) | dict(inputs)
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return autocast_of(state.tokens.device), _constants_of(state), shapes
 
 
 def tensors_of(values: object) -> dict[str, Tensor]:
@@ -80,6 +113,13 @@ def tensors_of(values: object) -> dict[str, Tensor]:
         elif isinstance(value, _STATE_CLASSES):
             tensors |= tensors_of(value)
     return tensors
+
+
+def copy_into(old: DecodeState, new: DecodeState) -> None:
+    """Copy a state into the tensors of another one of its shape."""
+    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
+        if own is not value:
+            own.copy_(value)
 
 
 def moved(values: Any, device: torch.device, capacity: int) -> Any:
@@ -95,31 +135,57 @@ def moved(values: Any, device: torch.device, capacity: int) -> Any:
     return replace(values, **changes)
 
 
-def refilled(state: DecodeState, row: int, values: DecodeState) -> DecodeState:
-    """The batch with another sequence in a row. It is the same object, written in place, if its tensors have room for
-    the sequence. They have none for the first sequence that is sampled or uses some filter or processor, nor for one
-    with more eos tokens or biases than any before.
+def write_row(state: DecodeState, row: int, values: DecodeState) -> None:
+    """Put another sequence, on any device, into a row in place, but for its sampling and eos tokens."""
+    for name in _OF_ROWS:
+        whole, new = getattr(state, name), getattr(values, name)
+        if whole is not None:
+            whole[row] = _FILL.get(name, 0)
+            whole[row][tuple(map(slice, new.shape[1:]))] = new[0].to(whole.device)
 
-    Args:
-        values: of the sequence alone, on any device.
-    """
-    old, new = tensors_of(state), tensors_of(values)
-    tensors = {name: _with_row(name, old.get(name), new.get(name), row, state.tokens) for name in old | new}
-    is_sampled = state.is_sampled or values.is_sampled
-    longest_ngram = max(_longest_ngram(state), _longest_ngram(values))
-    if (is_sampled, longest_ngram) == (state.is_sampled, _longest_ngram(state)) and all(
-        tensor is old.get(name) for name, tensor in tensors.items()
-    ):
-        return state
-    has_processors = "prompt_lengths" in tensors
-    processors = _of_tensors(Processors, tensors, longest_ngram=longest_ngram) if has_processors else None
+
+def sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
+    """What texts, each alone in its batch, need together in rows of this capacity."""
+    sizes: Sizes = {"eos": 1, "temperature": 1}
+    for text in texts:
+        processors = text.sampling.processors
+        own = {**dict.fromkeys(tensors_of(text.sampling), 1), "eos": text.eos.shape[1], "is_sampled": text.is_sampled}
+        if isinstance(processors, Processors):
+            # No n-gram is longer than the row.
+            own["longest_ngram"] = min(processors.longest_ngram, round_up(capacity, 4))
+        sizes = {name: max(own.get(name, 0), sizes.get(name, 0)) for name in own | sizes}
+    if "words" in sizes:
+        counts = [count_words(text.sampling.processors) for text in texts]
+        words, pieces = (round_up(sum(each), 8) for each in zip(*counts, strict=True))
+        sizes |= {"words": words, "biases": words, "pieces": pieces}
+    return {name: int(size) for name, size in sizes.items() if size}
+
+
+def room_for(sizes: Sizes, batch: int) -> Sizes:
+    """What compiled steps of this many rows have room for where texts need `sizes`."""
+    return {name: ROOM.get(name, 1) * (batch if name in _PER_WORD else 1) for name in sizes}
+
+
+def fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
+    """The batch with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
+    batch, rows = len(state.lengths), {row: tensors_of(text) for row, text in texts.items()}
+    tensors: dict[str, Tensor] = {}
+    for name in (name for name in _FREE if name in sizes):
+        free = _FREE[name]
+        values = [rows[row][name].item() if name in rows.get(row, ()) else free for row in range(batch)]
+        tensors[name] = torch.tensor(values, dtype=torch.float32 if isinstance(free, float) else None, device="cpu")
+    eos = torch.full((batch, sizes["eos"]), -1, device="cpu")
+    for row, text in texts.items():
+        eos[row, : text.eos.shape[1]] = text.eos[0]
+    if "words" in sizes:
+        own = {row: text.sampling.processors for row, text in texts.items()}
+        tensors |= joined_words(own, sizes["words"], sizes["pieces"])
+    tensors = {name: tensor.to(state.tokens.device) for name, tensor in tensors.items()}
+    processors = None
+    if "prompt_lengths" in tensors:
+        processors = _of_tensors(Processors, tensors, longest_ngram=sizes.get("longest_ngram", 0))
     sampling = _of_tensors(SamplingTensors, tensors, processors=processors)
-    return _of_tensors(DecodeState, tensors, sampling=sampling, is_sampled=is_sampled, logprobs_of=state.logprobs_of)
-
-
-def _longest_ngram(state: DecodeState) -> int:
-    processors = state.sampling.processors
-    return processors.longest_ngram if isinstance(processors, Processors) else 0
+    return replace(state, eos=eos.to(state.tokens.device), sampling=sampling, is_sampled="is_sampled" in sizes)
 
 
 def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
@@ -127,31 +193,8 @@ def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
     return kind(**{field.name: tensors[field.name] for field in fields(kind) if field.name in tensors}, **others)
 
 
-def _with_row(name: str, old: Tensor | None, new: Tensor | None, row: int, tokens: Tensor) -> Tensor:
-    """A tensor of the batch [B, ...] with the row's [1, ...], or nothing, in one row: the same tensor if it has room.
-    `tokens` are the batch's."""
-    shapes = [tensor.shape[1:] for tensor in (old, new) if tensor is not None]
-    if old is None:
-        assert new is not None
-        old = new[:0].to(tokens.device)
-    whole = _filled(name, old, (len(tokens), *(max(sizes) for sizes in zip(*shapes, strict=True))))
-    whole[row] = _FILL.get(name, 0)
-    if new is not None:
-        _corner(name, whole[row : row + 1], new.shape).copy_(new)
-    return whole
-
-
 def _filled(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor itself if it has this shape, otherwise a larger one with its entries."""
-    if tensor.shape == shape:
-        return tensor
+    """A larger tensor with the entries of this one."""
     larger = tensor.new_full(shape, _FILL.get(name, 0))
-    _corner(name, larger, tensor.shape).copy_(tensor)
+    larger[tuple(map(slice, tensor.shape))] = tensor
     return larger
-
-
-def _corner(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """The part of a tensor where the entries of a smaller one belong."""
-    part = tensor[tuple(map(slice, shape))]
-    # Sequences are aligned to the right.
-    return tensor[: shape[0], : shape[1], tensor.shape[2] - shape[2] :] if name == "sequences" else part

@@ -22,7 +22,8 @@ __all__ = [
 
 # Rows that are read together, and how many tokens of each.
 Group = tuple[list[int], int]
-# Groups must cost less than this share of the padded forward, because their rows are gathered from the cache.
+# Groups must cost less than this share of the padded forward, because their rows are gathered from the cache. Where at
+# most half of the rows are read, gathering them costs less than the attention of the others.
 MAX_RELATIVE_COST = 0.75
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
@@ -117,7 +118,8 @@ def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Grou
     # If one of the two groups is empty, the single group is the cheaper one.
     groups = min(([(rows, width)], [(drafting, width), (others, 1)]), key=_cost)
     padded = [(list(range(len(active))), width)]
-    return groups if rows and _cost(groups) <= MAX_RELATIVE_COST * _cost(padded) else None
+    most = 1.0 if 2 * len(rows) <= len(active) else MAX_RELATIVE_COST
+    return groups if rows and _cost(groups) <= most * _cost(padded) else None
 
 
 def _cost(groups: Sequence[Group]) -> int:

@@ -33,19 +33,30 @@ class _Field(NamedTuple):
     is_right: Callable[[Tensor], Tensor]
 
 
-def _is_positive(values: Tensor) -> Tensor:
-    # Also in float32, where the number may become 0 or infinite.
-    return (values > 0) & (values.float() > 0) & (values.float() < math.inf)
+# Logits that are divided by numbers above, or multiplied by numbers below, stay finite.
+LEAST, MOST = 1e-30, 1e30
 
 
+def _is_between(least: float, most: float) -> Callable[[Tensor], Tensor]:
+    # In float16 and bfloat16 the bounds would be others.
+    return lambda values: (values.double() >= least) & (values.double() <= most)
+
+
+_MOST_FINITE = torch.finfo(torch.float32).max
+_is_penalty = _is_between(-MOST, MOST)
 _NUMBERS = {
-    "temperature": _Field(torch.float32, 1.0, "finite numbers >= 0", lambda t: _is_positive(t) | (t == 0)),
+    "temperature": _Field(
+        torch.float32,
+        1.0,
+        f"0 (greedy) or finite numbers >= {LEAST}",
+        lambda t: _is_between(LEAST, _MOST_FINITE)(t) | (t == 0),
+    ),
     "top_k": _Field(torch.int64, 0, "integers >= 0", lambda k: k >= 0),
     "top_p": _Field(torch.float32, 1.0, "numbers in (0, 1]", lambda p: (p > 0) & (p <= 1)),
     "min_p": _Field(torch.float32, 0.0, "numbers in [0, 1]", lambda p: (p >= 0) & (p <= 1)),
-    "repetition_penalty": _Field(torch.float32, 1.0, "finite numbers > 0", _is_positive),
-    "presence_penalty": _Field(torch.float32, 0.0, "finite numbers", lambda x: x.float().isfinite()),
-    "frequency_penalty": _Field(torch.float32, 0.0, "finite numbers", lambda x: x.float().isfinite()),
+    "repetition_penalty": _Field(torch.float32, 1.0, f"numbers in [{LEAST}, {MOST}]", _is_between(LEAST, MOST)),
+    "presence_penalty": _Field(torch.float32, 0.0, f"numbers in [-{MOST}, {MOST}]", _is_penalty),
+    "frequency_penalty": _Field(torch.float32, 0.0, f"numbers in [-{MOST}, {MOST}]", _is_penalty),
     "no_repeat_ngram_size": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
     "min_new_tokens": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
 }
@@ -71,24 +82,26 @@ class SamplingParams:
     then the penalties, then n-grams. Drafts count as text for later positions. Temperature and filters come last.
 
     Args:
-        temperature: >= 0; 0 = greedy.
+        temperature: 0 = greedy; otherwise >= 1e-30, because logits that are divided by less overflow, and would tie.
         top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
-        repetition_penalty: > 0; positive logits of the tokens in prompt and text are divided by it, and negative ones
-            multiplied (transformers). 1 = none.
-        presence_penalty: taken once from the logit of each token among the new ones (OpenAI, vLLM).
-        frequency_penalty: taken from it as often as the token occurred.
-        no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none.
+        repetition_penalty: in [1e-30, 1e30]; positive logits of the tokens in prompt and text are divided by it, and
+            negative ones multiplied (transformers). 1 = none.
+        presence_penalty: within 1e30; taken once from the logit of each token among the new ones (OpenAI, vLLM).
+        frequency_penalty: within 1e30; taken from it as often as the token occurred.
+        no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none. Its cost
+            grows with the logarithm of n.
         min_new_tokens: excludes eos tokens before there are as many new tokens.
         logit_bias: token -> what is added to its logit, finite or -inf.
         bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others. A word
-            that is just an eos token is ignored. (As in transformers.)
+            that is just an eos token is ignored. (As in transformers.) A step costs as much as there are tokens in
+            biases and words.
 
     Raises:
         TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
             of another form.
-        ValueError: a number that is out of range or not finite, in float32 too; a token below 0.
+        ValueError: a number that is out of range, not finite in float32, or has more than 64 bits; a token below 0.
 
     Examples:
         >>> import torch_specops
@@ -201,7 +214,7 @@ class SamplingParams:
         fewest = self._per_sequence("min_new_tokens", batch, "cpu").tolist()
         return [
             [Bias((int(token),), float(value)) for token, value in (biases[row] or {}).items()]
-            + [Bias(tuple(map(int, word)), -math.inf) for word in words[row] if list(word) not in [[t] for t in ends]]
+            + [Bias(tuple(map(int, word)), -math.inf) for word in words[row] if len(word) > 1 or word[0] not in ends]
             + [Bias((token,), -math.inf, fewest[row]) for token in ends if token >= 0 and fewest[row] > 0]
             for row, ends in enumerate(eos)
         ]
@@ -265,6 +278,9 @@ class SamplingTensors:
 
 
 def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
+    for number in value if isinstance(value, Sequence) else [value]:
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            raise ValueError(f"{name}: expected numbers of 64 bits, got {number}")
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         if not isinstance(value, Tensor) and tensor.is_floating_point():
@@ -305,8 +321,8 @@ def _check_token(name: str, token: Any) -> None:
     # Numpy's integers too.
     if isinstance(token, bool) or not hasattr(token, "__index__") or isinstance(token, Tensor):
         raise TypeError(f"{name}: expected tokens to be integers, got {token!r}")
-    if token < 0:
-        raise ValueError(f"{name}: expected tokens >= 0, got {token}")
+    if not 0 <= token < 2**31:
+        raise ValueError(f"{name}: expected tokens in [0, 2**31), got {token}")
 
 
 def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[Any]:
@@ -318,18 +334,21 @@ def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[An
 
 def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[str, Tensor]:
     """The biases as tensors of `Processors`."""
-    count = round_up(max(map(len, rows)), 8)
-    length = round_up(max(len(bias.tokens) for row in rows for bias in row), 4)
-    filled = []
-    for row in rows:
+    words: list[list[int]] = []
+    pieces: list[list[int]] = []
+    values: list[float] = []
+    for row, biases in enumerate(rows):
         # One number for each sequence, so that the order of additions on a device cannot matter.
         sums: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
-        for tokens, value, until in row:
+        for tokens, value, until in biases:
             sums[tokens, until] += value
-        filled.append([*sums.items(), *[(((), 0), 0.0)] * (count - len(sums))])
-    sequences = [[[-1] * (length - len(tokens)) + list(tokens) for (tokens, _), _ in row] for row in filled]
+        for (tokens, until), value in sums.items():
+            pieces += [[len(words), back, token] for back, token in enumerate(reversed(tokens[:-1]), 1)]
+            words.append([row, tokens[-1], until])
+            values.append(value)
+    num_words, num_pieces = round_up(len(words), 8 * len(rows)), round_up(len(pieces), 32 * len(rows))
     return {
-        "sequences": torch.tensor(sequences, device=device),
-        "biases": torch.tensor([[value for _, value in row] for row in filled], dtype=torch.float32, device=device),
-        "until": torch.tensor([[until for (_, until), _ in row] for row in filled], device=device),
+        "words": torch.tensor(words + [[0, -1, 0]] * (num_words - len(words)), device=device),
+        "biases": torch.tensor(values + [0.0] * (num_words - len(values)), dtype=torch.float32, device=device),
+        "pieces": torch.tensor(pieces + [[0, 0, 0]] * (num_pieces - len(pieces)), device=device),
     }

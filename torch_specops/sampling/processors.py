@@ -9,7 +9,7 @@ Nothing here waits for the device, and no shape depends on data.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["AnyProcessors", "Processors", "round_up"]
+__all__ = ["AnyProcessors", "Processors", "count_words", "joined_words", "round_up"]
 
 
 class AnyProcessors(Protocol):
@@ -36,9 +36,9 @@ class AnyProcessors(Protocol):
 class Processors:
     """The processors of a batch, as tensors on its device. A processor that no row uses is None.
 
-    A row that uses none has neutral entries: 1, 0, 0, 0, and sequences of -1. Another row can replace it if it uses no
-    others, has at most M sequences of at most L tokens, and no n-grams longer than `longest_ngram`. These sizes are
-    rounded up (`round_up`), so that most batches share them.
+    A row that uses none has neutral entries: 1, 0, 0, 0, and no words. The numbers of words and of their tokens are
+    rounded up (`round_up`), so that most batches share them. A step costs as much as all rows' words have tokens, and
+    the logarithm of `longest_ngram`.
 
     Args:
         prompt_lengths: [B] int64; later tokens are new.
@@ -47,10 +47,11 @@ class Processors:
         frequency_penalty: [B] float32, taken from it as often as it occurred.
         no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the text gets -inf. 0 = none.
         longest_ngram: at least the largest n.
-        sequences: [B, M, L] int64, tokens aligned to the right, -1 before them. If the text ends with all but the last
-            token of a sequence, the last token gets its bias.
-        biases: [B, M] float32, finite or -inf.
-        until: [B, M] int64; a sequence counts only while there are fewer new tokens.
+        words: [M, 3] int64, for each word its row, its last token, which gets the bias if the text ends with the
+            others, and a number: it counts only while there are fewer new tokens. The rest is 0, -1, 0.
+        biases: [M] float32, finite or -inf.
+        pieces: [N, 3] int64, the other tokens of all words: the word, where the token stands (1 = at the end of the
+            text, 2 = before that), and the token. The rest is 0.
         padding: [B, N] int64, tokens that count as text before each row's own, the first `num_padding`. The
             `prompt_lengths` then count them too.
         num_padding: [B] int64.
@@ -64,9 +65,9 @@ class Processors:
     frequency_penalty: Tensor | None = None
     no_repeat_ngram_size: Tensor | None = None
     longest_ngram: int = 0
-    sequences: Tensor | None = None
+    words: Tensor | None = None
     biases: Tensor | None = None
-    until: Tensor | None = None
+    pieces: Tensor | None = None
     padding: Tensor | None = None
     num_padding: Tensor | None = None
     num_ignored: Tensor | None = None
@@ -79,7 +80,7 @@ class Processors:
     def read_text(self) -> bool:
         """True if any processor depends on the tokens, not only on their number. Waits for the device."""
         values = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
-        has_words = self.sequences is not None and bool((self.sequences[:, :, :-1] >= 0).any())
+        has_words = self.pieces is not None and bool(self.pieces.any())
         return has_words or any(value is not None for value in values)
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
@@ -114,26 +115,71 @@ class Processors:
         if self.frequency_penalty is not None:
             _write(logits, every, torch.where(is_new, -self.frequency_penalty.view(-1, 1, 1), 0.0), add=True)
         if self.no_repeat_ngram_size is not None:
-            size = self.no_repeat_ngram_size.view(-1, 1, 1)
-            # Places at which an n-gram ends whose first n - 1 tokens are those at the end of the text.
-            matches = is_before & (size > 0) & (index + 1 >= size)
-            for back in range(1, self.longest_ngram):
-                earlier = text.gather(1, (index - back).clamp(min=0).expand_as(text)).unsqueeze(1)
-                matches = matches & ((back >= size) | (earlier == _from_end(text, lengths, back).unsqueeze(2)))
+            matches = is_before & self._ends_ngram(self.no_repeat_ngram_size, text, lengths)
             _write(logits, every, torch.where(matches, -math.inf, 0.0), add=True)
         return logits
 
     def _add_biases(self, logits: Tensor, text: Tensor, lengths: Tensor) -> None:
-        if self.sequences is None or self.biases is None or self.until is None:
+        if self.words is None or self.biases is None or self.pieces is None:
             return
-        num_new = lengths - self.prompt_lengths.unsqueeze(1)
-        sizes = (self.sequences >= 0).sum(2)
-        counts = (num_new.unsqueeze(2) < self.until.unsqueeze(1)) & (lengths.unsqueeze(2) >= sizes.unsqueeze(1) - 1)
-        last, *others = reversed(self.sequences.unsqueeze(1).unbind(3))
-        for back, wanted in enumerate(others, 1):
-            counts = counts & ((wanted < 0) | (wanted == _from_end(text, lengths, back).unsqueeze(2)))
-        biases = torch.where(counts & (last >= 0), self.biases.unsqueeze(1), 0.0)
-        _write(logits, last.clamp(min=0).expand_as(biases), biases, add=True)
+        (rows, last, until), (word, back, token) = self.words.unbind(1), self.pieces.unbind(1)
+        ends = lengths[rows]
+        places = ends[word] - back.unsqueeze(1)
+        found = text[rows[word].unsqueeze(1), places.clamp(0, text.shape[1] - 1)]
+        differs = (back > 0).unsqueeze(1) & ((places < 0) | (found != token.unsqueeze(1)))
+        num_different = torch.zeros_like(ends).index_add_(0, word, differs.long())
+        is_early = ends - self.prompt_lengths[rows].unsqueeze(1) < until.unsqueeze(1)
+        counts = (num_different == 0) & is_early & (last >= 0).unsqueeze(1)
+        biases = torch.where(counts, self.biases.unsqueeze(1), 0.0).to(logits.dtype)
+        index = torch.arange(lengths.shape[1], device=text.device)
+        logits.index_put_((rows.unsqueeze(1), index, last.clamp(min=0).unsqueeze(1)), biases, accumulate=True)
+
+    def _ends_ngram(self, size: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
+        """[B, n, W]: would the token at this index complete an n-gram, n = size [B], whose first n - 1 tokens are those
+        at the end of the text? Stretches of 1, 2, 4, ... tokens get names, and two of them, which may overlap, cover
+        n - 1 tokens: the cost grows with the logarithm of n."""
+        width = text.shape[1]
+        num_before = (size - 1).clamp(0, width).unsqueeze(1)
+        names = chosen = text
+        stretch, stretches = 1, torch.ones_like(num_before)
+        while 2 * stretch <= min(self.longest_ngram - 1, width):
+            names = _named(names, names.roll(-stretch, 1))
+            stretch *= 2
+            is_long = num_before >= stretch
+            chosen, stretches = torch.where(is_long, names, chosen), torch.where(is_long, stretch, stretches)
+        index = torch.arange(width, device=text.device)
+
+        def equals(back: Tensor) -> Tensor:
+            at_index = chosen.gather(1, (index - back).clamp(min=0))
+            return at_index.unsqueeze(1) == chosen.gather(1, (lengths - back).clamp(0, width - 1)).unsqueeze(2)
+
+        matches = equals(num_before) & equals(stretches) | (num_before == 0).unsqueeze(2)
+        return matches & ((size.unsqueeze(1) > 0) & (index + 1 >= size.unsqueeze(1))).unsqueeze(1)
+
+
+def count_words(processors: AnyProcessors | None) -> tuple[int, int]:
+    """How many words there are, and how many pieces, without those that only fill the tensors. Waits for the device."""
+    if not isinstance(processors, Processors) or processors.words is None or processors.pieces is None:
+        return 0, 0
+    return int((processors.words[:, 1] >= 0).sum()), int((processors.pieces[:, 1] > 0).sum())
+
+
+def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_pieces: int) -> dict[str, Tensor]:
+    """The words of texts, each alone in its batch on the CPU, by row, as tensors of one batch."""
+    words = torch.tensor([0, -1, 0], device="cpu").repeat(num_words, 1)
+    pieces = torch.zeros(num_pieces, 3, dtype=torch.int64, device="cpu")
+    biases = torch.zeros(num_words, dtype=torch.float32, device="cpu")
+    word = piece = 0
+    for row, own in texts.items():
+        own_words, own_pieces = count_words(own)
+        if isinstance(own, Processors) and own.words is not None and own.pieces is not None and own.biases is not None:
+            words[word : word + own_words] = own.words[:own_words]
+            words[word : word + own_words, 0] = row
+            biases[word : word + own_words] = own.biases[:own_words]
+            pieces[piece : piece + own_pieces] = own.pieces[:own_pieces]
+            pieces[piece : piece + own_pieces, 0] += word
+            word, piece = word + own_words, piece + own_pieces
+    return {"words": words, "biases": biases, "pieces": pieces}
 
 
 def round_up(size: int, least: int) -> int:
@@ -150,9 +196,11 @@ def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) ->
     logits.index_put_((batch.view(-1, 1, 1), places.view(1, -1, 1), tokens), values, accumulate=add)
 
 
-def _from_end(text: Tensor, lengths: Tensor, back: int) -> Tensor:
-    """[B, n] the last token (back = 1), the one before it, and so on; any token if there is none."""
-    return text.gather(1, (lengths - back).clamp(min=0))
+def _named(first: Tensor, second: Tensor) -> Tensor:
+    """[B, W] a number in [0, W) for each pair of numbers in [0, 2**31), equal for equal pairs of a row."""
+    ordered, order = (first * 2**31 + second).sort(1)
+    names = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).long().cumsum(1), (1, 0))
+    return torch.empty_like(names).scatter(1, order, names)
 
 
 def _behind(padding: Tensor, num_padding: Tensor, text: Tensor) -> Tensor:
