@@ -13,6 +13,8 @@ from ..ops.attention import DTYPES
 from .architecture import unwrapped
 from .encoder_decoder import EncoderDecoderModel
 from .models import TESTED_FAMILIES, TransformersModel
+from .rereading import RereadingModel
+from .rotary import rereads_at
 
 __all__ = ["language_model"]
 
@@ -45,7 +47,7 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
             )
         return EncoderDecoderModel(model)
-    adapter = TransformersModel(model)
+    adapter = TransformersModel(model) if rereads_at(model) is None else RereadingModel(model)
     # A forward of its own is unknown code: it is checked every time.
     if any("forward" in vars(module) for module in model.modules()):
         adapter.supports_spans = _check(adapter)

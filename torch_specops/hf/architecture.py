@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
+from .rotary import growing_kind
 
 __all__ = ["cache_argument", "check_can_decode", "layers_of", "max_length", "unwrapped", "why_not_compiled", "windows"]
 
@@ -90,15 +91,10 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """The reason, or None. Some rotary embeddings change with the longest text of a batch: their forward looks at the
-    values of positions, which a graph cannot do.
-    """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind is not None and ("dynamic" in kind or kind == "longrope"):
-                return f"the {kind!r} rotary embedding of {type(model).__name__} depends on the longest text of a batch"
-    return None
+    """The reason, or None. Some rotary embeddings change with the length of a text: they look at the values of lengths,
+    which a graph cannot do."""
+    kind = growing_kind(model)
+    return kind and f"the {kind!r} rotary embedding of {type(model).__name__} looks at the lengths of texts"
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -16,6 +16,7 @@ from .architecture import cache_argument, check_can_decode, layers_of, max_lengt
 from .attention import use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
+from .rotary import ReadLengths, follow_lengths
 from .shadow_model import ShadowModel
 
 __all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel"]
@@ -87,6 +88,8 @@ class TransformersModel:
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
+        self._read_lengths = ReadLengths()
+        self._prompt_lengths: Tensor | None = None
         self._copy = ShadowModel()
         self.not_compiled = why_not_compiled(model)
         self._prepare()
@@ -101,6 +104,7 @@ class TransformersModel:
             compile_once(layers_of(self.prepared))
         if self._features is not None:
             self._features.attach(layers_of(self.prepared))
+        self._follows_lengths = follow_lengths(self.prepared, self._read_lengths)
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +130,13 @@ class TransformersModel:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
         self._prepare()
+        self._prompt_lengths = None
         self._start_cache(batch, capacity)
+
+    def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        if rows is None or self._prompt_lengths is None:
+            self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
+        self._prompt_lengths[slice(None) if rows is None else rows] = lengths
 
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.device, self.model.dtype
@@ -237,10 +247,24 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        logits: Tensor = self.prepared(**arguments, use_cache=True).logits
+        if self._follows_lengths:
+            self._read_lengths.lengths = self._lengths_at(positions)
+        try:
+            logits: Tensor = self.prepared(**arguments, use_cache=True).logits
+        finally:
+            self._read_lengths.lengths = None
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
         return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
+
+    def _lengths_at(self, positions: Tensor) -> Tensor:
+        """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
+        token of the prompt, and later the one that ends with the token."""
+        lengths, rows = positions + 1, self._require_cache().rows
+        if self._prompt_lengths is None:
+            return lengths
+        prompts = self._prompt_lengths if rows is None else self._prompt_lengths[rows]
+        return torch.maximum(lengths, prompts.unsqueeze(1))
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         """The arguments of the model's forward."""
