@@ -113,9 +113,9 @@ def test_what_a_model_says_of_itself() -> None:
         assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
     # Beyond, it goes by the length of a cache, which rows of different lengths do not have.
     llama4 = transformers.Llama4TextConfig(floor_scale=16)
-    assert max_length(llama4) == 15
+    assert max_length(llama4)[0] == 15
     llama4.attn_temperature_tuning = False
-    assert max_length(llama4) == llama4.max_position_embeddings
+    assert max_length(llama4) == (llama4.max_position_embeddings, None)
     model = tiny("llama")
     for own, expected in ((5, (5,)), ([3, 4], (3, 4)), (None, ())):
         model.generation_config.eos_token_id = own
@@ -361,7 +361,7 @@ def test_models_that_cannot_be_read_are_refused() -> None:
 
 def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    reason = "the 'dynamic' rotary embedding of LlamaForCausalLM depends on the longest text of a batch"
+    reason = "the 'dynamic' rotary embedding of LlamaForCausalLM looks at the lengths of texts"
     for models in ((dynamic,), (tiny("llama"), dynamic)):
         decoder = torch_specops.SpeculativeDecoder(*models)
         assert decoder.generate(TOKENS[:, :4], max_new_tokens=4).stats.compiled == f"eager: {reason}"

@@ -188,9 +188,10 @@ def check_room(
     for name, model in (("target", target), ("draft", draft)):
         readable = None if model is None else model.max_length
         if readable is not None and longest > readable:
+            reason = getattr(model, "limited_by", None)
             raise ValueError(
                 f"max_new_tokens: expected prompt and new tokens within the {readable} that the {name} reads, "
-                f"got {longest}"
+                f"got {longest}" + (f"; {reason}" if reason else "")
             )
 
 

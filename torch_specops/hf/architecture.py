@@ -68,16 +68,22 @@ def check_can_decode(model: PreTrainedModel) -> None:
         )
 
 
-def max_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model can read; None = any number."""
+def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
+    """The most tokens that a model can read, None = any number; and why, if it is not the number of its positions."""
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    positions = next((length for name in names if (length := getattr(config, name, None)) is not None), None)
+    limits = []
     if getattr(config, "attn_temperature_tuning", False):
-        # Llama 4 scales queries of later tokens by the length of its cache, and rows have different lengths.
-        return min(config.max_position_embeddings, config.floor_scale - 1)
-    for name in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"):
-        length = getattr(config, name, None)
-        if length is not None:
-            return length
-    return None
+        limits.append((config.floor_scale - 1, "it scales later queries by the length of its cache (floor_scale)"))
+    if getattr(config, "keep_window_size", None):
+        # It keeps so many tokens with the largest scores, and equal tokens tie.
+        limits.append(
+            (config.keep_window_size, "which tokens it keeps of more depends on how they are read (keep_window_size)")
+        )
+    length, reason = min(limits, default=(None, None))
+    if length is None or (positions is not None and positions < length):
+        return positions, None
+    return length, reason
 
 
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class TransformersModel:
     Attributes:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
-        max_length: the most tokens that its positions allow; None = any.
+        max_length: the most tokens that it reads; None = any.
+        limited_by: why no more, if it is not its positions; None = they are.
         supports_spans: True = attention may get spans of slots: the model leaves it to transformers' "sdpa".
         not_compiled: the reason why its forward cannot be compiled; None if it can.
         reads_rows: True = `forward` can read some rows alone.
@@ -84,7 +85,7 @@ class TransformersModel:
         self.supports_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
         self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
-        self.max_length = max_length(self._config)
+        self.max_length, self.limited_by = max_length(self._config)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
@@ -276,6 +277,18 @@ class TransformersModel:
             "logits_to_keep": num_logits or 0,
         }
 
+    def lower_thresholds(self, names: Iterable[str], length: int) -> None:
+        """Until the next `start`, let the copy of the model change at `length` tokens what it changes at the lengths of
+        these names, in its configs and modules."""
+        for config in self._copy.configs:
+            rope = getattr(config, "rope_parameters", None) or {}
+            kinds = [vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))]
+            for fields in kinds:
+                fields.update({name: length for name in names if type(fields.get(name)) is int})
+        for module in self.prepared.modules():
+            vars(module).update({name: length for name in names if type(vars(module).get(name)) is int})
+        self._windows = windows(self.prepared.config.get_text_config(decoder=True))
+
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.
 
@@ -284,6 +297,7 @@ class TransformersModel:
         """
         first = type(self)(self.model, num_layers)
         first.supports_spans = self.supports_spans
+        first.max_length, first.limited_by = self.max_length, self.limited_by
         return first
 
     def _require_cache(self) -> RaggedCache:

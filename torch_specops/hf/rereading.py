@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,24 +19,27 @@ __all__ = ["RereadingModel"]
 
 
 class RereadingModel(TransformersModel):
-    """A model with longrope whose `generate` drops its cache at the switch and reads the text again (Phi-3): every token
-    of a prefix is rotated by the length of the prefix, not by its own.
+    """A model with longrope whose `generate` drops its cache at the switch and reads the text again (Phi-3): a token is
+    rotated by the length of the prefix that is read, not by its own position.
 
     Short and long prefixes have a cache each. A forward reads in each what its logits need and what is not yet read
     there: usually the tokens that it is given, and once, at the switch, the whole text of a row. Drafts across the
     switch that are rejected cost no further reading. The features are those of the newest read.
+
+    Attributes:
+        switch: the most tokens of a short prefix.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
         super().__init__(model, num_layers)
         switch = rereads_at(model)
         assert switch is not None
-        self._switch = switch
+        self.switch = switch
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity, inputs)
         # A short prefix has at most as many tokens as the switch.
-        short = RaggedCache(batch, min(capacity, self._switch), self.num_layers)
+        short = RaggedCache(batch, min(capacity, self.switch), self.num_layers)
         self._caches = short, self._require_cache()
         self._is_long = True
         self._texts = torch.zeros(batch, capacity, dtype=torch.int64, device=self.device)
@@ -76,7 +79,7 @@ class RereadingModel(TransformersModel):
         wanted = positions[:, -(num_logits or positions.shape[1]) :]
         logits: Tensor | None = None
         for is_long in (False, True):
-            here = (wanted >= self._switch) == is_long
+            here = (wanted >= self.switch) == is_long
             indices = here.any(1).nonzero().flatten()
             firsts = wanted.masked_fill(~here, self._texts.shape[1])[indices].amin(1).tolist()
             lasts = wanted.masked_fill(~here, -1)[indices].amax(1).tolist()
@@ -104,6 +107,10 @@ class RereadingModel(TransformersModel):
         assert logits is not None
         return logits
 
+    def lower_thresholds(self, names: Iterable[str], length: int) -> None:
+        super().lower_thresholds(names, length)
+        self.switch = self.prepared.config.original_max_position_embeddings
+
     @contextmanager
     def _reading(self, is_long: bool) -> Iterator[int]:
         """Within it the cache is the one of long or of short prefixes. Gives its capacity."""
@@ -116,4 +123,4 @@ class RereadingModel(TransformersModel):
             self._cache, self._is_long = self._caches[True], True
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
-        return torch.full_like(positions, self._switch + self._is_long)
+        return torch.full_like(positions, self.switch + self._is_long)

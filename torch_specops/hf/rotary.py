@@ -6,6 +6,7 @@ token is rotated with the frequencies of the length that its own row has when it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "rereads_at", "switches_at"]
+__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "rereads_at"]
 
 
 @dataclass
@@ -32,18 +33,14 @@ def growing_kind(model: nn.Module) -> str | None:
     return next((kind for _, kinds in _growing(model) for kind in kinds.values()), None)
 
 
-def switches_at(model: nn.Module) -> set[int]:
-    """The lengths beyond which the model's frequencies change."""
-    return {_switch(rotary, layer_type) for rotary, kinds in _growing(model) for layer_type in kinds}
-
-
 def rereads_at(model: PreTrainedModel) -> int | None:
     """The longest text that `generate` reads with a cache of short texts: at the next token it drops that cache and
     reads the whole text again. None = it keeps its cache."""
-    prepare = type(model).prepare_inputs_for_generation
+    if not any("longrope" in kinds.values() for _, kinds in _growing(model)):
+        return None
     name = "original_max_position_embeddings"
-    longrope = any("longrope" in kinds.values() for _, kinds in _growing(model))
-    return getattr(model.config, name) if longrope and name in prepare.__code__.co_names else None
+    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    return getattr(model.config, name, None) if name in prepare.__code__.co_names else None
 
 
 def follow_lengths(model: nn.Module, read: ReadLengths) -> bool:
