@@ -23,15 +23,8 @@ __all__ = ["language_model"]
 CAPACITY = 512
 # Fields of a config: the lengths at which a model changes what tokens see, or how they are rotated.
 THRESHOLDS = (
-    *(
-        "attention_chunk_size",
-        "index_block_size",
-        "index_topk",
-        "index_topk_blocks",
-        "indexer_budget",
-        "local_attention",
-    ),
-    *("original_max_position_embeddings", "sliding_window", "sliding_window_size", "window_size"),
+    *("attention_chunk_size", "index_topk", "local_attention", "original_max_position_embeddings", "sliding_window"),
+    *("sliding_window_size", "window_size"),
 )
 # What the check sets them to.
 LOWERED = 4
