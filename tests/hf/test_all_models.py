@@ -83,8 +83,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba": {"layer_types": ["linear_attention", "linear_attention", "hybrid", "hybrid"], "mamba_dt_rank": 2},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
 }
-# Types that no small model is built of with transformers 5.23: they need more than these fields, have another part than text, or have a
-# recurrent state that float64 is unknown to. The page lists none of them.
+# Types that no small model is built of with transformers 5.23: they need more than these fields, have parts beside
+# text, or do not run in float64. The page lists none of them.
 NOT_BUILT = (
     *("bailing_hybrid", "blenderbot", "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3"),
     *("gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git"),

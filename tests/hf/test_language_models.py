@@ -266,6 +266,23 @@ def test_an_architecture_is_checked_once() -> None:
         hf.language_model(model)
 
 
+def test_the_check_crosses_the_lengths_at_which_a_model_changes() -> None:
+    # Granite's config may name a window, but its layers have none.
+    sizes = {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    model = untested("Granite", **sizes)
+    model.config.sliding_window = 30
+    ids = TOKENS[:1, :20] % 50
+    refused = r"within the 30 that the target reads, got 36; beyond sliding_window its cache and masks are others"
+    with pytest.raises(ValueError, match=refused):
+        torch_specops.generate(model, ids, max_new_tokens=16, sampling=GREEDY)
+    torch_specops.generate(model, ids, max_new_tokens=8, sampling=GREEDY)
+    assert model.config.sliding_window == 30
+    adapter = hf.language_model(untested("Starcoder2", **sizes, sliding_window=30))
+    assert (adapter.max_length, adapter.limited_by) == (96, None)
+    adapter = hf.language_model(untested("Doge", **sizes, keep_window_size=30))
+    assert adapter.max_length == adapter.first_layers(1).max_length == 30
+
+
 def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Bloom computes its biases from a mask of two dimensions.
     with pytest.raises(ValueError, match="model: BloomForCausalLM takes no cache and mask of ragged rows"):
