@@ -92,8 +92,11 @@ NOT_BUILT = (
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     *("qwen4_exp_text", "reformer", "xglm", "xlm", "xlnet", "xlstm", "xmod", "zaya"),
 )
-# Types that read no longer texts than a length of their config, and the longest.
-LIMITED = {"doge": ("keep_window_size", 16), "llama4_text": ("floor_scale", 15)}
+# Types that read no longer texts than a length of their config, and the longest. Moshi's cache has a window, its masks
+# have none.
+LIMITED = {"doge": ("keep_window_size", 16), "llama4_text": ("floor_scale", 15), "moshi": ("sliding_window", 16)}
+# At the switch it drops its cache, and reads its newest token alone with transformers 5.23.
+WITHOUT_CACHE = ("phi4_multimodal",)
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 9, 5, 6], [11, 12, 13, 11, 12, 13, 11, 12])
 NEW = 20
 
@@ -129,6 +132,7 @@ def small_model(kind: str) -> PreTrainedModel:
             if weight.dim() > 1:
                 weight.normal_(0, 0.3)
     model.generation_config.eos_token_id = None
+    model.generation_config.use_cache = kind not in WITHOUT_CACHE
     return model
 
 

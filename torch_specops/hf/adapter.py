@@ -115,7 +115,7 @@ def _check(adapter: TransformersModel) -> Reading:
     name = min(changing, key=lengths.__getitem__)
     if adapter.max_length is not None and adapter.max_length <= lengths[name]:
         return Reading(supports_spans, adapter.max_length, adapter.limited_by)
-    return Reading(supports_spans, lengths[name], f"beyond {name} its cache and masks are others")
+    return Reading(supports_spans, lengths[name], f"its cache or masks are others beyond ({name})")
 
 
 def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str | None]:
