@@ -113,13 +113,11 @@ def test_what_a_model_says_of_itself() -> None:
         # Rotary positions are computed, others are learned.
         assert adapter.reads_beyond == (family not in ("gpt2", "opt", "whisper", "t5")), family
         assert adapter.eos_token_ids == () and adapter.pad_token_id == 0
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert not hf.language_model(tiny("llama", rope_parameters=dynamic)).reads_beyond
     # Beyond, it goes by the length of a cache, which rows of different lengths do not have.
     llama4 = transformers.Llama4TextConfig(floor_scale=16)
-    assert max_length(llama4) == 15
+    assert max_length(llama4)[0] == 15
     llama4.attn_temperature_tuning = False
-    assert max_length(llama4) == llama4.max_position_embeddings
+    assert max_length(llama4) == (llama4.max_position_embeddings, None)
     model = tiny("llama")
     for own, expected in ((5, (5,)), ([3, 4], (3, 4)), (None, ())):
         model.generation_config.eos_token_id = own
@@ -270,6 +268,23 @@ def test_an_architecture_is_checked_once() -> None:
         hf.language_model(model)
 
 
+def test_the_check_crosses_the_lengths_at_which_a_model_changes() -> None:
+    # Granite's config may name a window, but its layers have none.
+    sizes = {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    model = untested("Granite", **sizes)
+    model.config.sliding_window = 30
+    ids = TOKENS[:1, :20] % 50
+    refused = r"within the 30 that the target reads, got 36; its cache or masks .* \(sliding_window\)"
+    with pytest.raises(ValueError, match=refused):
+        torch_specops.generate(model, ids, max_new_tokens=16, sampling=GREEDY)
+    torch_specops.generate(model, ids, max_new_tokens=8, sampling=GREEDY)
+    assert model.config.sliding_window == 30
+    adapter = hf.language_model(untested("Starcoder2", **sizes, sliding_window=30))
+    assert (adapter.max_length, adapter.limited_by) == (96, None)
+    adapter = hf.language_model(untested("Doge", **sizes, keep_window_size=30))
+    assert adapter.max_length == adapter.first_layers(1).max_length == 30
+
+
 def test_a_family_that_reads_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Bloom computes its biases from a mask of two dimensions.
     with pytest.raises(ValueError, match="model: BloomForCausalLM takes no cache and mask of ragged rows"):
@@ -365,7 +380,7 @@ def test_models_that_cannot_be_read_are_refused() -> None:
 
 def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    reason = "the 'dynamic' rotary embedding of LlamaForCausalLM depends on the longest text of a batch"
+    reason = "the 'dynamic' rotary embedding of LlamaForCausalLM looks at the lengths of texts"
     for models in ((dynamic,), (tiny("llama"), dynamic)):
         decoder = torch_specops.SpeculativeDecoder(*models)
         assert decoder.generate(TOKENS[:, :4], max_new_tokens=4).stats.compiled == f"eager: {reason}"

@@ -19,6 +19,7 @@ from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
 from ..drafts.model import as_draft_source
+from ..drafts.ragged import begin_texts
 from .scorer import BeamScorer
 from .tree import BeamTree, TreeModel, rows_of
 
@@ -208,6 +209,7 @@ class _Search:
             if model is None:
                 continue
             model.start(batch, num_slots, inputs)
+            begin_texts(model, lengths)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
         # The draft proposes no eos, because a beam that ends has no next level.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import feature_model, replace_inputs
-from ..drafts.ragged import read_beginnings, read_texts
+from ..drafts.ragged import begin_texts, read_beginnings, read_texts
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
@@ -76,9 +76,10 @@ class Batch:
         target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
             # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
-            read_beginnings(target, state.tokens, max(max(lengths) - 1, 1))
+            read_beginnings(target, state.tokens, state.lengths, max(max(lengths) - 1, 1))
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
+            begin_texts(target, state.lengths)
             runner.unread_length = max(lengths)
         runner.start_draft(inputs)
         self._reader: RecordReader[list[Row]] = RecordReader(state.tokens.device)

@@ -190,12 +190,13 @@ def check_room(target: LanguageModel, longest: int, max_length: int | None = Non
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
         )
-    readable = target.max_length
+    readable, reason = target.max_length, getattr(target, "limited_by", None)
     if readable is None or longest <= readable:
         return
     if not getattr(target, "reads_beyond", False):
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within the {readable} that the target reads, got {longest}"
+            + (f"; {reason}" if reason else "")
         )
     warnings.warn(
         f"max_new_tokens: prompt and new tokens may become {longest}, and the target was made for {readable} "

@@ -221,11 +221,13 @@ class LanguageModel(Protocol):
     while it decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait
     for the device.
 
-    Four methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
+    Five methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
     batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model that
     stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64 that
     begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     `replace_inputs(row, inputs)` gives a row other inputs [1, ...] than `start` did; sessions call it.
+    `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
+    [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
     """
 
     @property

@@ -138,7 +138,7 @@ class ModelDraft(SequentialDraft):
         self.model.start(tokens.shape[0], self._room or capacity, inputs)
         # All but the two newest tokens of the longest prompt, but at least one, to allocate the cache.
         width = max(int(lengths.max()) - 2, 1)
-        read_beginnings(self.model, tokens.clamp(min=0), width)
+        read_beginnings(self.model, tokens.clamp(min=0), lengths, width)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)

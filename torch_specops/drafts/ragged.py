@@ -12,6 +12,7 @@ from .base import LanguageModel
 
 __all__ = [
     "RowReader",
+    "begin_texts",
     "can_read_rows",
     "groups_by_length",
     "read_beginnings",
@@ -53,11 +54,18 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
     return getattr(model, "reads_rows", False)
 
 
+def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
+    """Tell a model how long the prompts [A] are that rows [A] get now, None = all rows, if it goes by that."""
+    if hasattr(model, "begin_texts"):
+        model.begin_texts(lengths, rows)
+
+
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
     if hasattr(model, "clear_rows"):
         model.clear_rows(rows)
+    begin_texts(model, lengths[rows], rows)
     counts = (lengths[rows] - num_unread).tolist()
     # A shorter text is read beyond its end; its next tokens will overwrite those slots.
     index = torch.arange(max(*counts, 1), device=tokens.device)
@@ -75,14 +83,16 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
             model.forward(tokens[chosen, :width], index[:width].expand(len(group), -1), 1, chosen)
 
 
-def read_beginnings(model: LanguageModel, tokens: Tensor, width: int) -> None:
-    """Let a model read the first `width` of the tokens [B, W] of all rows; those that rows have in common once, if it
-    has `copy_rows`. May wait for the device."""
+def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, width: int) -> None:
+    """Let a model read the first `width` of the tokens [B, W] of all rows, whose prompts are `lengths` [B] long; those
+    of equal prompts once, if it has `copy_rows`. May wait for the device."""
+    begin_texts(model, lengths)
     beginnings, device = tokens[:, :width], tokens.device
     positions = torch.arange(width, device=device).expand(len(tokens), -1)
     if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
         first: dict[tuple[int, ...], int] = {}
-        sources = [first.setdefault(tuple(text), row) for row, text in enumerate(beginnings.tolist())]
+        texts = zip(lengths.tolist(), *beginnings.t().tolist(), strict=True)
+        sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
         if len(first) < len(sources):
             rows = torch.tensor(list(first.values()), device=device)
             model.forward(beginnings[rows], positions[rows], 1, rows)

@@ -13,7 +13,9 @@ from .base import LanguageModel, as_language_model
 __all__ = ["TokenMap", "twin_tokens"]
 
 # Tokens have no part in these.
-PASSED_ON = ("clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors")
+PASSED_ON = (
+    *("begin_texts", "clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors"),
+)
 
 
 class TokenMap:

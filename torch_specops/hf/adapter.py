@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.attention import DTYPES
 from .architecture import unwrapped
 from .encoder_decoder import EncoderDecoderModel
 from .models import TESTED_FAMILIES, TransformersModel
+from .rereading import RereadingModel
+from .rotary import rereads_at
 
 __all__ = ["language_model"]
 
 # Slots of the cache: more than a window that a model keeps to itself has (256 in GPT-Neo).
 CAPACITY = 512
-# The architectures that passed the check -> whether their attention may get spans.
-_passed: dict[Hashable, bool] = {}
+# Fields of a config: the lengths at which a model changes what tokens see, or how they are rotated.
+THRESHOLDS = (
+    *("attention_chunk_size", "index_topk", "local_attention", "original_max_position_embeddings", "sliding_window"),
+    *("sliding_window_size", "window_size"),
+)
+# What the check sets them to.
+LOWERED = 4
+
+
+class Reading(NamedTuple):
+    """How a model that passed the check is read: as the attributes of `TransformersModel`."""
+
+    supports_spans: bool
+    max_length: int | None
+    limited_by: str | None
+
+
+# The architectures that passed the check.
+_passed: dict[Hashable, Reading] = {}
 
 
 def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
@@ -45,15 +65,18 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
             )
         return EncoderDecoderModel(model)
-    adapter = TransformersModel(model)
+    adapter = TransformersModel(model) if rereads_at(model) is None else RereadingModel(model)
     # A forward of its own is unknown code: it is checked every time.
     if any("forward" in vars(module) for module in model.modules()):
-        adapter.supports_spans = _check(adapter)
-    elif not is_tested:
+        reading = _check(adapter)
+    elif is_tested:
+        return adapter
+    else:
         architecture = _architecture(model)
         if architecture not in _passed:
             _passed[architecture] = _check(adapter)
-        adapter.supports_spans = _passed[architecture]
+        reading = _passed[architecture]
+    adapter.supports_spans, adapter.max_length, adapter.limited_by = reading
     return adapter
 
 
@@ -66,45 +89,75 @@ def _architecture(model: PreTrainedModel) -> Hashable:
 
 
 @torch.inference_mode()
-def _check(adapter: TransformersModel) -> bool:
-    """Compare logits read through the cache, after a rollback, with those of a forward without one. True = the logits
-    are also the same if attention gets spans in place of masks.
+def _check(adapter: TransformersModel) -> Reading:
+    """Compare logits read through the cache, after a rollback, with those of a forward without one; with the lengths
+    lowered at which the model changes, so that a few tokens cross them.
 
     Raises:
-        ValueError: the logits differ, or the model takes no cache and masks.
+        ValueError: the logits differ below these lengths too, or the model takes no cache and masks.
     """
-    name = type(adapter.model).__name__
+    config = adapter.model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    lengths = {
+        name: length
+        for fields in (rope, *(each for each in rope.values() if isinstance(each, dict)), vars(config))
+        for name in THRESHOLDS
+        if type(length := fields.get(name)) is int and length > LOWERED
+    }
+    supports_spans, wrong = _compare(adapter, list(lengths))
+    if wrong is None:
+        return Reading(supports_spans, adapter.max_length, adapter.limited_by)
+    if lengths:
+        supports_spans, wrong = _compare(adapter, [])
+    if wrong is not None:
+        raise ValueError(f"model: {type(adapter.model).__name__} {wrong}; decode with transformers alone")
+    changing = [name for name in lengths if _compare(adapter, [name])[1] is not None] or list(lengths)
+    name = min(changing, key=lengths.__getitem__)
+    if adapter.max_length is not None and adapter.max_length <= lengths[name]:
+        return Reading(supports_spans, adapter.max_length, adapter.limited_by)
+    return Reading(supports_spans, lengths[name], f"its cache or masks are others beyond ({name})")
+
+
+def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str | None]:
+    """Whether attention may get spans in place of masks, and what is wrong with masks; None = nothing."""
     attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
-    adapter.supports_spans = attention == "sdpa" and adapter.dtype in DTYPES
     supports_spans = False
-    if adapter.supports_spans:
+    if attention == "sdpa" and adapter.dtype in DTYPES:
         # An attention of the model's own takes the spans for a mask.
         with suppress(Exception):
-            difference, bound = _difference(adapter, use_spans=True)
+            difference, bound = _difference(adapter, lowered, use_spans=True)
             supports_spans = difference <= bound
-    adapter.supports_spans = supports_spans
     try:
-        difference, bound = _difference(adapter, use_spans=False)
+        difference, bound = _difference(adapter, lowered, use_spans=False, supports_spans=supports_spans)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"model: {name} takes no cache and mask of ragged rows; decode with transformers alone: {error}"
-        ) from error
+        return False, f"takes no cache and mask of ragged rows: {error}"
     if not difference <= bound:
-        raise ValueError(
-            f"model: {name} does not read ragged rows right: its logits differ by {difference:.1e} from those of a "
-            "forward without a cache; decode with transformers alone"
+        return False, (
+            f"does not read ragged rows right: its logits differ by {difference:.1e} from those of a forward without a "
+            "cache"
         )
-    return supports_spans
+    return supports_spans, None
 
 
-def _difference(adapter: TransformersModel, use_spans: bool) -> tuple[float, float]:
+def _difference(
+    adapter: TransformersModel, lowered: list[str], use_spans: bool, supports_spans: bool = True
+) -> tuple[float, float]:
     """The largest difference between the logits, and how much rounding may explain."""
-    tokens = torch.arange(8, device=adapter.device).unsqueeze(0) % adapter.vocab_size
+    # Its configs are changed, and are not used again.
+    adapter = type(adapter)(adapter.model)
+    adapter.supports_spans = supports_spans
+    device = adapter.device
+    # Some tokens are equal.
+    tokens = (torch.arange(12, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
     adapter.start(2, capacity)
-    expected = adapter.prepared(input_ids=tokens, use_cache=False).logits.float()
-    begin = torch.arange(3, device=adapter.device).expand(2, -1)
-    positions = torch.tensor([[3], [1]], device=adapter.device) + torch.arange(5, device=adapter.device)
+    adapter.lower_thresholds(lowered, LOWERED)
+    adapter.begin_texts(torch.full((2,), tokens.shape[1], device=device))
+    expected = _logits(adapter, tokens)
+    if isinstance(adapter, RereadingModel) and adapter.switch < tokens.shape[1]:
+        expected = torch.cat([_logits(adapter, tokens[:, : adapter.switch]), expected[:, adapter.switch :]], 1)
+    begin = torch.arange(3, device=device).expand(2, -1)
+    positions = torch.tensor([[3], [1]], device=device) + torch.arange(9, device=device)
     adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
     # Test both widths: that of eager steps and that of compiled ones.
@@ -115,3 +168,8 @@ def _difference(adapter: TransformersModel, use_spans: bool) -> tuple[float, flo
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     difference = torch.stack(found).float() - expected[0, positions]
     return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())
+
+
+def _logits(adapter: TransformersModel, tokens: Tensor) -> Tensor:
+    logits: Tensor = adapter.prepared(input_ids=tokens, use_cache=False).logits
+    return logits.float()

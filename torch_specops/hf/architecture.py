@@ -10,13 +10,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
+from .rotary import growing_kind
 
 __all__ = [
     "cache_argument",
     "check_can_decode",
+    "computes_positions",
     "layers_of",
     "max_length",
-    "reads_beyond",
     "unwrapped",
     "why_not_compiled",
     "windows",
@@ -78,26 +79,29 @@ def check_can_decode(model: PreTrainedModel) -> None:
         )
 
 
-def max_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model can read; None = any number."""
+def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
+    """The most tokens that a model can read, None = any number; and why, if it is not the number of its positions."""
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    positions = next((length for name in names if (length := getattr(config, name, None)) is not None), None)
+    limits = []
     if getattr(config, "attn_temperature_tuning", False):
-        # Llama 4 scales queries of later tokens by the length of its cache, and rows have different lengths.
-        return min(config.max_position_embeddings, config.floor_scale - 1)
-    for name in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"):
-        length = getattr(config, name, None)
-        if length is not None:
-            return length
-    return None
+        limits.append((config.floor_scale - 1, "it scales later queries by the length of its cache (floor_scale)"))
+    if getattr(config, "keep_window_size", None):
+        # It keeps so many tokens with the largest scores, and equal tokens tie.
+        limits.append(
+            (config.keep_window_size, "which tokens it keeps of more depends on how they are read (keep_window_size)")
+        )
+    length, reason = min(limits, default=(None, None))
+    if length is None or (positions is not None and positions < length):
+        return positions, None
+    return length, reason
 
 
-def reads_beyond(model: PreTrainedModel) -> bool:
-    """True = texts may be longer than `max_length`, which is `max_position_embeddings`, with tokens of less use than
-    before: positions are computed, by rotary embeddings that are the same at every length. transformers goes on too."""
+def computes_positions(model: PreTrainedModel) -> bool:
+    """True = rotary embeddings, which `max_position_embeddings` does not limit: tokens beyond are of less use."""
     config = model.config.get_text_config(decoder=True)
-    kinds = [kind for module in model.get_decoder().modules() for kind in _rope_types(module)]
-    depends_on_length = any("dynamic" in kind or kind == "longrope" for kind in kinds)
-    is_advice = max_length(config) == getattr(config, "max_position_embeddings", None)
-    return bool(kinds) and not depends_on_length and is_advice
+    has_rotary = any(getattr(module, "rope_type", None) for module in model.get_decoder().modules())
+    return has_rotary and max_length(config)[0] == getattr(config, "max_position_embeddings", None)
 
 
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
@@ -111,20 +115,10 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """The reason, or None. Some rotary embeddings change with the longest text of a batch: their forward looks at the
-    values of positions, which a graph cannot do.
-    """
-    for module in model.modules():
-        for kind in _rope_types(module):
-            if "dynamic" in kind or kind == "longrope":
-                return f"the {kind!r} rotary embedding of {type(model).__name__} depends on the longest text of a batch"
-    return None
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    """The kinds of rotary embedding that a module computes; some have one for each kind of layer."""
-    kinds = getattr(module, "rope_type", None)
-    return [kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str)]
+    """The reason, or None. Some rotary embeddings change with the length of a text: they look at the values of lengths,
+    which a graph cannot do."""
+    kind = growing_kind(model)
+    return kind and f"the {kind!r} rotary embedding of {type(model).__name__} looks at the lengths of texts"
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

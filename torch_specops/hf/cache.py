@@ -129,6 +129,10 @@ class FeatureBuffer:
             self.values = torch.zeros(shape, dtype=dtype, device=device)
         self._cache = cache
 
+    def follow(self, cache: RaggedCache) -> None:
+        """Go by the slots and rows of another cache of the same batch."""
+        self._cache = cache
+
     def attach(self, layers: nn.ModuleList) -> None:
         """Let these layers hand out what they read. They must be the copies of a `ShadowModel`."""
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):

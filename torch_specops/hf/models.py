@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from ..ops.tracing import is_eager_cpu
 from .architecture import (
     cache_argument,
     check_can_decode,
+    computes_positions,
     layers_of,
     max_length,
-    reads_beyond,
     why_not_compiled,
     windows,
 )
 from .attention import use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache
 from .regions import compile_once
+from .rotary import ReadLengths, follow_lengths
 from .shadow_model import ShadowModel
 
 __all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel"]
@@ -57,7 +59,8 @@ class TransformersModel:
     Attributes:
         model: the model itself.
         prepared: its copy in evaluation mode, up to date since the last `start`.
-        max_length: the most tokens that its positions allow, or that it was made for; None = any.
+        max_length: the most tokens that it reads, or that it was made for; None = any.
+        limited_by: why it reads no more, if that is not its positions; None = they are.
         reads_beyond: True = it was made for `max_length` tokens, and can read more.
         supports_spans: True = attention may get spans of slots: the model leaves it to transformers' "sdpa".
         not_compiled: the reason why its forward cannot be compiled; None if it can.
@@ -92,11 +95,13 @@ class TransformersModel:
         self.supports_spans = attention == "sdpa" and self._is_tested_decoder
         self._windows = windows(self._config)
         self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
-        self.max_length = max_length(self._config)
-        self.reads_beyond = reads_beyond(model)
+        self.max_length, self.limited_by = max_length(self._config)
+        self._computes_positions = computes_positions(model)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
+        self._read_lengths = ReadLengths()
+        self._prompt_lengths: Tensor | None = None
         self._copy = ShadowModel()
         self.not_compiled = why_not_compiled(model)
         self._prepare()
@@ -113,10 +118,15 @@ class TransformersModel:
             compile_once(layers_of(self.prepared))
         if self._features is not None:
             self._features.attach(layers_of(self.prepared))
+        self._follows_lengths = follow_lengths(self.prepared, self._read_lengths)
 
     @property
     def vocab_size(self) -> int:
         return self._config.vocab_size
+
+    @property
+    def reads_beyond(self) -> bool:
+        return self._computes_positions and self.limited_by is None
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +148,13 @@ class TransformersModel:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
         self._prepare()
+        self._prompt_lengths = None
         self._start_cache(batch, capacity)
+
+    def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        if rows is None or self._prompt_lengths is None:
+            self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
+        self._prompt_lengths[slice(None) if rows is None else rows] = lengths
 
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.num_layers
@@ -247,10 +263,29 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        logits: Tensor = self.prepared(**arguments, use_cache=True).logits
+        with self._at_lengths(positions) if self._follows_lengths else nullcontext():
+            logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
         return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
+
+    @contextmanager
+    def _at_lengths(self, positions: Tensor) -> Iterator[None]:
+        """Within it rotary embeddings go by the lengths at which tokens at positions [A, n] are read."""
+        self._read_lengths.lengths = self._lengths_at(positions)
+        try:
+            yield
+        finally:
+            self._read_lengths.lengths = None
+
+    def _lengths_at(self, positions: Tensor) -> Tensor:
+        """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
+        token of the prompt, and later the one that ends with the token."""
+        lengths, rows = positions + 1, self._require_cache().rows
+        if self._prompt_lengths is None:
+            return lengths
+        prompts = self._prompt_lengths if rows is None else self._prompt_lengths[rows]
+        return torch.maximum(lengths, prompts.unsqueeze(1))
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         """The arguments of the model's forward."""
@@ -262,6 +297,18 @@ class TransformersModel:
             "logits_to_keep": num_logits or 0,
         }
 
+    def lower_thresholds(self, names: Iterable[str], length: int) -> None:
+        """Until the next `start`, let the copy of the model change at `length` tokens what it changes at the lengths of
+        these names, in its configs and modules."""
+        for config in self._copy.configs:
+            rope = getattr(config, "rope_parameters", None) or {}
+            kinds = [vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))]
+            for fields in kinds:
+                fields.update({name: length for name in names if type(fields.get(name)) is int})
+        for module in self.prepared.modules():
+            vars(module).update({name: length for name in names if type(vars(module).get(name)) is int})
+        self._windows = windows(self.prepared.config.get_text_config(decoder=True))
+
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.
 
@@ -270,6 +317,7 @@ class TransformersModel:
         """
         first = type(self)(self.model, num_layers)
         first.supports_spans = self.supports_spans
+        first.max_length, first.limited_by = self.max_length, self.limited_by
         return first
 
     def _require_cache(self) -> RaggedCache:

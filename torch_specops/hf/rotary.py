@@ -1,0 +1,108 @@
+"""Rotary embeddings whose frequencies depend on the length of the text ("longrope", "dynamic"), token by token.
+
+transformers rotates all tokens of a forward with the frequencies of its longest text. In a batch of the loop, each
+token is rotated with the frequencies of the length that its own row has when it is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "rereads_at"]
+
+
+@dataclass
+class ReadLengths:
+    """The length of text that each token of a forward is read at: `lengths` [A, n] int64; None = a forward of the
+    model's own, with the frequencies of its longest text."""
+
+    lengths: Tensor | None = None
+
+
+def growing_kind(model: nn.Module) -> str | None:
+    """The kind of rotary embedding that depends on the length of a text; None = the model has none."""
+    return next((kind for _, kinds in _growing(model) for kind in kinds.values()), None)
+
+
+def rereads_at(model: PreTrainedModel) -> int | None:
+    """The longest text that `generate` reads with a cache of short texts: at the next token it drops that cache and
+    reads the whole text again. None = it keeps its cache."""
+    if not any("longrope" in kinds.values() for _, kinds in _growing(model)):
+        return None
+    name = "original_max_position_embeddings"
+    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    return getattr(model.config, name, None) if name in prepare.__code__.co_names else None
+
+
+def follow_lengths(model: nn.Module, read: ReadLengths) -> bool:
+    """Let the rotary embeddings of a copy of a model go by `read`. Returns whether any depends on lengths."""
+    rotaries = [rotary for rotary, _ in _growing(model)]
+    for rotary in rotaries:
+        vars(rotary)["forward"] = partial(_rotate, rotary, vars(rotary).get("forward"), read)
+    return bool(rotaries)
+
+
+def _growing(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str]]]:
+    """The rotary embeddings that depend on lengths, and their kind for each kind of layer; None = for every layer."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds if isinstance(kinds, dict) else {None: kinds}
+        growing = {name: kind for name, kind in kinds.items() if kind and ("dynamic" in kind or kind == "longrope")}
+        if growing:
+            yield module, growing
+
+
+def _switch(rotary: Any, layer_type: str | None) -> int:
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    if "dynamic" in kind:
+        length: int = rotary.original_max_seq_len
+        return length
+    parameters = rotary.config.rope_parameters
+    length = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    return length
+
+
+# A function of the module, because pickle would find a method by its name.
+def _rotate(
+    rotary: nn.Module, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> Any:
+    """The forward of a rotary embedding, `own` or that of its class: called once for each length that frequencies
+    depend on, with the positions of the tokens that are read at it."""
+    forward = partial(type(rotary).forward, rotary) if own is None else own
+    if layer_type is not None:
+        forward = partial(forward, layer_type=layer_type)
+    kinds: Any = rotary.rope_type
+    kind = kinds if layer_type is None else kinds[layer_type]
+    is_dynamic = "dynamic" in kind
+    if read.lengths is None or not (is_dynamic or kind == "longrope"):
+        return forward(x, position_ids)
+    switch, num_tokens = _switch(rotary, layer_type), position_ids.shape[-1]
+    # Longrope has two sets of frequencies, and dynamic scaling one for each length beyond the switch.
+    lengths = read.lengths.clamp(switch, None if is_dynamic else switch + 1)
+    values: tuple[Tensor, ...] | None = None
+    is_single = True
+    for length in lengths.unique().tolist():
+        here = lengths == length
+        positions = torch.where(here, position_ids, 0)
+        # The forward goes by the largest position.
+        positions = pad(positions, (0, 1), value=length - 1 if length > switch else 0)
+        found = forward(x, positions)
+        is_single = isinstance(found, Tensor)
+        parts = tuple(part[..., :num_tokens, :] for part in ((found,) if is_single else found))
+        if values is not None:
+            parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
+        values = parts
+    if is_dynamic:
+        # A short text sets the frequencies back, which the next forward would keep.
+        forward(x, torch.zeros_like(position_ids[..., :1]))
+    assert values is not None
+    return values[0] if is_single else values
