@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,19 +18,16 @@ from ..grammars import Grammar, num_words
 from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED
 from .graphs import CapturedStep, Masks, capture
-from .state import PER_WORD, DecodeState, Sizes, constants_of, fitted, moved, sizes_of, tensors_of, write_row
+from .state import DecodeState, Texts, copy_state, moved, shape_of, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
-__all__ = ["ROOM", "StepRunner"]
+__all__ = ["StepRunner"]
 
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000
-# What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
-# run eagerly: no request compiles something for itself alone.
-ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(PER_WORD, 32)}
 
 
 class StepRunner:
@@ -47,6 +44,7 @@ class StepRunner:
         compiled, compile_reason: whether steps are compiled, and why.
         schedule: the one in use.
         cost_is_measured: False until a cost that is to be measured has been.
+        texts: those that were begun in rows of the batch.
         unread_length: the length of every row if the next step must read the prompts too; None = the target has read
             them.
         keep_logits: as `verify_and_commit` takes it.
@@ -77,12 +75,7 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
-        # The texts that were begun in rows of the batch; whether the state is theirs; its sizes, and those of compiled
-        # steps.
-        self._texts: dict[int, DecodeState] = {}
-        self._is_fit = True
-        self._sizes: Sizes = {}
-        self._compiled_sizes: Sizes = {}
+        self.texts = Texts()
         # The state of the compiled steps while steps run eagerly, because they need more room; None = they do not.
         self._set_aside: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
@@ -165,18 +158,17 @@ class StepRunner:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
         batch's tensors, because graphs hold their addresses."""
         state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
-        shape = _shape_of(state, inputs or {})
+        shape = shape_of(state, inputs or {})
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
         self._set_aside = None
-        self._is_fit = True
-        self._texts, self._sizes, self._compiled_sizes = {}, {}, {}
+        self.texts = Texts()
         self.unread_length = None
         self._num_undrafted = 0
-        if before is not None and _shape_of(before, {}) == _shape_of(state, {}):
-            _copy(before, state)
+        if before is not None and shape_of(before, {}) == shape_of(state, {}):
+            copy_state(before, state)
             self._state = before
         else:
             self._state = state
@@ -209,47 +201,26 @@ class StepRunner:
 
     def fill(self, texts: Mapping[int, DecodeState]) -> None:
         """Begin texts, each alone in its batch, in rows that have ended."""
-        for row, values in texts.items():
-            write_row(self.state, row, values)
-        self._texts |= texts
-        self._is_fit, self._sizes = False, {}
+        self.texts.begin(self.state, texts)
         self.fit()
 
-    def free(self, rows: Iterable[int]) -> None:
-        """The texts of these rows have ended; the next `fit` makes no room for them."""
-        for row in rows:
-            self._is_fit = self._texts.pop(row, None) is None and self._is_fit
-
     def fit(self) -> None:
-        """Give the state the eos tokens and the sampling of the texts in its rows. Eager steps have room for these
-        alone. Compiled ones have it for whatever came before, up to `ROOM`; while the texts need more, steps run
-        eagerly."""
-        if self._is_fit:
+        """Give the state the eos tokens and the sampling of the texts in its rows."""
+        compiled, state, fits = self._set_aside or self.state, *self.texts.fitted(self.state, self.compiled)
+        if state is None:
             return
-        compiled, batch = self._set_aside or self.state, len(self.state.lengths)
-        sizes = sizes_of(self._texts.values(), self.state.capacity)
-        room = {name: ROOM.get(name, 1) * (batch if name in PER_WORD else 1) for name in sizes}
-        fits = self.compiled and all(size <= room[name] for name, size in sizes.items())
-        if fits:
-            self._compiled_sizes |= room
-            sizes = self._compiled_sizes
-        self._is_fit = True
-        if sizes == self._sizes:
-            return
-        self._sizes = dict(sizes)
-        state = fitted(self.state, self._texts, sizes)
         self._set_aside = None if fits or not self.compiled else compiled
         if not fits:
             self._state = state
-        elif _shape_of(state, {}) == _shape_of(compiled, {}):
+        elif shape_of(state, {}) == shape_of(compiled, {}):
             # Graphs hold the addresses.
-            _copy(compiled, state)
+            copy_state(compiled, state)
             self._state = compiled
         else:
             # The newest step may still be running.
             self.synchronize()
             self._forget_graphs()
-            self._state, self._shape = state, _shape_of(state, {})
+            self._state, self._shape = state, shape_of(state, {})
             self.keep_valid_graphs()
         self._compile_draft()
 
@@ -417,19 +388,6 @@ class StepRunner:
                 step = CapturedStep(verify, record, graph, proposal, (read.tokens, bitmask))
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[num_draft_tokens, masked] = step
-
-
-def _copy(old: DecodeState, new: DecodeState) -> None:
-    """Copy a state into the tensors of another one of its shape."""
-    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
-        if own is not value:
-            own.copy_(value)
-
-
-def _shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, except for K."""
-    tensors = tensors_of(state) | dict(inputs)
-    return constants_of(state), tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -21,7 +21,8 @@ from .guard import Guard
 from .inputs import Prompts, check_logprobs, check_room, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
-from .runner import ROOM, StepRunner
+from .runner import StepRunner
+from .state import ROOM
 
 __all__ = ["Session", "completions_of"]
 
