@@ -119,7 +119,7 @@ class Batch:
         row = self.rows[index]
         self._runner.end_row(index, row.length)
         row.ended, row.reason = True, reason
-        self._runner.free([index])
+        self._runner.texts.end([index])
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
         """Copy the log-probabilities of a row's new tokens to tensors [n] and [n, N], as far as the batch has them."""
@@ -214,7 +214,7 @@ class Batch:
             if finished[index] and row.reason is None:
                 row.settle()
                 ended.append(index)
-        runner.free(ended)
+        runner.texts.end(ended)
         if ended and runner.draft is not None:
             runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
         counts = ([each[index] for index in active] for each in (num_proposed, num_accepted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, Masks, capture, capture_in_two, parts_of
 from .rows import Row
-from .state import DecodeState, Sizes, copy_into, fitted, moved, room_for, shape_of, sizes_of, tensors_of, write_row
+from .state import DecodeState, Texts, copy_state, moved, shape_of, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner"]
@@ -43,6 +43,7 @@ class StepRunner:
         compiled, compile_reason: whether steps are compiled, and why.
         schedule: the one in use.
         cost_is_measured: False until a cost that is to be measured has been.
+        texts: those that were begun in rows of the batch.
         unread_length: the length of every row if the next step must read the prompts too; None = the target has read
             them.
         keep_logits: as `verify_and_commit` takes it.
@@ -73,11 +74,7 @@ class StepRunner:
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
         self._state: DecodeState | None = None
-        # The texts begun in rows of the batch; whether the state is theirs; its sizes, and those of compiled steps.
-        self._texts: dict[int, DecodeState] = {}
-        self._is_fit = True
-        self._sizes: Sizes = {}
-        self._compiled_sizes: Sizes = {}
+        self.texts = Texts()
         # The state of the compiled steps while steps run eagerly, because they need more room; None = they do not.
         self._set_aside: DecodeState | None = None
         # The number of steps without drafts since the last step with drafts.
@@ -152,11 +149,12 @@ class StepRunner:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
         self._shape = shape
-        self._set_aside, self._is_fit = None, True
-        self._texts, self._sizes, self._compiled_sizes = {}, {}, {}
-        self.unread_length, self._num_undrafted = None, 0
+        self._set_aside = None
+        self.texts = Texts()
+        self.unread_length = None
+        self._num_undrafted = 0
         if before is not None and shape_of(before, {}) == shape_of(state, {}):
-            copy_into(before, state)
+            copy_state(before, state)
             self._state = before
         else:
             self._state = state
@@ -190,40 +188,20 @@ class StepRunner:
 
     def fill(self, texts: Mapping[int, DecodeState]) -> None:
         """Begin texts, each alone in its batch, in rows that have ended."""
-        for row, values in texts.items():
-            write_row(self.state, row, values)
-        self._texts |= texts
-        self._is_fit, self._sizes = False, {}
+        self.texts.begin(self.state, texts)
         self.fit()
 
-    def free(self, rows: Iterable[int]) -> None:
-        """The texts of these rows have ended; the next `fit` makes no room for them."""
-        for row in rows:
-            self._is_fit = self._texts.pop(row, None) is None and self._is_fit
-
     def fit(self) -> None:
-        """Give the state the eos tokens and the sampling of the texts in its rows. Eager steps have room for these
-        alone. Compiled ones have it for whatever came before, up to `ROOM`; while the texts need more, steps run
-        eagerly."""
-        if self._is_fit:
+        """Give the state the eos tokens and the sampling of the texts in its rows."""
+        compiled, state, fits = self._set_aside or self.state, *self.texts.fitted(self.state, self.compiled)
+        if state is None:
             return
-        compiled = self._set_aside or self.state
-        sizes = sizes_of(self._texts.values(), self.state.capacity)
-        room = room_for(sizes, len(self.state.lengths))
-        fits = self.compiled and all(size <= room[name] for name, size in sizes.items())
-        if fits:
-            sizes = self._compiled_sizes = self._compiled_sizes | room
-        self._is_fit = True
-        if sizes == self._sizes:
-            return
-        self._sizes = dict(sizes)
-        state = fitted(self.state, self._texts, sizes)
         self._set_aside = None if fits or not self.compiled else compiled
         if not fits:
             self._state = state
         elif shape_of(state, {}) == shape_of(compiled, {}):
             # Graphs hold the addresses.
-            copy_into(compiled, state)
+            copy_state(compiled, state)
             self._state = compiled
         else:
             # The newest step may still be running.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,19 +14,7 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-__all__ = [
-    "ROOM",
-    "DecodeState",
-    "Sizes",
-    "copy_into",
-    "fitted",
-    "moved",
-    "room_for",
-    "shape_of",
-    "sizes_of",
-    "tensors_of",
-    "write_row",
-]
+__all__ = ["ROOM", "DecodeState", "Texts", "copy_state", "moved", "shape_of", "tensors_of"]
 
 # The value that fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
 _FILL = {"logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
@@ -35,10 +23,10 @@ _PER_SLOT = ("tokens", *_FILL)
 # What a row has that is no part of its sampling.
 _OF_ROWS = (*_PER_SLOT, "lengths", "limits", "finished", "failed", "seeds")
 # The tensors whose sizes are those of all rows together.
-_PER_WORD = ("words", "biases", "pieces")
+PER_WORD = ("words", "biases", "pieces")
 # What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
 # run eagerly: no request compiles something for itself alone.
-ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(_PER_WORD, 32)}
+ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(PER_WORD, 32)}
 # A row without a text is greedy, because that costs least.
 _FREE = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
 # How much a step computes besides the models: 1 for each tensor of the sampling with a number per row and for
@@ -91,19 +79,6 @@ class DecodeState:
 _STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
 
 
-def _constants_of(state: DecodeState) -> Hashable:
-    """The values other than tensors that determine what a step computes."""
-    processors = state.sampling.processors
-    return state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
-
-
-def shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, except for K."""
-    tensors = tensors_of(state) | dict(inputs)
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    return autocast_of(state.tokens.device), _constants_of(state), shapes
-
-
 def tensors_of(values: object) -> dict[str, Tensor]:
     """Every tensor of a state by name."""
     tensors: dict[str, Tensor] = {}
@@ -113,13 +88,6 @@ def tensors_of(values: object) -> dict[str, Tensor]:
         elif isinstance(value, _STATE_CLASSES):
             tensors |= tensors_of(value)
     return tensors
-
-
-def copy_into(old: DecodeState, new: DecodeState) -> None:
-    """Copy a state into the tensors of another one of its shape."""
-    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
-        if own is not value:
-            own.copy_(value)
 
 
 def moved(values: Any, device: torch.device, capacity: int) -> Any:
@@ -135,16 +103,67 @@ def moved(values: Any, device: torch.device, capacity: int) -> Any:
     return replace(values, **changes)
 
 
-def write_row(state: DecodeState, row: int, values: DecodeState) -> None:
-    """Put another sequence, on any device, into a row in place, but for its sampling and eos tokens."""
-    for name in _OF_ROWS:
-        whole, new = getattr(state, name), getattr(values, name)
-        if whole is not None:
-            whole[row] = _FILL.get(name, 0)
-            whole[row][tuple(map(slice, new.shape[1:]))] = new[0].to(whole.device)
+def copy_state(old: DecodeState, new: DecodeState) -> None:
+    """Copy a state into the tensors of another one of its shape."""
+    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
+        if own is not value:
+            own.copy_(value)
 
 
-def sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
+def shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
+    """Everything that a compiled piece takes as constant for a batch, except for K."""
+    tensors, processors = tensors_of(state) | dict(inputs), state.sampling.processors
+    constants = state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return autocast_of(state.tokens.device), constants, shapes
+
+
+class Texts:
+    """The texts that were begun in rows of a batch one by one, and the state that steps need for them."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, DecodeState] = {}
+        self._is_fitted = True
+        # Of the newest state, and of compiled steps.
+        self._sizes: Sizes = {}
+        self._compiled_sizes: Sizes = {}
+
+    def begin(self, state: DecodeState, texts: Mapping[int, DecodeState]) -> None:
+        """Write texts, each alone in its batch on any device, into rows, but for their sampling and eos tokens."""
+        for row, text in texts.items():
+            for name in _OF_ROWS:
+                whole, new = getattr(state, name), getattr(text, name)
+                if whole is not None:
+                    whole[row] = _FILL.get(name, 0)
+                    whole[row][tuple(map(slice, new.shape[1:]))] = new[0].to(whole.device)
+        self._texts |= texts
+        self._is_fitted, self._sizes = False, {}
+
+    def end(self, rows: Iterable[int]) -> None:
+        """The texts of these rows have ended; the next state has no room for them."""
+        for row in rows:
+            self._is_fitted = self._texts.pop(row, None) is None and self._is_fitted
+
+    def fitted(self, state: DecodeState, compiled: bool) -> tuple[DecodeState | None, bool]:
+        """The state with the sampling and eos tokens of the texts, in new tensors, and whether it is that of compiled
+        steps; None = the state has them. Eager steps have room for these alone. Compiled ones have it for whatever came
+        before, up to `ROOM`; texts that need more get a state for eager steps."""
+        if self._is_fitted:
+            return None, False
+        self._is_fitted = True
+        sizes = _sizes_of(self._texts.values(), state.capacity)
+        room = {name: ROOM.get(name, 1) * (len(state.lengths) if name in PER_WORD else 1) for name in sizes}
+        fits = compiled and all(size <= room[name] for name, size in sizes.items())
+        if fits:
+            self._compiled_sizes |= room
+            sizes = dict(self._compiled_sizes)
+        if sizes == self._sizes:
+            return None, False
+        self._sizes = sizes
+        return _fitted(state, self._texts, sizes), fits
+
+
+def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
     """What texts, each alone in its batch, need together in rows of this capacity."""
     sizes: Sizes = {"eos": 1, "temperature": 1}
     for text in texts:
@@ -161,12 +180,7 @@ def sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
     return {name: int(size) for name, size in sizes.items() if size}
 
 
-def room_for(sizes: Sizes, batch: int) -> Sizes:
-    """What compiled steps of this many rows have room for where texts need `sizes`."""
-    return {name: ROOM.get(name, 1) * (batch if name in _PER_WORD else 1) for name in sizes}
-
-
-def fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
+def _fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
     """The batch with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
     batch, rows = len(state.lengths), {row: tensors_of(text) for row, text in texts.items()}
     tensors: dict[str, Tensor] = {}
