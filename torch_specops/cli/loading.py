@@ -46,9 +46,9 @@ def load_model(name: str | os.PathLike[str], device: str | torch.device = "cpu")
         ValueError: the model does not exist or cannot be read; the message is one line.
     """
     model = _load("model", "AutoModelForCausalLM", name, dtype=torch.float32)
-    from ..hf import TransformersModel
+    from ..hf import language_model
 
-    return TransformersModel(model.to(device))
+    return language_model(model.to(device))
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
