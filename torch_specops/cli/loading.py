@@ -49,9 +49,9 @@ def load_model(
         ValueError: the model does not exist or cannot be read; the message is one line.
     """
     model = _load(option, "AutoModelForCausalLM", name, dtype=torch.float32)
-    from ..hf import TransformersModel
+    from ..hf import language_model
 
-    return TransformersModel(model.to(device))
+    return language_model(model.to(device))
 
 
 def load_tokenizer(name: str | os.PathLike[str], option: str = "tokenizer") -> Tokenizer:

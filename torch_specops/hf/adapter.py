@@ -148,16 +148,17 @@ def _difference(
     adapter.supports_spans = supports_spans
     device = adapter.device
     # Some tokens are equal.
-    tokens = (torch.arange(12, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
+    count = min(12, adapter.max_length or 12)
+    tokens = (torch.arange(count, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
     adapter.start(2, capacity)
     adapter.lower_thresholds(lowered, LOWERED)
-    adapter.begin_texts(torch.full((2,), tokens.shape[1], device=device))
+    adapter.begin_texts(torch.full((2,), count, device=device))
     expected = _logits(adapter, tokens)
-    if isinstance(adapter, RereadingModel) and adapter.switch < tokens.shape[1]:
+    if isinstance(adapter, RereadingModel) and adapter.switch < count:
         expected = torch.cat([_logits(adapter, tokens[:, : adapter.switch]), expected[:, adapter.switch :]], 1)
     begin = torch.arange(3, device=device).expand(2, -1)
-    positions = torch.tensor([[3], [1]], device=device) + torch.arange(9, device=device)
+    positions = torch.tensor([[3], [1]], device=device) + torch.arange(count - 3, device=device)
     adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
     # Test both widths: that of eager steps and that of compiled ones.

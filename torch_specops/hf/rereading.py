@@ -35,6 +35,7 @@ class RereadingModel(TransformersModel):
         switch = rereads_at(model)
         assert switch is not None
         self.switch = switch
+        self._caches: tuple[RaggedCache, ...] = ()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity, inputs)

@@ -54,7 +54,7 @@ def follow_lengths(model: nn.Module, read: ReadLengths) -> bool:
 def _growing(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str]]]:
     """The rotary embeddings that depend on lengths, and their kind for each kind of layer; None = for every layer."""
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+        kinds = vars(module).get("rope_type")
         kinds = kinds if isinstance(kinds, dict) else {None: kinds}
         growing = {name: kind for name, kind in kinds.items() if kind and ("dynamic" in kind or kind == "longrope")}
         if growing:
