@@ -76,10 +76,18 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
+def commands(program: str) -> list[list[str]]:
+    """The arguments of each call of the program in README.md."""
+    lines = re.findall(rf"^{program} (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    expect(f"README.md calls {program}", bool(lines), True)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
 def try_wheel(wheel: Path, folder: Path) -> None:
     run(sys.executable, "-m", "venv", folder / "venv")
     binaries = folder / "venv" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--quiet", f"{wheel}[hf]")
+    for arguments in commands("pip"):
+        run(binaries / "python", "-m", "pip", *(each.replace(".[hf]", f"{wheel}[hf]") for each in arguments))
     # Models come from the wheel alone, and code is compiled here.
     elsewhere = {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     where = "import sysconfig, torch_specops as t; print(t.__file__.startswith(sysconfig.get_path('purelib')))"
@@ -90,7 +98,9 @@ def try_wheel(wheel: Path, folder: Path) -> None:
         script.write_text(code)
         output = run(binaries / "python", script, cwd=folder, **elsewhere)
         expect("output of an example in README.md", output.split(), printed.split())
-    print(run(binaries / "torch-specops", *DEMO.split(), cwd=folder, **elsewhere))
+    for arguments in (DEMO.split(), *commands("torch-specops")):
+        few = ["--max-new-tokens", "8", *(["--rounds", "1"] if arguments[0] == "bench" else [])]
+        print(run(binaries / "torch-specops", *arguments, *few, cwd=ROOT if arguments[0] == "bench" else folder, **elsewhere))
 
 
 if __name__ == "__main__":
