@@ -18,6 +18,7 @@ DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints.txt"
 # `exclude` of the sdist in pyproject.toml.
 LEFT_OUT = "benchmarks/results/"
+SHORT_BENCH = "--rounds 1 --batch-sizes 1 --temperature 0"
 DEMO = "demo --target austen-bytes --draft austen-bytes-draft --max-new-tokens 24"
 
 
@@ -98,9 +99,11 @@ def try_wheel(wheel: Path, folder: Path) -> None:
         script.write_text(code)
         output = run(binaries / "python", script, cwd=folder, **elsewhere)
         expect("output of an example in README.md", output.split(), printed.split())
-    for arguments in (DEMO.split(), *commands("torch-specops")):
-        few = ["--max-new-tokens", "8", *(["--rounds", "1"] if arguments[0] == "bench" else [])]
-        print(run(binaries / "torch-specops", *arguments, *few, cwd=ROOT if arguments[0] == "bench" else folder, **elsewhere))
+    print(run(binaries / "torch-specops", *DEMO.split(), cwd=folder, **elsewhere))
+    # From the checkout, where the file of prompts is.
+    for first, *others in commands("torch-specops"):
+        shortened = ["--max-new-tokens", "8", *(SHORT_BENCH.split() if first == "bench" else [])]
+        print(run(binaries / "torch-specops", first, *others, *shortened, cwd=ROOT, **elsewhere))
 
 
 if __name__ == "__main__":
