@@ -18,6 +18,7 @@ DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints.txt"
 # `exclude` of the sdist in pyproject.toml.
 LEFT_OUT = "benchmarks/results/"
+SHORT_BENCH = "--rounds 1 --batch-sizes 1 --temperature 0"
 DEMO = "demo --target austen-bytes --draft austen-bytes-draft --max-new-tokens 24"
 
 
@@ -76,10 +77,18 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
+def commands(program: str) -> list[list[str]]:
+    """The arguments of each call of the program in README.md."""
+    lines = re.findall(rf"^{program} (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    expect(f"README.md calls {program}", bool(lines), True)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
 def try_wheel(wheel: Path, folder: Path) -> None:
     run(sys.executable, "-m", "venv", folder / "venv")
     binaries = folder / "venv" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--quiet", f"{wheel}[hf]")
+    for arguments in commands("pip"):
+        run(binaries / "python", "-m", "pip", *(each.replace(".[hf]", f"{wheel}[hf]") for each in arguments))
     # Models come from the wheel alone, and code is compiled here.
     elsewhere = {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     where = "import sysconfig, torch_specops as t; print(t.__file__.startswith(sysconfig.get_path('purelib')))"
@@ -91,6 +100,10 @@ def try_wheel(wheel: Path, folder: Path) -> None:
         output = run(binaries / "python", script, cwd=folder, **elsewhere)
         expect("output of an example in README.md", output.split(), printed.split())
     print(run(binaries / "torch-specops", *DEMO.split(), cwd=folder, **elsewhere))
+    # From the checkout, where the file of prompts is.
+    for first, *others in commands("torch-specops"):
+        shortened = ["--max-new-tokens", "8", *(SHORT_BENCH.split() if first == "bench" else [])]
+        print(run(binaries / "torch-specops", first, *others, *shortened, cwd=ROOT, **elsewhere))
 
 
 if __name__ == "__main__":

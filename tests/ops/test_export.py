@@ -10,7 +10,7 @@ import torch
 from aot_example import MAX_NEW_TOKENS, NUM_DRAFTS, PROMPTS, decode, step_state, tiny_pair, tiny_step
 from op_cases import OPS, Call, assert_equal, op_arguments, tensor_arguments
 from tiny_models import padded
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_specops
 
@@ -56,6 +56,22 @@ def test_one_hot_drafts_and_what_eager_refuses() -> None:
         torch.export.export(call, (given | {"sample_uniforms": given["sample_uniforms"][:3]},))
 
 
+class DrawsItsNumbers(nn.Module):
+    def forward(self, given: dict[str, Tensor], seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        accept = torch_specops.uniforms(seeds, positions, given["draft_tokens"].shape[1], "accept")
+        sample = torch_specops.uniforms(seeds, positions, 1, "sample")[:, 0]
+        return torch_specops.verify_exact(**given | {"accept_uniforms": accept, "sample_uniforms": sample})
+
+
+def test_a_verification_that_draws_its_numbers_has_four_nodes() -> None:
+    given, seeds = tensor_arguments("verify_exact", filtered=False), torch.arange(4)
+    program = torch.export.export(DrawsItsNumbers(), (given, seeds, seeds + 1))
+    for each in (program, program.run_decompositions()):
+        numbers = ["specops.uniforms.default", "specops.uniforms.default", "aten.select.int"]
+        assert op_nodes(each) == [*numbers, "specops.verify_exact.default"]
+    assert_equal(program.module()(given, seeds, seeds + 5), DrawsItsNumbers()(given, seeds, seeds + 5))
+
+
 # The caches of both models; the text and its state. All else is weights and arguments that are only read.
 BUFFERS = {f"{kind}_{index}" for kind in ("keys", "values") for index in range(2)}
 STATE = {"tokens", "lengths", "finished", "failed"}
@@ -68,7 +84,8 @@ def test_a_whole_step_with_its_caches(tmp_path: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(tiny_step(), tuple(step_state()))
         ops = [name for name in op_nodes(program) if name.startswith("specops.")]
-        assert ops == ["specops.sample.default"] * NUM_DRAFTS + ["specops.verify_exact.default"]
+        drafts = ["specops.uniforms.default", *["specops.sample.default"] * NUM_DRAFTS]
+        assert ops == [*drafts, "specops.step_uniforms.default", "specops.verify_exact.default"]
         changed = program.run_decompositions().graph_signature
     assert set(changed.buffers_to_mutate.values()) == BUFFERS
     assert set(changed.user_inputs_to_mutate.values()) == STATE

@@ -10,12 +10,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from torch.func import vmap
+from torch.library import opcheck
 
 import torch_specops
 from torch_specops.ops.uniforms import STREAMS, _numbers, _philox, row_seeds
 
 # Every statistical test below rejects at this level; the numbers are a pure function of the seeds, so none can flake.
 ALPHA = 1e-3
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 # Random123's kat_vectors for philox4x32, 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [
@@ -109,7 +113,7 @@ def test_uniform_and_pairwise_independent() -> None:
 
 
 def test_compiled_is_bit_identical() -> None:
-    """All three streams and free shapes in one graph."""
+    """All streams and free shapes in one graph."""
     torch._dynamo.reset()
 
     def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
@@ -121,6 +125,17 @@ def test_compiled_is_bit_identical() -> None:
         arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)
         with torch.compiler.set_stance("fail_on_recompile" if batch == 3 else "default"):
             assert torch.equal(compiled(*arguments), drawn(*arguments))
+
+
+def test_an_op_that_vmap_maps() -> None:
+    # Views of a tensor with more columns would not have the strides that a compiler is told.
+    for size, n in itertools.product((0, 1, 3), (0, 1, 4, 7)):
+        seeds = torch.arange(2 * size).view(2, size)
+        for op, *arguments in ((torch.ops.specops.uniforms, n, "accept"), (torch.ops.specops.step_uniforms, n)):
+            outcome = opcheck(op.default, (seeds[0], seeds[1], *arguments), test_utils=OPCHECKS)
+            assert set(outcome.values()) == {"SUCCESS"}, outcome
+            mapped = vmap(lambda x, op=op, arguments=arguments: op(x, x + 1, *arguments))(seeds)
+            assert torch.equal(mapped, torch.stack([op(x, x + 1, *arguments) for x in seeds]))
 
 
 def test_row_seeds_are_those_of_splitmix64() -> None:

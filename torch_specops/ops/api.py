@@ -313,7 +313,14 @@ def filter_logits(
     return torch.ops.specops.filter_logits.default(logits, *filters)
 
 
-@register_op(verify_exact, opaque_from=2**15)
+def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None, min_p: Any = None, **_: Any) -> bool:
+    """True if reading only the rows that are needed saves more than fusing an op with its neighbours: for rows of at
+    least this length. Filters cost the same in both forms."""
+    is_long = isinstance(logits.shape[-1], int) and logits.shape[-1] >= least
+    return is_long and top_k is None and top_p is None and min_p is None
+
+
+@register_op(verify_exact, lambda target_logits, **given: _skips_rows(target_logits, 2**15, **given))
 def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
     given = VerifyArguments(*args)
     arguments.check_verify_exact(given)
@@ -325,7 +332,7 @@ def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
         return launch(given)
 
 
-@register_op(verify_block, opaque_from=2**15)
+@register_op(verify_block, lambda target_logits, **given: _skips_rows(target_logits, 2**15, **given))
 def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
     # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
     given = VerifyArguments(*args[:11])._replace(filter_draft=all(args[11:]))
@@ -350,7 +357,7 @@ def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
         return launch(given)
 
 
-@register_op(sample, opaque_from=2**16)
+@register_op(sample, lambda logits, **given: _skips_rows(logits, 2**16, **given))
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     filters = Filters(*args)
     arguments.check_sample(logits, uniforms, filters)

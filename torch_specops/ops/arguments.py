@@ -179,7 +179,7 @@ def _check(
     device: torch.device,
 ) -> None:
     _check_strided(name, tensor)
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {_shape(tensor)}")
     _check_dtype(name, tensor, dtypes)
     if tensor.device != device:

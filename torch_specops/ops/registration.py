@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,26 @@ from . import private
 __all__ = ["compiled_sources", "digest", "register_op"]
 
 
-def register_op(public: Callable[..., Any], opaque_from: float = math.inf) -> Callable[[Callable[..., Any]], Any]:
+def register_op(
+    public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False
+) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
 
     This is `torch.library.triton_op` without its search of the body's source for kernels, which imports Triton and
     Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
 
     Args:
-        opaque_from: on a CPU, compiled code calls the op for rows of at least this length, as an eager caller does:
-            reading only the rows that are needed saves more than fusing the body with its neighbours. With filters,
-            whose cost is the same in both forms, the body is always inlined.
+        is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
+            does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
     """
 
     parameters = inspect.signature(public).parameters
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
+            # An undefined tensor, which the body refuses, is None.
+            if args[0] is None or args[0].device.type == "cpu":
+                return body(*args)
             # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
             with private.launching_directly():
                 return body(*args)
@@ -40,7 +43,8 @@ def register_op(public: Callable[..., Any], opaque_from: float = math.inf) -> Ca
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
             given = dict(zip(parameters, args, strict=False)) | kwargs
-            if not private.inlines_ops() or _is_called_whole(given, opaque_from):
+            on_cpu = next(iter(given.values())).device.type == "cpu"
+            if not private.inlines_ops() or (on_cpu and private.makes_python() and is_opaque(**given)):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
                 return NotImplemented
@@ -61,17 +65,6 @@ def register_op(public: Callable[..., Any], opaque_from: float = math.inf) -> Ca
         return run
 
     return register
-
-
-def _is_called_whole(given: Mapping[str, Any], opaque_from: float) -> bool:
-    logits = next(iter(given.values()))
-    vocab_size = logits.shape[-1]
-    is_long = isinstance(vocab_size, int) and vocab_size >= opaque_from
-    has_filters = any(given.get(name) is not None for name in ("top_k", "top_p", "min_p"))
-    if logits.device.type != "cpu" or not is_long or has_filters:
-        return False
-    # Code of AOTInductor runs without Python.
-    return private.makes_python()
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:

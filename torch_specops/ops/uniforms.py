@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_tensor
+from .registration import register_op
 from .tracing import is_eager_cpu
 
 __all__ = ["STREAMS", "uniforms"]
@@ -57,26 +59,68 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
         torch.Size([2, 2])
     """
+    # What the dispatcher would refuse without naming the argument, or convert.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-            raise TypeError(f"{name}: expected an int64 tensor [B], got {getattr(tensor, 'dtype', type(tensor))}")
+        check_tensor(name, tensor, expected="an int64 tensor [B]")
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        raise TypeError(f"n: expected an int, got {type(n)}")
+    if stream not in STREAMS:
+        raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
+    if torch.compiler.is_compiling():
+        _check(seeds, positions, n)
+    result: Tensor = torch.ops.specops.uniforms.default(seeds, positions, n, stream)
+    return result
+
+
+def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
+    of the stream "sample" [B]. Both are views of one tensor and share no entry."""
+    numbers = step_uniforms(seeds, positions, num_draft_tokens)
+    return numbers[:, :-1], numbers[:, -1]
+
+
+def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
+    """[B, K+1]: K numbers of the stream "accept", and the first one of "sample"."""
+    result: Tensor = torch.ops.specops.step_uniforms.default(seeds, positions, num_draft_tokens)
+    return result
+
+
+# Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile than
+# the rest of a step.
+@register_op(uniforms, is_opaque=lambda **_: True)
+def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
+    _check(seeds, positions, n)
+    if is_eager_cpu(seeds, positions):
+        numbers = _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])
+        return numbers[:, :n].contiguous()
+    index = torch.arange(n, device=seeds.device)
+    return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
+
+
+@register_op(step_uniforms, is_opaque=lambda **_: True)
+def _step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
+    if is_eager_cpu(seeds, positions):
+        accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
+        numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])
+        return torch.cat([numbers[:, :num_draft_tokens], numbers[:, -4:-3]], 1)
+    index = torch.arange(num_draft_tokens + 1, device=seeds.device)
+    is_sample = index == num_draft_tokens
+    streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])
+    return _numbers(seeds, positions, torch.where(is_sample, 0, index), streams)
+
+
+def _check(seeds: Tensor, positions: Tensor, n: int) -> None:
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name}: expected an int64 tensor [B], got {tensor.dtype}")
     if seeds.dim() != 1 or positions.shape != seeds.shape:
         raise ValueError(
             f"positions: expected [B] like seeds, got {list(positions.shape)} for seeds of shape {list(seeds.shape)}"
         )
     if positions.device != seeds.device:
         raise ValueError(f"positions: expected a tensor on {seeds.device}, as seeds are, got one on {positions.device}")
-    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
-        raise TypeError(f"n: expected an int, got {type(n)}")
     if n < 0:
         raise ValueError(f"n: expected a number >= 0, got {n}")
-    if stream not in STREAMS:
-        raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
-
-    if is_eager_cpu(seeds, positions):
-        return _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])[:, :n]
-    index = torch.arange(n, device=seeds.device)
-    return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
 
 
 def row_seeds(seed: int, batch: int) -> Tensor:
@@ -119,20 +163,6 @@ def _mixed(word: int) -> int:
     word = ((word ^ word >> 30) * MIX_0) & MASK_64
     word = ((word ^ word >> 27) * MIX_1) & MASK_64
     return word ^ word >> 31
-
-
-def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
-    of the stream "sample" [B]. Both are views of one tensor and share no entry."""
-    if is_eager_cpu(seeds, positions):
-        accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
-        numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])
-        return numbers[:, :num_draft_tokens], numbers[:, -4]
-    index = torch.arange(num_draft_tokens + 1, device=seeds.device)
-    is_sample = index == num_draft_tokens
-    streams = torch.where(is_sample, STREAMS["sample"], STREAMS["accept"])
-    numbers = _numbers(seeds, positions, torch.where(is_sample, 0, index), streams)
-    return numbers[:, :-1], numbers[:, -1]
 
 
 def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
     """True for a traced call, and where computing all that might be needed costs less than finding out what is."""
     if not is_eager_cpu(logits):
         return True
-    if logits.shape[-1] >= SHORT or len(logits) <= MANY:
+    if logits.shape[-1] >= SHORT or logits.shape[0] <= MANY:
         return False
     return temperature is None or int((temperature > 0).sum()) > MANY
 
@@ -45,7 +45,7 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
 def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
     """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): of sampled ones as
     many as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
-    temperatures = [1.0] * len(logits) if temperature is None else temperature.tolist()
+    temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
     size = max(1, rows_at_a_time(logits.shape[-1]) // logits.shape[1:-1].numel())
     start = 0
     for is_sampled, run in groupby(temperatures, lambda t: t > 0):
@@ -157,26 +157,24 @@ def draw_tokens(weights: Tensor, uniforms: Sequence[float], least: float = 0.0) 
 
 def _draw_from(weights: Tensor, u: float, least: float) -> int:
     """[V] -> the token. In a long row, the tile that holds it is found first."""
-    u = max(u, 0.0)
-    if len(weights) <= TILE:
-        cdf = weights.cumsum(0, dtype=torch.float64)
-        total = float(cdf[-1])
-        return _first_above(cdf, u * total, weights) if total > least else -1
-    whole = len(weights) // TILE * TILE
+    u, vocab_size = max(u, 0.0), weights.shape[0]
+    if vocab_size <= TILE:
+        cdf = list(accumulate(weights.tolist()))
+        return _first_above(cdf, u * cdf[-1]) if cdf[-1] > least else -1
+    whole = vocab_size // TILE * TILE
     mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
     sums = list(accumulate(mass, initial=0.0))
     if sums[-1] <= least:
         return -1
     # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
-    inside = weights[tile * TILE : (tile + 1) * TILE]
-    return tile * TILE + _first_above(inside.cumsum(0, dtype=torch.float64), u * sums[-1] - sums[tile], inside)
+    inside = weights[tile * TILE : (tile + 1) * TILE].tolist()
+    return tile * TILE + _first_above(list(accumulate(inside)), u * sums[-1] - sums[tile])
 
 
-def _first_above(cdf: Tensor, threshold: float, weights: Tensor) -> int:
-    """The first token whose sum exceeds the threshold; the last with a weight if rounding leaves none."""
-    token = int(torch.searchsorted(cdf, threshold, right=True))
-    return token if token < len(weights) else int(weights.nonzero()[-1])
+def _first_above(cdf: list[float], threshold: float) -> int:
+    """The first token whose sum exceeds the threshold; if rounding leaves none, the last that adds to the sum."""
+    return min(bisect_right(cdf, threshold), bisect_left(cdf, cdf[-1]))
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]])
     outcomes: list[Outcome] = []
     for is_sampled, where in runs(logits, given.temperature):
         part = given
-        if where != slice(0, len(logits)):
+        if where != slice(0, logits.shape[0]):
             own: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
             part = given._replace(**own)
         outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
@@ -127,15 +127,15 @@ class Drafts:
             return weights.squeeze(1)
         q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
         # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
-        minus_q, p_factors = q.weights.mul_(-q.factors()), p.factors()
-        # Equal logits mean q = c p, which rounding would hide, and a residual of (reach - c) p. Rows without a finite
-        # entry have a c of NaN.
+        minus_q, p_factors = q.weights.mul_(-q.factors()), p.factors(reach)
+        # Equal logits mean q = c reach p, which rounding would hide, and a residual of (1 - c) reach p. Rows without a
+        # finite entry have a c of NaN.
         rests = {
-            row: max(0.0, reach + float(minus_q[row].amin() / (p.weights[row].amax() * p_factors[row])))
+            row: max(0.0, 1.0 + float(minus_q[row].amin() / (p.weights[row].amax() * p_factors[row])))
             for row in range(len(where))
             if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row])
         }
-        weights = minus_q.addcmul_(p.weights, p.factors(reach)).clamp_(min=0)
+        weights = minus_q.addcmul_(p.weights, p_factors).clamp_(min=0)
         for row, rest in rests.items():
             weights[row] = p.weights[row] * p_factors[row] * rest
         return weights.squeeze(1)

@@ -20,19 +20,22 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
     tokens: list[int] = []
     lse: list[float] = []
     for is_sampled, where in runs(logits, filters.temperature):
-        own = filters.at(where)
+        part, own, u = logits, filters, uniforms
+        if where != slice(0, logits.shape[0]):
+            part, own, u = logits[where], filters.at(where), uniforms[where]
         if not is_sampled:
             assert own.temperature is not None
-            best = argmax_by_tiles(logits[where]).tolist()
+            best = argmax_by_tiles(part).tolist()
             tokens += [token if t == 0 else -1 for token, t in zip(best, own.temperature.tolist(), strict=True)]
             lse += [0.0 if token >= 0 else -math.inf for token in tokens[where]]
         else:
-            rows = read_rows(logits[where].unsqueeze(1), inverse_of(own.temperature), own)
-            tokens += draw_tokens(rows.weights.squeeze(1), uniforms[where].tolist())
-            largest = rows.weights.amax(-1).flatten().tolist()
+            rows = read_rows(part.unsqueeze(1), inverse_of(own.temperature), own)
+            tokens += draw_tokens(rows.weights.squeeze(1), u.tolist())
             lse += [
                 z_max - math.log(weight / total) if total > 0 else -math.inf
-                for (z_max,), (total,), weight in zip(rows.maximum, rows.total, largest, strict=True)
+                for (z_max,), (total,), (weight,) in zip(
+                    rows.maximum, rows.total, rows.weights.amax(-1).tolist(), strict=True
+                )
             ]
     device = logits.device
     return (
