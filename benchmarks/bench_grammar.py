@@ -121,6 +121,10 @@ def with_transformers(model: Any, schema: Any, options: Any, prompt: list[int], 
     return new, len(new)
 
 
+class TimedGrammar(SimpleNamespace):
+    """The methods of a grammar, timed. The loop refers to it weakly, which a namespace itself does not allow."""
+
+
 def with_loop(
     decoder: SpeculativeDecoder,
     new_grammar: NewGrammar,
@@ -131,7 +135,7 @@ def with_loop(
 ) -> tuple[list[int], int]:
     own: Any = new_grammar()
     if own is not None:
-        own = SimpleNamespace(**{name: partial(called, getattr(own, name)) for name in METHODS})
+        own = TimedGrammar(**{name: partial(called, getattr(own, name)) for name in METHODS})
     with nullcontext() if jumps else mock.patch.object(grammar._Walk, "_only_token", return_value=-1):
         output = decoder.generate(torch.tensor([prompt]), grammar=own, **options)
     return output.new_tokens(0), output.stats.num_steps

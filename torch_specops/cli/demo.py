@@ -83,6 +83,12 @@ def demo(
         models, tokenizer = load_models(console, target, draft, torch_device)
         decode_text = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         input_ids = encode(tokenizer, prompt).to(torch_device)
+        readable = models.target.max_length
+        if readable is not None and input_ids.shape[1] + max_new_tokens > readable:
+            raise ValueError(
+                f"max_new_tokens: expected prompt and new tokens within the {readable} that the target was made for, "
+                f"got {input_ids.shape[1]} + {max_new_tokens}"
+            )
         decoder = SpeculativeDecoder(
             models.target,
             models.draft,

@@ -159,8 +159,9 @@ def _draw_from(weights: Tensor, u: float, least: float) -> int:
     """[V] -> the token. In a long row, the tile that holds it is found first."""
     u, vocab_size = max(u, 0.0), weights.shape[0]
     if vocab_size <= TILE:
-        cdf = list(accumulate(weights.tolist()))
-        return _first_above(cdf, u * cdf[-1]) if cdf[-1] > least else -1
+        values = weights.tolist()
+        cdf = list(accumulate(values))
+        return _first_above(cdf, u * cdf[-1], values) if cdf[-1] > least else -1
     whole = vocab_size // TILE * TILE
     mass = [*weights[:whole].view(-1, TILE).sum(-1).tolist(), float(weights[whole:].sum())]
     sums = list(accumulate(mass, initial=0.0))
@@ -169,12 +170,13 @@ def _draw_from(weights: Tensor, u: float, least: float) -> int:
     # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
     inside = weights[tile * TILE : (tile + 1) * TILE].tolist()
-    return tile * TILE + _first_above(list(accumulate(inside)), u * sums[-1] - sums[tile])
+    return tile * TILE + _first_above(list(accumulate(inside)), u * sums[-1] - sums[tile], inside)
 
 
-def _first_above(cdf: list[float], threshold: float) -> int:
-    """The first token whose sum exceeds the threshold; if rounding leaves none, the last that adds to the sum."""
-    return min(bisect_right(cdf, threshold), bisect_left(cdf, cdf[-1]))
+def _first_above(cdf: list[float], threshold: float, weights: list[float]) -> int:
+    """The first token whose sum exceeds the threshold; if rounding leaves none, the last with a weight."""
+    token = bisect_right(cdf, threshold)
+    return token if token < len(cdf) else max(token for token, weight in enumerate(weights) if weight > 0)
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
