@@ -90,10 +90,10 @@ def parts(output: Any) -> list[list[Any]]:
     return [output.sequences.tolist(), output.logprobs.nan_to_num().round(decimals=4).tolist()]
 
 
-def generate(make_draft: Callable[[PreTrainedModel], Any]) -> Callable[[PreTrainedModel], Call]:
+def generate(make_draft: Callable[[PreTrainedModel], Any], new: int = 2) -> Callable[[PreTrainedModel], Call]:
     def of(model: PreTrainedModel) -> Call:
         decoder = SpeculativeDecoder(model, make_draft(model), num_draft_tokens=1)
-        return lambda: parts(decoder.generate(IDS, attention_mask=MASK, max_new_tokens=2, seed=1, logprobs="raw"))
+        return lambda: parts(decoder.generate(IDS, attention_mask=MASK, max_new_tokens=new, seed=1, logprobs="raw"))
 
     return of
 
@@ -141,7 +141,7 @@ def session(model: Any, draft: Any) -> Call:
 
 
 CALLS: dict[str, Callable[[Any], Call]] = {
-    "early exit": generate(lambda model: EarlyExit(1)),
+    "early exit": generate(lambda model: EarlyExit(1), 1),
     "eagle 3": generate(lambda model: Eagle3(trained_head())),
     "hierarchical": generate(lambda model: HierarchicalDraft(language_model(perturbed(model)))),
     "prompt lookup": generate(lambda model: PromptLookup(min_ngram=1)),

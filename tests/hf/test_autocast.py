@@ -132,7 +132,8 @@ def test_a_text_that_is_read_under_another_autocast_is_an_error() -> None:
         adapter.forward(torch.tensor([[3]]), torch.tensor([[2]]))
 
 
-@pytest.mark.parametrize("draft", ["nothing", pytest.param("eagle 3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["nothing", "eagle 3"])
 def test_compiled_pieces_are_of_one_autocast(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_specops.compilation.compile_piece", partial(compile_piece, backend="eager"))
     model = tiny("llama").float()
