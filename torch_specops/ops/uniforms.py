@@ -68,7 +68,9 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
     if torch.compiler.is_compiling():
         _check(seeds, positions, n)
-    result: Tensor = torch.ops.specops.uniforms.default(seeds, positions, n, stream)
+    # Dispatch takes a good part of the time of so small an op.
+    direct = is_eager_cpu(seeds, positions)
+    result: Tensor = (_uniforms if direct else torch.ops.specops.uniforms.default)(seeds, positions, n, stream)
     return result
 
 
@@ -81,7 +83,9 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
     """[B, K+1]: K numbers of the stream "accept", and the first one of "sample"."""
-    result: Tensor = torch.ops.specops.step_uniforms.default(seeds, positions, num_draft_tokens)
+    direct = is_eager_cpu(seeds, positions)
+    op = _step_uniforms if direct else torch.ops.specops.step_uniforms.default
+    result: Tensor = op(seeds, positions, num_draft_tokens)
     return result
 
 
