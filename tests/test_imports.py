@@ -47,7 +47,6 @@ ALLOWED_THIRD_PARTY = {
     "matplotlib": {"cli"},
     "safetensors": {"drafts"},
     "huggingface_hub": {"cli", "drafts"},
-    "httpx": {"cli"},
     "rich": {"cli"},
     "tqdm": {"decode"},
     "typing_extensions": {"decode"},

@@ -102,7 +102,6 @@ def check_hub(option: str, name: str) -> None:
     One try decides; what else may be wrong is for transformers to say."""
     if Path(name).is_dir() or _looks_like_a_path(name) or importlib.util.find_spec("huggingface_hub") is None:
         return
-    import httpx
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     if Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir():
@@ -112,10 +111,11 @@ def check_hub(option: str, name: str) -> None:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
             return
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except Exception as error:
+            # Of httpx, or of the client that a release of huggingface_hub has instead.
+            if type(error).__name__ not in ("ConnectError", "ConnectTimeout"):
+                return
             reason = f"the hub cannot be reached: {error}"
-        except Exception:
-            return
     raise ValueError(f"{option}: {name!r} is no folder and not in the cache of the hub, and {reason}")
 
 
