@@ -112,9 +112,9 @@ class Eagle3(SequentialDraft):
         config, batch = self.head.config, tokens.shape[0]
         weight, shape = self.head.fc.weight, (batch, config.num_key_value_heads, 0, config.head_dim)
         empty = weight.new_zeros(shape, dtype=attention_dtype(weight))
-        is_large = self._cache is not None and self._cache.keys.shape[:3:2] == (batch, capacity)
-        if self._cache is not None and is_large and self._cache.fits(empty, empty):
-            self._cache.clear()
+        cache = self._cache
+        if cache is not None and cache.keys.shape[:3:2] == (batch, capacity) and cache.fits(empty, empty):
+            cache.clear()
         else:
             self._cache = RaggedKeyValues(empty, empty, capacity)
         self._num_read = lengths - 2

@@ -298,8 +298,8 @@ class TransformersModel:
         }
 
     def lower_thresholds(self, names: Iterable[str], length: int) -> None:
-        """Until the next `start`, let the copy of the model change at `length` tokens what it changes at the lengths of
-        these names, in its configs and modules."""
+        """Let the copy of the model change at `length` tokens what it changes at the lengths of these names, in its
+        configs and modules. Nothing sets them back: the adapter is for a comparison, not for texts."""
         for config in self._copy.configs:
             rope = getattr(config, "rope_parameters", None) or {}
             kinds = [vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))]
