@@ -85,13 +85,25 @@ def as_prepared_by_accelerate(module: nn.Module) -> None:
     module.forward = MethodType(lambda *args, **kwargs: converted(*args, **kwargs), module)
 
 
+def as_one_of_a_list(module: nn.Module) -> None:
+    kept = [weakref.ref(module), {"own": module.forward}]
+    module.forward = lambda *args, **kwargs: kept[1]["own"](*args, **kwargs)
+
+
 def as_compiled(module: nn.Module) -> None:
     module.forward = torch.compile(module.forward, backend="eager")
     for index in range(2):
         module.model.layers[index] = torch.compile(module.model.layers[index], backend="eager")
 
 
-WRAPPERS = (around_forward, as_a_default, as_hooks_of_accelerate, as_the_head_of_trl, as_prepared_by_accelerate)
+WRAPPERS = (
+    around_forward,
+    as_a_default,
+    as_hooks_of_accelerate,
+    as_the_head_of_trl,
+    as_prepared_by_accelerate,
+    as_one_of_a_list,
+)
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, as_compiled])
@@ -133,13 +145,16 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
     adapter.start(3, CAPACITY)
     adapter.forward(TOKENS, POSITIONS)
     assert count == before + 1
+    # A call that counts is no other forward.
+    adapter.start(3, CAPACITY)
+    assert count == before + 1
     # Two functions of the same variables are two.
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)
     adapter.start(3, CAPACITY)
     model.forward = lambda *args, **kwargs: own(*args, **kwargs) and 1 / 0
-    adapter.start(3, CAPACITY)
+    # A new forward is checked.
     with pytest.raises(ZeroDivisionError):
-        adapter.forward(TOKENS, POSITIONS)
+        adapter.start(3, CAPACITY)
 
 
 def test_a_forward_that_was_replaced_is_not_kept() -> None:
@@ -159,7 +174,7 @@ def test_a_forward_that_was_replaced_is_not_kept() -> None:
 def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:
     model = tiny("llama", attention_dropout=0.5)
     expected = greedy(model)
-    kept = {"own": model.forward}
+    kept = SimpleNamespace(own=model.forward)
     scope: dict[str, Any] = {"own": model.forward}
 
     def with_an_attribute(*args: object, **kwargs: object) -> object:
@@ -168,7 +183,7 @@ def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> No
     with_an_attribute.own = model.forward
     for forward in (
         with_an_attribute,
-        lambda *args, **kwargs: kept["own"](*args, **kwargs),
+        lambda *args, **kwargs: kept.own(*args, **kwargs),
         # A global, as in a notebook.
         eval("lambda *args, **kwargs: own(*args, **kwargs)", scope),
     ):
@@ -178,11 +193,11 @@ def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> No
         assert torch.equal(decoder.generate(**CALL).sequences, expected)
         model.train()
         for target, draft in ((decoder.target, None), (tiny("llama"), model)):
-            with pytest.raises(ValueError, match=r"forward of its own .* in training mode .*model\.eval\(\)"):
+            with pytest.raises(ValueError, match=r"LlamaForCausalLM.forward .* in training mode .*model\.eval\(\)"):
                 greedy(target, draft)
         model.eval()
         assert torch.equal(decoder.generate(**CALL).sequences, expected)
-        with pytest.raises(ValueError, match=r"forward of its own .* fewer layers"):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM.forward .* reads others"):
             torch_specops.SpeculativeDecoder(model, EarlyExit(1))
         del model.forward
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from ..ops.attention import DTYPES
 from .architecture import unwrapped
 from .encoder_decoder import EncoderDecoderModel
-from .models import TESTED_FAMILIES, TransformersModel
+from .models import TESTED_FAMILIES, Reading, TransformersModel
 from .rereading import RereadingModel
 from .rotary import rereads_at
 
@@ -28,14 +29,6 @@ THRESHOLDS = (
 )
 # What the check sets them to.
 LOWERED = 4
-
-
-class Reading(NamedTuple):
-    """How a model that passed the check is read: as the attributes of `TransformersModel`."""
-
-    supports_spans: bool
-    max_length: int | None
-    limited_by: str | None
 
 
 # The architectures that passed the check.
@@ -57,27 +50,44 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
             family that takes no cache and masks, or whose logits with them differ from those without.
     """
     model = unwrapped(model)
-    # Use the outer model type: a wrapper may read in its own way.
-    is_tested = model.config.model_type in TESTED_FAMILIES
     if model.config.is_encoder_decoder:
-        if not is_tested:
+        # Use the outer model type: a wrapper may read in its own way.
+        if model.config.model_type not in TESTED_FAMILIES:
             raise ValueError(
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
             )
         return EncoderDecoderModel(model)
-    adapter = TransformersModel(model) if rereads_at(model) is None else RereadingModel(model)
-    # A forward of its own is unknown code: it is checked every time.
-    if any("forward" in vars(module) for module in model.modules()):
-        reading = _check(adapter)
-    elif is_tested:
-        return adapter
-    else:
+    kind = TransformersModel if rereads_at(model) is None else RereadingModel
+    return kind(model, check=_Check())
+
+
+class _Check:
+    """Checks a model when it is first used, and again when its architecture or a `forward` set on a module changes."""
+
+    def __init__(self) -> None:
+        self._architecture: Hashable = None
+        self._forwards: list[Any] = []
+        self._reading: Reading | None = None
+
+    def __call__(self, adapter: TransformersModel) -> Reading | None:
+        """How the model is read; None = as its family was tested."""
+        model = adapter.model
+        if (rereads_at(model) is not None) != isinstance(adapter, RereadingModel):
+            raise ValueError(f"model: {type(model).__name__} has other rotary embeddings now; make a new decoder")
+        forwards = [forward for module in model.modules() if (forward := vars(module).get("forward"))]
+        if not forwards and model.config.model_type in TESTED_FAMILIES:
+            return None
         architecture = _architecture(model)
-        if architecture not in _passed:
-            _passed[architecture] = _check(adapter)
-        reading = _passed[architecture]
-    adapter.supports_spans, adapter.max_length, adapter.limited_by = reading
-    return adapter
+        # A forward of its own is unknown code, whatever the architecture.
+        if not forwards and architecture in _passed:
+            return _passed[architecture]
+        is_same = len(forwards) == len(self._forwards) and all(map(operator.is_, forwards, self._forwards))
+        if not is_same or architecture != self._architecture:
+            self._reading = _check(adapter)
+            self._architecture, self._forwards = architecture, forwards
+        if not forwards and self._reading is not None:
+            _passed[architecture] = self._reading
+        return self._reading
 
 
 def _architecture(model: PreTrainedModel) -> Hashable:
@@ -88,7 +98,9 @@ def _architecture(model: PreTrainedModel) -> Hashable:
     return tuple(map(type, model.modules())), settings, weights
 
 
-@torch.inference_mode()
+# Code of the user's may keep what it sees.
+@torch.inference_mode(False)
+@torch.no_grad()
 def _check(adapter: TransformersModel) -> Reading:
     """Compare logits read through the cache, after a rollback, with those of a forward without one; with the lengths
     lowered at which the model changes, so that a few tokens cross them.
@@ -144,8 +156,8 @@ def _difference(
 ) -> tuple[float, float]:
     """The largest difference between the logits, and how much rounding may explain."""
     # Its configs are changed, and are not used again.
-    adapter = type(adapter)(adapter.model)
-    adapter.supports_spans = supports_spans
+    reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
+    adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
     device = adapter.device
     # Some tokens are equal.
     count = min(12, adapter.max_length or 12)

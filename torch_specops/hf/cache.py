@@ -105,23 +105,23 @@ class FeatureBuffer:
 
     Args:
         layers: which layers.
-        size: the width of a hidden state, H.
 
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
     """
 
-    def __init__(self, layers: tuple[int, ...], size: int) -> None:
+    def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self.size = size
         self.values: Tensor | None = None
         self._cache: RaggedCache | None = None
         # The same names and objects in every batch: what is compiled looks at both.
         self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
 
-    def start(self, cache: RaggedCache, dtype: torch.dtype, device: torch.device) -> None:
-        """Make room for what forwards with this cache will read."""
-        shape = (cache.batch, cache.capacity, len(self.layers) * self.size)
+    # A batch may continue outside of the inference mode that it began in.
+    @torch.inference_mode(False)
+    def start(self, cache: RaggedCache, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for what forwards with this cache will read, in hidden states of width `size`."""
+        shape = (cache.batch, cache.capacity, len(self.layers) * size)
         old = self.values
         if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
             old.zero_()
@@ -154,7 +154,8 @@ class FeatureBuffer:
         slots, rows = self._cache.slots, self._cache.rows
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
-        self.values[rows.unsqueeze(1), slots, part * self.size : (part + 1) * self.size] = hidden.to(self.values.dtype)
+        first, size = part * hidden.shape[-1], hidden.shape[-1]
+        self.values[rows.unsqueeze(1), slots, first : first + size] = hidden.to(self.values.dtype)
 
 
 def first_slot(slots: Tensor) -> int | None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 from ..drafts import LanguageModel
 from ..ops.kv_cache import visible_slots
 from .architecture import layers_of
-from .models import Seen, TransformersModel
+from .models import Check, Seen, TransformersModel
 
 __all__ = ["EncoderDecoderModel", "WhisperDecoder"]
 
@@ -26,8 +26,8 @@ class EncoderDecoderModel(TransformersModel):
     draft with the same encoder, or with none, reads the output that its target has.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
-        super().__init__(model, num_layers)
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+        super().__init__(model, num_layers, check)
         # The output of the encoder, where it has run already; `start` then does not run it.
         self.encoder_outputs: Tensor | None = None
         # The model whose encoder this one has too, if it is the draft's, and what that one's encoder has read last.
@@ -37,6 +37,9 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder_mask: Tensor | None = None
         # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
         self._cross_cache: Cache | None = None
+
+    def look(self) -> None:
+        super().look()
         self._relative_bias = _relative_bias_of(self.prepared)
         self._is_t5 = self._relative_bias is not None
         if self._is_t5:
@@ -51,7 +54,7 @@ class EncoderDecoderModel(TransformersModel):
         return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self._prepare()
+        self.look()
         self._start_cache(batch, capacity)
         self._inputs = inputs
         if self._take_encoded(inputs):

@@ -218,7 +218,7 @@ def _kept_decoder(
     shadow = ShadowModel()
     own = shadow.of(model)
     target = language_model(own)
-    target.not_compiled = target.not_compiled or not_compiled
+    target.eager_because = not_compiled
     return _Kept(made_for, shadow, SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices))
 
 

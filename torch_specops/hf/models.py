@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from .architecture import (
 )
 from .attention import use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache
-from .regions import compile_once
-from .rotary import ReadLengths, follow_lengths
+from .regions import compile_once, large_layers
+from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-__all__ = ["TESTED_FAMILIES", "Seen", "TransformersModel"]
+__all__ = ["TESTED_FAMILIES", "Check", "Reading", "Seen", "TransformersModel"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -44,6 +44,18 @@ ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 Seen = Tensor | dict[str, Tensor]
 
 
+class Reading(NamedTuple):
+    """How a model that passed a check is read: as the attributes of `TransformersModel`."""
+
+    supports_spans: bool
+    max_length: int | None
+    limited_by: str | None
+
+
+# None = the model is of a tested family.
+Check = Callable[["TransformersModel"], Reading | None]
+
+
 class TransformersModel:
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
@@ -55,10 +67,12 @@ class TransformersModel:
     Args:
         model: a causal language model, all of it on one device.
         num_layers: run the first layers alone, then the final norm and the head; None = all layers.
+        check: says how the model is read, whenever a look has found a change; None = as a tested family.
 
     Attributes:
         model: the model itself.
-        prepared: its copy in evaluation mode, up to date since the last `start`.
+        prepared: its copy in evaluation mode, up to date since the last `look`, which `start` begins with.
+        eager_because: a reason of the caller's not to compile; None = there is none.
         max_length: the most tokens that it reads, or that it was made for; None = any.
         limited_by: why it reads no more, if that is not its positions; None = they are.
         reads_beyond: True = it was made for `max_length` tokens, and can read more.
@@ -76,49 +90,84 @@ class TransformersModel:
     reads_inputs = False
     use_spans = True
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
-        check_can_decode(model)
-        self._config = model.config.get_text_config(decoder=True)
-        attention = self._config._attn_implementation
-        if attention not in ("sdpa", "eager"):
-            raise ValueError(
-                f"model: attention {attention!r} takes no mask for ragged rows; "
-                "call model.set_attn_implementation('sdpa') or 'eager' first"
-            )
-        if num_layers is not None and not 1 <= num_layers <= len(layers_of(model)):
-            raise ValueError(f"num_layers: expected 1 to {len(layers_of(model))}, got {num_layers}")
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self.model = model
+        self.eager_because: str | None = None
         self._first_layers = num_layers
+        self._check = check
+        # The version of the model that was understood.
+        self._understood = 0
         self._cache_argument = cache_argument(model)
-        self._additive_mask = attention == "eager"
-        self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not self.reads_inputs
-        self.supports_spans = attention == "sdpa" and self._is_tested_decoder
-        self._windows = windows(self._config)
-        self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
-        self.max_length, self.limited_by = max_length(self._config)
-        self._computes_positions = computes_positions(model)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
         self._read_lengths = ReadLengths()
         self._prompt_lengths: Tensor | None = None
         self._copy = ShadowModel()
-        self.not_compiled = why_not_compiled(model)
-        self._prepare()
+        self.look()
 
-    def _prepare(self) -> None:
+    def look(self) -> None:
+        """Take over what has changed in the model: its classes, configs, modules, hooks and attributes.
+
+        Raises:
+            ValueError: it cannot be read any more (`language_model`).
+        """
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
-        for config in self._copy.configs:
-            use_grouped_attention(config, self.supports_spans)
+        if self._understood != self.version:
+            self._understand()
+            self._understood = self.version
+        # What a look has made anew is prepared anew.
         if self._first_layers is not None:
             layers = layers_of(self.prepared)
             assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
             del layers[self._first_layers :]
-        if self._is_tested_decoder:
-            compile_once(layers_of(self.prepared))
+        compile_once(self._large_layers)
         if self._features is not None:
             self._features.attach(layers_of(self.prepared))
-        self._follows_lengths = follow_lengths(self.prepared, self._read_lengths)
+        follow_lengths(self._rotaries, self._read_lengths)
+
+    def _understand(self) -> None:
+        """Read off the model all that does not change before a look finds a change."""
+        check_can_decode(self.model)
+        self._config = self.model.config.get_text_config(decoder=True)
+        attention = self._config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"model: attention {attention!r} takes no mask for ragged rows; "
+                "call model.set_attn_implementation('sdpa') or 'eager' first"
+            )
+        if self._first_layers is not None and not 1 <= self._first_layers <= len(layers_of(self.model)):
+            raise ValueError(f"num_layers: expected 1 to {len(layers_of(self.model))}, got {self._first_layers}")
+        self._additive_mask = attention == "eager"
+        self._is_tested_decoder = self._config.model_type in TESTED_FAMILIES and not self.reads_inputs
+        self.supports_spans = attention == "sdpa" and self._is_tested_decoder
+        self.max_length, self.limited_by = max_length(self._config)
+        if self._check is not None and (found := self._check(self)) is not None:
+            self.supports_spans, self.max_length, self.limited_by = found
+        self._windows = windows(self._config)
+        self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
+        self._computes_positions = computes_positions(self.model)
+        for config in self._copy.newest.configs:
+            use_grouped_attention(config, self.supports_spans)
+        self._large_layers = large_layers(layers_of(self.prepared)) if self._is_tested_decoder else []
+        self._rotaries = growing_rotaries(self.prepared)
+        self._obstacle = self._copy.newest.not_followed or why_not_compiled(self.model)
+
+    @property
+    def version(self) -> int:
+        return self._copy.version
+
+    @property
+    def compile_key(self) -> Hashable:
+        return self._copy.newest.hooks
+
+    @property
+    def is_observed(self) -> bool:
+        return self._copy.newest.is_observed
+
+    @property
+    def not_compiled(self) -> str | None:
+        return self.eager_because or self._obstacle
 
     @property
     def vocab_size(self) -> int:
@@ -147,11 +196,17 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
-        self._prepare()
+        self.look()
         self._prompt_lengths = None
         self._start_cache(batch, capacity)
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        found = self._cache_holds()
+        if found != self._cache_held:
+            raise RuntimeError(
+                f"model: its layers, dtype or device have changed from {self._cache_held} to {found} while texts were "
+                "running, whose cache has the old ones; change them while no text is"
+            )
         if rows is None or self._prompt_lengths is None:
             self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
         self._prompt_lengths[slice(None) if rows is None else rows] = lengths
@@ -161,8 +216,12 @@ class TransformersModel:
         if self._cache is None or self._cache_key != key:
             self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
         self._cache.begin()
+        self._cache_held = self._cache_holds()
         if self._features is not None:
-            self._features.start(self._cache, self.model.dtype, self.device)
+            self._features.start(self._cache, self.hidden_size, self.model.dtype, self.device)
+
+    def _cache_holds(self) -> tuple[int, torch.dtype, torch.device]:
+        return self.num_layers, self.dtype, self.device
 
     def clear_rows(self, rows: Tensor) -> None:
         for layer in self.key_values:
@@ -193,7 +252,7 @@ class TransformersModel:
     def keep_features(self, layers: Sequence[int]) -> None:
         kept = () if self._features is None else self._features.layers
         if kept != tuple(layers):
-            self._features = FeatureBuffer(tuple(layers), self.hidden_size) if layers else None
+            self._features = FeatureBuffer(tuple(layers)) if layers else None
 
     @property
     def features(self) -> Tensor:
@@ -263,7 +322,7 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        with self._at_lengths(positions) if self._follows_lengths else nullcontext():
+        with self._at_lengths(positions) if self._rotaries else nullcontext():
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
@@ -300,7 +359,7 @@ class TransformersModel:
     def lower_thresholds(self, names: Iterable[str], length: int) -> None:
         """Let the copy of the model change at `length` tokens what it changes at the lengths of these names, in its
         configs and modules. Nothing sets them back: the adapter is for a comparison, not for texts."""
-        for config in self._copy.configs:
+        for config in self._copy.newest.configs:
             rope = getattr(config, "rope_parameters", None) or {}
             kinds = [vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))]
             for fields in kinds:
@@ -315,9 +374,7 @@ class TransformersModel:
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
-        first = type(self)(self.model, num_layers)
-        first.supports_spans = self.supports_spans
-        first.max_length, first.limited_by = self.max_length, self.limited_by
+        first = type(self)(self.model, num_layers, self._check)
         return first
 
     def _require_cache(self) -> RaggedCache:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compile_once"]
+__all__ = ["compile_once", "large_layers"]
 
 # torch 2.11 and 2.12 have regions too, but refuse those that write to their inputs, as a layer writes to its cache.
 ARE_AVAILABLE = torch.__version__ >= "2.13"
@@ -22,16 +22,23 @@ ARE_AVAILABLE = torch.__version__ >= "2.13"
 MIN_WEIGHTS = 2**21
 
 
-def compile_once(layers: Iterable[nn.Module]) -> None:
-    """Make each large layer a region, where torch can. A layer computes the same as before; eager calls and exported
-    programs contain no regions."""
+def large_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that pay as regions, and that torch can make into regions."""
+    found = []
     for layer in layers if ARE_AVAILABLE else ():
         weights = list(layer.parameters())
         # AOTAutograd takes quantised weights apart, and does so outside of regions alone.
         is_plain = all(type(weight) is nn.Parameter for weight in weights)
         if is_plain and sum(weight.numel() for weight in weights) >= MIN_WEIGHTS:
-            # A layer that has a forward of its own keeps it.
-            vars(layer).setdefault("forward", MethodType(forward, layer))
+            found.append(layer)
+    return found
+
+
+def compile_once(layers: Iterable[nn.Module]) -> None:
+    """Make each layer a region. It computes the same as before; eager calls and exported programs contain no regions.
+    A layer that has a forward of its own keeps it."""
+    for layer in layers:
+        vars(layer).setdefault("forward", MethodType(forward, layer))
 
 
 # Pickle finds a method by its name, and then finds the one of the layer's class.

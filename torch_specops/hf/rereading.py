@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..drafts.ragged import FORWARD_COST, groups_by_length
 from ..ops.kv_cache import RaggedKeyValues
 from .cache import RaggedCache
-from .models import TransformersModel
+from .models import Check, TransformersModel
 from .rotary import rereads_at
 
 __all__ = ["RereadingModel"]
@@ -30,12 +30,15 @@ class RereadingModel(TransformersModel):
         switch: the most tokens of a short prefix.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None) -> None:
-        super().__init__(model, num_layers)
-        switch = rereads_at(model)
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+        super().__init__(model, num_layers, check)
+        self._caches: tuple[RaggedCache, ...] = ()
+
+    def look(self) -> None:
+        switch = rereads_at(self.model)
         assert switch is not None
         self.switch = switch
-        self._caches: tuple[RaggedCache, ...] = ()
+        super().look()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity, inputs)

@@ -7,7 +7,7 @@ token is rotated with the frequencies of the length that its own row has when it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "rereads_at"]
+__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "growing_rotaries", "rereads_at"]
 
 
 @dataclass
@@ -43,12 +43,15 @@ def rereads_at(model: PreTrainedModel) -> int | None:
     return getattr(model.config, name, None) if name in prepare.__code__.co_names else None
 
 
-def follow_lengths(model: nn.Module, read: ReadLengths) -> bool:
-    """Let the rotary embeddings of a copy of a model go by `read`. Returns whether any depends on lengths."""
-    rotaries = [rotary for rotary, _ in _growing(model)]
+def growing_rotaries(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings that depend on the length of a text."""
+    return [rotary for rotary, _ in _growing(model)]
+
+
+def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
+    """Let growing rotary embeddings of a copy of a model go by `read`."""
     for rotary in rotaries:
         vars(rotary)["forward"] = partial(_rotate, rotary, vars(rotary).get("forward"), read)
-    return bool(rotaries)
 
 
 def _growing(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str]]]:

@@ -1,0 +1,117 @@
+"""What a value refers to, and the same value with other references."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
+from functools import WRAPPER_ASSIGNMENTS, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+__all__ = ["MUTABLE", "PLAIN", "calls_nothing", "globals_of", "package", "parts_of", "reaches_module"]
+
+PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
+# Others may change them later.
+MUTABLE = (list, set, dict, OrderedDict)
+INERT = (complex, bytes, Enum, type, ModuleType, BuiltinFunctionType, PreTrainedConfig, GenerationConfig)
+
+
+def package(value: Any) -> str:
+    """Where a class, a function or another object was defined."""
+    return str(getattr(value, "__module__", None)).partition(".")[0]
+
+
+def calls_nothing(kind: type) -> bool:
+    """True = its objects call no module; neither do objects of torch, such as tensors and autocast."""
+    return kind in PLAIN or issubclass(kind, INERT) or package(kind) == "torch"
+
+
+def parts_of(value: Any) -> tuple[Sequence[Any], Callable[..., Any], tuple[Hashable, ...]] | None:
+    """The parts of a value, the function that makes the same of other parts, and the rest of what determines the
+    result. None = a value of another kind."""
+    kind = type(value)
+    if kind is MethodType:
+        return (value.__func__, value.__self__), MethodType, ()
+    if kind is ReferenceType:
+        return (value(),), ref, ()
+    if kind is partial:
+        return (value.func, value.args, *value.keywords.values()), partial(_make_partial, value), (*value.keywords,)
+    if kind is FunctionType:
+        cells = value.__closure__ or ()
+        old = (*map(_content, cells), value.__defaults__, *(value.__kwdefaults__ or {}).values())
+        return old, partial(_make_function, value), (id(value.__code__), *map(id, cells))
+    if kind in (dict, OrderedDict):
+        return (*value, *value.values()), lambda *new: kind(zip(new, new[len(value) :], strict=False)), ()
+    if kind is tuple or kind in MUTABLE:
+        return tuple(value), lambda *new: kind(new), ()
+    if "__wrapped__" in getattr(value, "__dict__", ()):
+        attributes = {name: part for name, part in vars(value).items() if name not in WRAPPER_ASSIGNMENTS}
+        return tuple(attributes.values()), partial(_make_wrapper, value, tuple(attributes)), tuple(attributes)
+    return None
+
+
+def _make_partial(old: partial[Any], function: Any, args: tuple[Any, ...], *named: Any) -> partial[Any]:
+    return partial(function, *args, **dict(zip(old.keywords, named, strict=True)))
+
+
+def _make_function(old: FunctionType, *parts: Any) -> FunctionType:
+    cells, names = old.__closure__ or (), old.__kwdefaults__ or {}
+    # Others may write to the cells that stay.
+    inside = tuple(cell if part is _content(cell) else CellType(part) for cell, part in zip(cells, parts, strict=False))
+    defaults, *named = parts[len(cells) :]
+    made = FunctionType(old.__code__, old.__globals__, old.__name__, defaults, inside)
+    made.__kwdefaults__ = dict(zip(names, named, strict=True))
+    return made
+
+
+def _make_wrapper(old: Any, names: Sequence[str], *parts: Any) -> Any:
+    made = object.__new__(type(old))
+    vars(made).update(vars(old) | dict(zip(names, parts, strict=True)))
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    # Empty.
+    except ValueError:
+        return None
+
+
+def globals_of(function: FunctionType) -> Iterator[Any]:
+    """The globals that a function names and that may call modules: of functions those of the same file."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, FunctionType):
+                if value.__globals__ is function.__globals__:
+                    yield value
+            elif isinstance(value, (nn.Module, MethodType, partial, tuple, *MUTABLE)):
+                yield value
+
+
+def reaches_module(value: Any) -> bool:
+    """Whether references lead from a value to a module."""
+    found: dict[int, Any] = {}
+    ahead = [value]
+    while ahead:
+        each = ahead.pop()
+        if isinstance(each, nn.Module):
+            return True
+        if id(each) in found or calls_nothing(type(each)):
+            continue
+        found[id(each)] = each
+        parts = parts_of(each)
+        ahead += gc.get_referents(each) if parts is None else parts[0]
+        if type(each) is FunctionType:
+            ahead += (*vars(each).values(), *globals_of(each))
+    return False
