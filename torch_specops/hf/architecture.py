@@ -55,8 +55,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded or on several
-    devices."""
+    """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded, on several devices
+    or sharded by FSDP2 over several ranks."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = ", ".join(sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}))
     if others or getattr(model, "_is_stateful", False):
@@ -76,6 +76,15 @@ def check_can_decode(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: expected all weights on one device, got {', '.join(sorted(map(str, devices)))}; "
             "load it without a device_map that spreads it and without offload to the CPU or a disk"
+        )
+
+
+    is_sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
+    num_ranks = max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
+    if is_sharded and num_ranks > 1:
+        raise ValueError(
+            f"model: its weights are sharded (fully_shard) over {num_ranks} ranks, whose forwards wait for each other, "
+            "and texts end at different steps; decode with a model that has whole weights"
         )
 
 
