@@ -84,7 +84,9 @@ class RaggedKeyValues:
 
         With all rows they are views of the buffers, otherwise copies.
         """
-        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
+        # To narrow takes half of the time of an index.
+        width = self.keys.shape[2] if width is None else width
+        keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
