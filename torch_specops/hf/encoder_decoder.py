@@ -13,6 +13,7 @@ from transformers.cache_utils import StaticLayer
 
 from ..drafts import LanguageModel
 from ..ops.kv_cache import visible_slots
+from ..ops.tracing import normal_tensors
 from .architecture import layers_of
 from .models import Check, Seen, TransformersModel
 
@@ -166,6 +167,10 @@ class _EncoderLayer(StaticLayer):
     """The keys and values of the encoder's output, all of which a forward writes at once."""
 
     is_initialized: bool
+
+    @normal_tensors()
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # Under another autocast than the batch before, the memory is allocated again.
