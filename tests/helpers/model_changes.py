@@ -34,6 +34,7 @@ class Change:
         of: the models that change: "both", "target" or "draft".
         error: the message with which it is refused, a pattern.
         tolerance: of log-probabilities.
+        swaps_weights: as `changed` takes it.
     """
 
     apply: Apply
@@ -41,6 +42,7 @@ class Change:
     of: str = "both"
     error: str = ""
     tolerance: float = 1e-4
+    swaps_weights: bool = False
 
     @property
     def needs_draft(self) -> bool:
@@ -385,14 +387,16 @@ CHANGES: dict[str, dict[str, Change]] = {
         of: Change(resize, of=of, error="draft: expected the vocabulary of the target") for of in ("target", "draft")
     },
     "a model that cannot be read any more": {
-        "no head": Change(lose_the_head, of="target", error="model: expected a model with a language head"),
-        "a draft without a head": Change(lose_the_head, of="draft", error="model: expected a model with a language"),
-        "on meta": Change(leave_for_meta, of="target", error="model: expected all weights on one device"),
-        "a draft on meta": Change(leave_for_meta, of="draft", error="model: expected all weights on one device"),
-        "flex attention": Change(set_attention("flex_attention"), of="target", error="model: attention 'flex_atten"),
+        "no head": Change(lose_the_head, of="target", error="(model|target): expected a model with a language head"),
+        "a draft without a head": Change(lose_the_head, of="draft", error="draft: expected a model with a language"),
+        "on meta": Change(leave_for_meta, of="target", error="(model|target): expected all weights"),
+        "a draft on meta": Change(leave_for_meta, of="draft", error="draft: expected all weights on one device"),
+        "flex attention": Change(
+            set_attention("flex_attention"), of="target", error="(model|target): attention 'flex_"
+        ),
     },
     "FSDP2": {
-        "after the decoder was made": Change(shard),
-        "before": Change(change_in_place, partial(made_with, shard)),
+        "after the decoder was made": Change(shard, swaps_weights=True),
+        "before": Change(change_in_place, partial(made_with, shard), swaps_weights=True),
     },
 }

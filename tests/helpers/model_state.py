@@ -40,7 +40,10 @@ def state_of(*models: PreTrainedModel) -> dict[str, object]:
     return state
 
 
-def changed(before: dict[str, object], *models: PreTrainedModel) -> list[str]:
+def changed(before: dict[str, object], *models: PreTrainedModel, swaps_weights: bool = False) -> list[str]:
+    """`swaps_weights`: FSDP2 gathers weights into others in every forward, of its owner's too."""
     after = state_of(*models)
     places = [path for path in {**before, **after} if before.get(path, "") != after.get(path, "")]
+    if swaps_weights:
+        places = [path for path in places if "._parameters." not in path or after.get(path) == "an inference tensor"]
     return [f"changed {len(places)} places, such as {places[0]}"] if places else []

@@ -206,7 +206,7 @@ def failures(row: str, name: str, ways: Iterable[str], compile: bool = False) ->
         if kind == "model" or not change.needs_draft:
             calls[way] = make(target, draft if kind == "model" else kind, compile)
             calls[way](2)
-    wrong, undo = changed(state, target, draft), []
+    wrong, undo = changed(state, target, draft, swaps_weights=change.swaps_weights), []
     for model, of in ((target, "target"), (draft, "draft")):
         if change.of in (of, "both"):
             torch.manual_seed(1)
@@ -232,7 +232,7 @@ def failures(row: str, name: str, ways: Iterable[str], compile: bool = False) ->
             # In 16 bits, the two may differ by rounding.
             elif not found.all_accepted and WAYS[way][1] == "model" and change.tolerance < 1e-3:
                 wrong.append(f"{way}: the draft is as before")
-        wrong += [f"{way}: {each}" for each in changed(state, target, draft)]
+        wrong += [f"{way}: {each}" for each in changed(state, target, draft, swaps_weights=change.swaps_weights)]
         if answer == AS_THEY_ARE and counters["stats"]["unique_graphs"] != num_graphs:
             wrong.append(f"{way}: compiled anew")
     if change.error:
@@ -333,7 +333,7 @@ def test_a_change_while_a_text_runs(row: str, name: str) -> None:
         change.apply(model)
         second = session.submit(requests(6)[1])
         if ROWS[row][1] == NO_TEXT_RUNS:
-            with pytest.raises(RuntimeError, match=r"model: .* while texts run"):
+            with pytest.raises(RuntimeError, match=r"target: .* while texts run"):
                 until_done(session, second)
             return
         texts, logprobs, _ = found_of(until_done(session, first))

@@ -78,7 +78,6 @@ def check_can_decode(model: PreTrainedModel) -> None:
             "load it without a device_map that spreads it and without offload to the CPU or a disk"
         )
 
-
     is_sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     num_ranks = max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
     if is_sharded and num_ranks > 1:

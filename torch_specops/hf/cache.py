@@ -77,10 +77,13 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         key_states, value_states = (each.to(attention_dtype(each)) for each in (key_states, value_states))
         if not self.is_begun:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.dtype != self.keys.dtype:
+        elif key_states.dtype != self.keys.dtype or key_states.shape[1::2] != self.keys.shape[1::2]:
+            (old, old_sizes), (new, new_sizes) = (
+                (each.dtype, list(each.shape[1::2])) for each in (self.keys, key_states)
+            )
             raise RuntimeError(
-                f"forward: what was read since start has {self.keys.dtype} keys, and this forward gives "
-                f"{key_states.dtype}; read all of a text under the same torch.autocast"
+                f"forward: what was read since start has {old} keys, heads and sizes {old_sizes}, and this forward gives "
+                f"{new}, {new_sizes}; read all of a text with the same attention under the same torch.autocast"
             )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None

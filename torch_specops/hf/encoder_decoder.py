@@ -39,8 +39,8 @@ class EncoderDecoderModel(TransformersModel):
         # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
         self._cross_cache: Cache | None = None
 
-    def look(self) -> None:
-        super().look()
+    def _take_over(self) -> None:
+        super()._take_over()
         self._relative_bias = _relative_bias_of(self.prepared)
         self._is_t5 = self._relative_bias is not None
         if self._is_t5:
@@ -55,7 +55,7 @@ class EncoderDecoderModel(TransformersModel):
         return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self.look()
+        self._take_over()
         self._start_cache(batch, capacity)
         self._inputs = inputs
         if self._take_encoded(inputs):

@@ -111,7 +111,15 @@ class TransformersModel:
 
         Raises:
             ValueError: it cannot be read any more (`language_model`).
+            RuntimeError: texts that were read before cannot go on, because the cache has another dtype, device or
+                number of layers. `start` forgets them.
         """
+        self._take_over()
+        if self._cache is not None and self._cache_held != self._cache_holds():
+            held, holds = (", ".join(map(str, each)) for each in (self._cache_held, self._cache_holds()))
+            raise RuntimeError(f"model: its layers, dtype and device changed while texts run: were {held}, are {holds}")
+
+    def _take_over(self) -> None:
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
         if self._understood != self.version:
             self._understand()
@@ -196,17 +204,11 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
-        self.look()
+        self._take_over()
         self._prompt_lengths = None
         self._start_cache(batch, capacity)
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
-        found = self._cache_holds()
-        if found != self._cache_held:
-            raise RuntimeError(
-                f"model: its layers, dtype or device have changed from {self._cache_held} to {found} while texts were "
-                "running, whose cache has the old ones; change them while no text is"
-            )
         if rows is None or self._prompt_lengths is None:
             self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
         self._prompt_lengths[slice(None) if rows is None else rows] = lengths

@@ -34,11 +34,11 @@ class RereadingModel(TransformersModel):
         super().__init__(model, num_layers, check)
         self._caches: tuple[RaggedCache, ...] = ()
 
-    def look(self) -> None:
+    def _take_over(self) -> None:
         switch = rereads_at(self.model)
         assert switch is not None
         self.switch = switch
-        super().look()
+        super()._take_over()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity, inputs)
