@@ -20,6 +20,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
 Apply = Callable[[Any], object]
 NEW_WORDS = 4
+SEQUENCES = (list, tuple)
 
 llama = partial(tiny, "llama", num_hidden_layers=1)
 
@@ -231,7 +232,7 @@ class Dropping(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         found = self.kept
         while not isinstance(found, nn.Module):
-            found = found["own"] if isinstance(found, dict) else found() if callable(found) else found[0]
+            found = found["own"] if isinstance(found, dict) else found[0] if isinstance(found, SEQUENCES) else found()
         return dropout(self.base(states), 0.5, found.training)
 
 
