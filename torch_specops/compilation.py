@@ -52,7 +52,7 @@ def choice(
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` with a recompilation limit of its own.
+    """`torch.compile(function, fullgraph=True)` with a limit of graphs of its own.
 
     torch counts graphs per code object, over all callers, and refuses the ninth. Decoders of many models, batch sizes
     and K would reach that limit, so each compiles a copy of the code. Inductor's own checks of the strides of weights
@@ -91,6 +91,24 @@ def compile_errors_named() -> Iterator[None]:
         ) from error
 
 
+def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`compile_piece`, and once more where torch refuses a further graph: each value of an attribute, such as the scale
+    of an adapter, takes one."""
+    piece = compile_piece(function)
+
+    def call(*args: Any) -> Any:
+        nonlocal piece
+        try:
+            return piece(*args)
+        except Exception as error:
+            if not private.is_limit_of_graphs(error):
+                raise
+        piece = compile_piece(function)
+        return piece(*args)
+
+    return call
+
+
 class CompiledPieces:
     """Functions compiled once for each key, and kept: one graph for each.
 
@@ -104,7 +122,7 @@ class CompiledPieces:
         """`function`, compiled for calls of the shapes and numbers that the key stands for."""
         piece = self._pieces.get((function, key))
         if piece is None:
-            piece = self._pieces[function, key] = compile_piece(function)
+            piece = self._pieces[function, key] = _without_limit(function)
         return piece
 
     def __reduce__(self) -> tuple[type[CompiledPieces], tuple[()]]:

@@ -111,6 +111,12 @@ def is_compiler_error(error: Exception) -> bool:
     return kind is not None and isinstance(error, kind)
 
 
+def is_limit_of_graphs(error: Exception) -> bool:
+    """Without the name, a model whose attributes get more values than torch keeps graphs for is an error."""
+    kind = find("torch._dynamo.exc:FailOnRecompileLimitHit")
+    return kind is not None and isinstance(error, kind)
+
+
 def hint(size: torch.SymInt) -> int:
     """The size of the example that is traced, 1 if there is none. Without the name 1, which means small tiles."""
     return getattr(getattr(size, "node", None), "hint", None) or 1
