@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -324,20 +324,11 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        with self._at_lengths(positions) if self._rotaries else nullcontext():
+        with self._read_lengths.at(self._lengths_at(positions)) if self._rotaries else nullcontext():
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
         return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
-
-    @contextmanager
-    def _at_lengths(self, positions: Tensor) -> Iterator[None]:
-        """Within it rotary embeddings go by the lengths at which tokens at positions [A, n] are read."""
-        self._read_lengths.lengths = self._lengths_at(positions)
-        try:
-            yield
-        finally:
-            self._read_lengths.lengths = None
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
         """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
@@ -376,8 +367,7 @@ class TransformersModel:
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
         """
-        first = type(self)(self.model, num_layers, self._check)
-        return first
+        return type(self)(self.model, num_layers, self._check)
 
     def _require_cache(self) -> RaggedCache:
         if self._cache is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,15 @@ class ReadLengths:
     model's own, with the frequencies of its longest text."""
 
     lengths: Tensor | None = None
+
+    @contextmanager
+    def at(self, lengths: Tensor) -> Iterator[None]:
+        """Within it tokens are read at these lengths."""
+        self.lengths = lengths
+        try:
+            yield
+        finally:
+            self.lengths = None
 
 
 def growing_kind(model: nn.Module) -> str | None:
