@@ -55,8 +55,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded, on several devices
-    or sharded by FSDP2 over several ranks."""
+    """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded, on several
+    devices or sharded by FSDP2 over several ranks."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = ", ".join(sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}))
     if others or getattr(model, "_is_stateful", False):

@@ -82,8 +82,8 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
                 (each.dtype, list(each.shape[1::2])) for each in (self.keys, key_states)
             )
             raise RuntimeError(
-                f"forward: what was read since start has {old} keys, heads and sizes {old_sizes}, and this forward gives "
-                f"{new}, {new_sizes}; read all of a text with the same attention under the same torch.autocast"
+                f"forward: what was read since start has {old} keys, heads and sizes {old_sizes}, and this forward "
+                f"gives {new}, {new_sizes}; read all of a text with the same attention under the same torch.autocast"
             )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None
