@@ -128,7 +128,7 @@ def test_a_text_that_is_read_under_another_autocast_is_an_error() -> None:
     adapter = hf.language_model(tiny("llama").float())
     adapter.start(1, 8)
     adapter.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
-    with autocast(), pytest.raises(RuntimeError, match=r"forward: .* torch\.float32 keys, .* gives torch\.bfloat16;"):
+    with autocast(), pytest.raises(RuntimeError, match=r"forward: .* torch\.float32 keys, .* gives torch\.bfloat16, "):
         adapter.forward(torch.tensor([[3]]), torch.tensor([[2]]))
 
 

@@ -78,13 +78,17 @@ def check_can_decode(model: PreTrainedModel) -> None:
             "load it without a device_map that spreads it and without offload to the CPU or a disk"
         )
 
-    is_sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     num_ranks = max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
-    if is_sharded and num_ranks > 1:
+    if num_ranks > 1 and is_sharded(model):
         raise ValueError(
             f"model: its weights are sharded (fully_shard) over {num_ranks} ranks, whose forwards wait for each other, "
             "and texts end at different steps; decode with a model that has whole weights"
         )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True = FSDP2 gathers the weights of the modules before they run."""
+    return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
 
 
 def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
@@ -125,6 +129,8 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
 def why_not_compiled(model: PreTrainedModel) -> str | None:
     """The reason, or None. Some rotary embeddings change with the length of a text: they look at the values of lengths,
     which a graph cannot do."""
+    if is_sharded(model):
+        return f"fully_shard gathers the weights of {type(model).__name__} in hooks that torch does not compile"
     kind = growing_kind(model)
     return kind and f"the {kind!r} rotary embedding of {type(model).__name__} looks at the lengths of texts"
 
