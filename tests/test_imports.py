@@ -20,7 +20,7 @@ ALLOWED = {
     "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
     "hf": {"checks", "compilation", "decode", "drafts", "grammars", "ops", "sampling", "schedules"},
-    "beam": {"checks", "decode", "drafts"},
+    "beam": {"checks", "decode", "drafts", "ops"},
     "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules"},
     "drafts": {"checks", "compilation", "ops", "sampling"},
     "grammars": {"ops"},

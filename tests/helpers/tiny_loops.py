@@ -116,8 +116,7 @@ def cut(rows: Sequence[Sequence[int]], eos: Sequence[Sequence[int]]) -> list[lis
 
 
 class Holes(DraftSource):
-    """Proposes the right tokens; but where `is_hole(calls before, B, K)` [B, K] is true, numbers outside the
-    vocabulary."""
+    """Proposes the right tokens; but where `is_hole(calls before, B, K)` [B, K] is true, numbers below 0."""
 
     def __init__(self, family: str, is_hole: Callable[[int, int, int], Tensor]) -> None:
         self.texts, _ = padded([text.tolist() for text in expected_texts(family)], "right")
@@ -131,7 +130,7 @@ class Holes(DraftSource):
         drafts = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1))
         holes = self.is_hole(self.num_calls, len(lengths), num_draft_tokens)
         self.num_calls += 1
-        return Draft(torch.where(holes, torch.tensor([[-1], [VOCAB], [VOCAB + 1000]]), drafts))
+        return Draft(torch.where(holes, torch.tensor([[-1], [-2], [-1000]]), drafts))
 
 
 class TokenStreamer:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..decode.guard import evaluating, modules_of
-from ..decode.inputs import EosTokenIds, Prompts, check_pair, check_room, read_prompts
+from ..decode.inputs import EosTokenIds, Prompts, check_room, read_prompts
+from ..decode.models import evaluating, look_at, mode_of, modules_of
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
 from ..drafts.model import as_draft_source
 from ..drafts.ragged import begin_texts
+from ..ops.tracing import normal_tensors
 from .scorer import BeamScorer
 from .tree import BeamTree, TreeModel, rows_of
 
@@ -42,7 +43,6 @@ class BeamOutput(GenerationOutput):
     scores: Tensor
 
 
-@torch.inference_mode()
 def beam_search(
     target: LanguageModel | nn.Module,
     input_ids: Tensor,
@@ -117,6 +117,7 @@ def beam_search(
     checks.check_numbers(length_penalty=length_penalty)
     model = _tree_model("target", as_language_model("target", target))
     draft_model = _draft_model(draft, model)
+    look_at(model, draft_model)
 
     prompts = read_prompts(
         model,
@@ -148,12 +149,11 @@ def beam_search(
 
     stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
     search = _Search(model, draft_model, scorer, width, 0 if draft_model is None else num_draft_tokens, stats)
-    with evaluating(modules_of(model, draft_model)):
+    with evaluating(modules_of(model, draft_model)), mode_of(model, draft_model)():
         search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():
-        # 3, because `inference_mode` adds a frame between this one and the caller's.
-        warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=2)
     return output
 
 
@@ -208,7 +208,8 @@ class _Search:
         for model in (self.target, self.draft):
             if model is None:
                 continue
-            model.start(batch, num_slots, inputs)
+            with normal_tensors():
+                model.start(batch, num_slots, inputs)
             begin_texts(model, lengths)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
@@ -307,6 +308,4 @@ def _draft_model(draft: AnyDraft, target: TreeModel) -> TreeModel | None:
     if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(draft)}")
     source.bind(target)
-    model = _tree_model("draft", source.model)
-    check_pair(target, model)
-    return model
+    return _tree_model("draft", source.model)

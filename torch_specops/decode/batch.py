@@ -13,6 +13,7 @@ from torch import Tensor
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import feature_model, replace_inputs
 from ..drafts.ragged import begin_texts, read_beginnings, read_texts
+from ..ops.tracing import normal_tensors
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
@@ -73,7 +74,8 @@ class Batch:
         runner.keep_logits = None if logits is None else logits.push
         target, lengths = runner.target, [row.length for row in self.rows]
         reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
-        target.start(len(lengths), state.capacity, inputs)
+        with normal_tensors():
+            target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
             # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
             read_beginnings(target, state.tokens, state.lengths, max(max(lengths) - 1, 1))
@@ -109,9 +111,10 @@ class Batch:
 
     def replace_inputs(self, index: int, inputs: Mapping[str, Tensor]) -> None:
         """Let the encoders read other inputs [1, ...] for a row that has ended."""
-        replace_inputs(self._runner.target, index, inputs)
-        if self._runner.draft is not None:
-            self._runner.draft.replace_inputs(index, inputs)
+        with normal_tensors():
+            replace_inputs(self._runner.target, index, inputs)
+            if self._runner.draft is not None:
+                self._runner.draft.replace_inputs(index, inputs)
         self._runner.keep_valid_graphs()
 
     def end(self, index: int, reason: str) -> None:
@@ -216,7 +219,8 @@ class Batch:
                 ended.append(index)
         runner.texts.end(ended)
         if ended and runner.draft is not None:
-            runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
+            with normal_tensors():
+                runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
         counts = ([each[index] for index in active] for each in (num_proposed, num_accepted))
         self._wanted = runner.schedule.next(*counts)
         return results

@@ -16,8 +16,9 @@ from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .guard import Guard
-from .inputs import GenerateArguments, check_pair, check_room, checked_sampling, read_prompts
+from .inputs import GenerateArguments, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
+from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
@@ -183,6 +184,10 @@ class SpeculativeDecoder:
         self._guard = Guard(self.target, self.draft)
         # The batch or session of the newest call.
         self._newest: Batch | Session | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The locks, handles, rules and grammars of a call belong to it.
+        return vars(self) | {"_newest": None}
 
     @property
     def compiled(self) -> bool:

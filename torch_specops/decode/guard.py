@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.amp import is_autocast_available
 
-from ..drafts import DraftSource, LanguageModel, TokenMap
+from ..drafts import DraftSource, LanguageModel
+from .models import evaluating, look_at, mode_of, modules_of
 
-__all__ = ["Guard", "autocast_of", "evaluating", "modules_of"]
+__all__ = ["Guard", "autocast_of"]
 
 Autocast = torch.dtype | None
 
@@ -30,6 +30,7 @@ class Guard:
     def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
         self._parts = target, draft
         self._device = target.device
+        self._mode = mode_of(target, draft)
         self._autocast = autocast_of(self._device)
         self._use: dict[str, int] = {"streams": 0}
         # A target that cannot be hashed (a dataclass that compares by value) is guarded within this decoder only.
@@ -41,13 +42,20 @@ class Guard:
         return Guard, self._parts
 
     def begin_stream(self) -> int:
-        """Begin a stream or a session, which ends all others; returns its number. Called while this thread is at
-        work."""
+        """Look at the models, and begin a stream or a session, which ends all others; returns its number. Called while
+        this thread is at work."""
+        self.look()
         self._use["streams"] += 1
-        # Ask once for all steps: a model looks for its first parameter.
-        self._device = self._parts[0].device
         self._autocast = autocast_of(self._device)
         return self._use["streams"]
+
+    def look(self) -> RuntimeError | None:
+        """`look_at` the models before texts begin in rows. Called outside `computing`, whose mode it decides."""
+        misfit = look_at(*self._parts)
+        # Ask once for all steps: a model looks for its first parameter.
+        self._device = self._parts[0].device
+        self._mode = mode_of(*self._parts)
+        return misfit
 
     def is_newest(self, stream: int) -> bool:
         return stream == self._use["streams"]
@@ -58,10 +66,10 @@ class Guard:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """`working`, in inference mode, under the autocast that the stream began with, and on the target's device:
-        Triton launches on the current one, and streams belong to it."""
+        """`working`, without gradients (`mode_of`), under the autocast that the stream began with, and on the target's
+        device: Triton launches on the current one, and streams belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with self.working(), torch.inference_mode(), on_device, _autocast(self._device, self._autocast):
+        with self.working(), self._mode(), on_device, _autocast(self._device, self._autocast):
             yield
 
     def working(self) -> AbstractContextManager[None]:
@@ -108,34 +116,3 @@ def _autocast(device: torch.device, wanted: Autocast) -> AbstractContextManager[
     if autocast_of(device) == wanted:
         return nullcontext()
     return torch.autocast(device.type, dtype=wanted, enabled=wanted is not None)
-
-
-@contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
-    training = [module for own in modules for module in own.modules() if module.training]
-    try:
-        try:
-            _set_training(training, False)
-            yield
-        finally:
-            _set_training(training, True)
-    finally:
-        # Once more, because an interrupt may have come in between.
-        _set_training(training, True)
-
-
-def _set_training(modules: Sequence[nn.Module], training: bool) -> None:
-    for module in modules:
-        module.training = training
-
-
-def modules_of(*parts: object) -> list[nn.Module]:
-    """The models and drafts that are modules. A transformers model is none of them: its adapter reads a copy."""
-    found: list[nn.Module] = []
-    for part in parts:
-        if isinstance(part, nn.Module):
-            found.append(part)
-        if isinstance(part, (DraftSource, TokenMap)):
-            found += modules_of(getattr(part, "model", None), getattr(part, "inner", None))
-    return found

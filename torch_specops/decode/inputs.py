@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import LanguageModel
 from ..grammars import Grammar
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
@@ -27,7 +27,6 @@ __all__ = [
     "Prompts",
     "Seed",
     "check_logprobs",
-    "check_pair",
     "check_room",
     "checked_sampling",
     "read_prompts",
@@ -168,19 +167,6 @@ def read_prompts(
     )
     rules = [[*row, *row_rules] for row in _read_rules(stop_strings, tokenizer, batch)]
     return Prompts(state, rules, _read_grammars(grammar, batch), pad_token_id, inputs, num_return_sequences)
-
-
-def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the draft's vocabulary or device is known and differs from the target's."""
-    if draft is None:
-        return
-    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "
-            "(torch_specops.drafts.TokenMap reads a draft with other tokens, or with padded logits)"
-        )
-    if draft.device is not None and draft.device != target.device:
-        raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
 
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:

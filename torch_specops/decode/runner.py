@@ -16,9 +16,11 @@ from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import readable_lengths, static_tensors_of
 from ..grammars import Grammar
+from ..ops.tracing import normal_tensors
 from ..schedules import Optimal, Schedule, Trim
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, Masks, capture, capture_in_two, parts_of
+from .models import models_of
 from .rows import Row
 from .state import DecodeState, Texts, copy_state, moved, shape_of, tensors_of
 from .step import Verifier, propose, speculative_step, verify_and_commit
@@ -73,6 +75,9 @@ class StepRunner:
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
+        # Of the models, when they were looked at last.
+        self._versions: list[Any] = []
+        self._compile_keys: tuple[Hashable, ...] = ()
         self._state: DecodeState | None = None
         self.texts = Texts()
         # The state of the compiled steps while steps run eagerly, because they need more room; None = they do not.
@@ -89,7 +94,6 @@ class StepRunner:
         self._captured: list[Tensor] = []
         # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
         self._capture_stream: torch.cuda.Stream | None = None
-        self._all_allowed = partial(all_allowed, target.vocab_size)
         self.choose_compile(0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,19 +112,20 @@ class StepRunner:
         return self.compiled and self._set_aside is None
 
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile, and why. Once steps are compiled, they stay compiled.
+        """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
 
         Args:
             num_new_tokens: of the longest row of the batch to come.
         """
-        if self.compiled:
+        models = models_of(self.target, self.draft)
+        obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
+        if self.compiled and obstacle is None:
             return
-        models = (self.target, getattr(self.draft, "model", None))
         self.compiled, self.compile_reason = compilation.choice(
             self._compile,
             self.target.device,
             num_steps=self._num_eager_steps + num_new_tokens / (max(self.schedule.buckets) + 1),
-            obstacle=next((why for model in models if (why := getattr(model, "not_compiled", None))), None),
+            obstacle=obstacle,
             drafts_vary=self.draft is not None and self.draft.deterministic,
         )
 
@@ -145,6 +150,7 @@ class StepRunner:
         batch's tensors, because graphs hold their addresses."""
         state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
         shape = shape_of(state, inputs or {})
+        self.follow_models()
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
@@ -170,7 +176,8 @@ class StepRunner:
         self._compile_draft()
         if draft is not None:
             draft.expect(max(self.schedule.buckets))
-            draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
+            with normal_tensors():
+                draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
         self.keep_valid_graphs()
         self.schedule.reset()
 
@@ -178,13 +185,15 @@ class StepRunner:
         """Let the draft read the new texts of these rows."""
         state, draft = self.state, self.draft
         if draft is not None:
-            draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
+            with normal_tensors():
+                draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
 
     def _compile_draft(self) -> None:
         # The `compile` of a source that is a module may be that of `nn.Module`.
         if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
-            self.draft.compile(self._shape if self._is_compiled and not self._one_graph else None)
+            key = self._shape, self._compile_keys
+            self.draft.compile(key if self._is_compiled and not self._one_graph else None)
 
     def fill(self, texts: Mapping[int, DecodeState]) -> None:
         """Begin texts, each alone in its batch, in rows that have ended."""
@@ -210,6 +219,19 @@ class StepRunner:
             self._state, self._shape = state, shape_of(state, {})
             self.keep_valid_graphs()
         self._compile_draft()
+
+    def follow_models(self) -> bool:
+        """Called when the models were looked at. If any has changed, forget the graphs; compiled pieces are kept, which
+        torch and their keys tell apart. Returns whether any has."""
+        models = models_of(self.target, self.draft)
+        versions = [getattr(model, "version", 0) for model in models]
+        has_changed = versions != self._versions
+        if has_changed:
+            self._versions = versions
+            self._compile_keys = tuple(getattr(model, "compile_key", None) for model in models)
+            self._forget_graphs()
+            self._compile_draft()
+        return has_changed
 
     def keep_valid_graphs(self) -> None:
         """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
@@ -283,12 +305,12 @@ class StepRunner:
         that took."""
         if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
-        started = time.perf_counter()
+        started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
         with self._all_finished(), compile_errors_named():
             if self.target.device.type == "cuda":
-                self._capture(num_draft_tokens, masked)
+                self._capture(num_draft_tokens, masks)
             else:
-                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
+                self._step(num_draft_tokens, masks=masks)
         self._ready.add((num_draft_tokens, masked))
         return time.perf_counter() - started
 
@@ -344,7 +366,7 @@ class StepRunner:
         return verify(*arguments)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, *key) if self._is_compiled else function
+        return self._pieces.get(function, self._shape, self._compile_keys, *key) if self._is_compiled else function
 
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
@@ -358,7 +380,7 @@ class StepRunner:
             self.state.finished.copy_(finished)
             self.keep_logits = keep_logits
 
-    def _capture(self, num_draft_tokens: int, masked: bool) -> None:
+    def _capture(self, num_draft_tokens: int, masks: Masks | None) -> None:
         """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
         share a memory pool: they never run at the same time."""
         if self._capture_stream is None:
@@ -369,10 +391,10 @@ class StepRunner:
         # The context also leaves the stream if a capture fails.
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
-            if not masked:
+                self._step(num_draft_tokens, masks=masks)
+            if masks is None:
                 step = CapturedStep(*capture(stream, pool, self._step, num_draft_tokens))
             else:
-                step = capture_in_two(stream, pool, self._propose, self._verify, self._all_allowed, num_draft_tokens)
+                step = capture_in_two(stream, pool, self._propose, self._verify, masks, num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[num_draft_tokens, masked] = step
+        self._graphs[num_draft_tokens, masks is not None] = step

@@ -80,9 +80,8 @@ class Session:
         self._batch: Batch | None = None
         with guard.working():
             self._stream = guard.begin_stream()
-            if not getattr(runner.target, "reads_inputs", False):
-                with guard.computing():
-                    self._batch = self._free_rows(None)
+            self._vocab_size = runner.target.vocab_size
+            self._begin_rows()
 
     @property
     def stats(self) -> GenerationStats:
@@ -143,10 +142,14 @@ class Session:
         with self._stepping:
             try:
                 if not self.is_idle:
-                    with self._guard.computing():
+                    with self._guard.working():
                         self._guard.check_is_newest(self._stream)
-                        self._admit()
-                        self._advance()
+                        self._end_cancelled()
+                        if self._waiting and None in self._rows:
+                            self._look()
+                        with self._guard.computing():
+                            self._admit()
+                            self._advance()
             except BaseException as error:
                 # The state may be half a step ahead, and is read no more.
                 self._stream = -1
@@ -196,8 +199,15 @@ class Session:
                     self._end(text, reason, error)
             self._waiting.clear()
 
+    def _begin_rows(self) -> None:
+        """Make room in the models for new rows; of a model with an encoder once it has its first input."""
+        self._is_begun = False
+        if not getattr(self._runner.target, "reads_inputs", False):
+            with self._guard.computing():
+                self._batch = self._free_rows(None)
+
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
-        """Make room in the models for rows that are free: finished sequences of one token."""
+        """Rows that are free: finished sequences of one token."""
         runner, batch = self._runner, len(self._rows)
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         prompts = read_prompts(
@@ -216,13 +226,34 @@ class Session:
         longest = self._max_length if readable is None else min(self._max_length, readable)
         made = Batch(runner, prompts, runner.capacity(longest))
         made.stats.seeds = []
+        if self._batch is not None:
+            made.stats = self._batch.stats
+        self._is_begun = True
         return made
 
-    def _admit(self) -> None:
-        """End cancelled requests and, at most a batch of them, those that need no row; give free rows to others."""
+    def _end_cancelled(self) -> None:
         for row, text in enumerate(self._rows):
             if text is not None and text.is_cancelled:
                 self._end_row(row, "cancelled")
+
+    def _look(self) -> None:
+        """Take over what has changed in the models. If all rows are free, the models begin anew, with any caches.
+
+        Raises:
+            RuntimeError: texts go on that do not fit a model any more.
+        """
+        texts_go_on, before = self._rows.count(None) < len(self._rows), self._vocab_size
+        misfit, self._vocab_size = self._guard.look(), self._runner.target.vocab_size
+        if texts_go_on and self._vocab_size < before:
+            misfit = RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
+        if texts_go_on and misfit is not None:
+            raise misfit
+        has_changed = self._runner.follow_models()
+        if not texts_go_on and (has_changed or misfit is not None):
+            self._begin_rows()
+
+    def _admit(self) -> None:
+        """End at most a batch of requests that need no row; give free rows to others."""
         admitted: dict[int, Prompts] = {}
         free = [row for row, text in enumerate(self._rows) if text is None]
         for _ in self._rows:
@@ -245,6 +276,7 @@ class Session:
                 continue
             text.deadline = time.monotonic() + text.max_time
             try:
+                self._check_tokens(text.prompt.state.tokens)
                 self._replace_inputs(row, text.prompt.inputs)
                 admitted[row] = text.prompt
             except (TypeError, ValueError, RuntimeError) as error:
@@ -253,10 +285,14 @@ class Session:
             assert self._batch is not None
             self._batch.fill(admitted)
 
+    def _check_tokens(self, prompt: Tensor) -> None:
+        if int(prompt.max()) >= self._vocab_size:
+            raise ValueError(f"input_ids: expected tokens in [0, {self._vocab_size}), got {int(prompt.max())}")
+
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
         if inputs is None:
             return
-        if self._batch is None:
+        if self._batch is None or not self._is_begun:
             # Until other rows have requests, all have the inputs of the first one.
             copies = {name: value.expand(len(self._rows), *value.shape[1:]) for name, value in inputs.items()}
             self._batch = self._free_rows(copies)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.tracing import normal_tensors
 from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
@@ -90,6 +91,7 @@ def tensors_of(values: object) -> dict[str, Tensor]:
     return tensors
 
 
+@normal_tensors()
 def moved(values: Any, device: torch.device, capacity: int) -> Any:
     """A state with copies of its tensors on the device, and room for `capacity` tokens in a row."""
     changes: dict[str, Any] = {}
@@ -180,6 +182,7 @@ def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
     return {name: int(size) for name, size in sizes.items() if size}
 
 
+@normal_tensors()
 def _fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
     """The batch with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
     batch, rows = len(state.lengths), {row: tensors_of(text) for row, text in texts.items()}

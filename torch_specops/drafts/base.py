@@ -52,8 +52,9 @@ class DraftSource(ABC):
     where they end; ignore entries at or after a row's length. All methods but `propose` run eagerly.
 
     `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
-    The loop checks what a `propose` of yours returns. It gets a copy of the text; writing into it is an error in an
-    eager step on a CPU, and has no effect elsewhere.
+    The loop checks what a `propose` of yours returns. It gets a copy of the text. Writing into it, and a token outside
+    the vocabulary, are errors in an eager step on a CPU, and have no effect elsewhere. `propose` and `catch_up` may run
+    in inference mode, where nothing should be made that a later call writes; the other methods run outside of it.
 
     Attributes:
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
@@ -206,6 +207,11 @@ def _checked_proposal(
         if value is not None and list(value.shape) != expected:
             raise ValueError(f"draft: expected {part} {expected} from {name}, got shape {list(value.shape)}")
     if is_eager_cpu(tokens, lengths):
+        largest = int(draft.tokens.max()) if draft.tokens.numel() > 0 else -1
+        if largest >= vocab_size:
+            raise ValueError(
+                f"draft: expected tokens in [0, {vocab_size}), or below 0 for padding, from {name}, got {largest}"
+            )
         for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
             if not torch.equal(copied, given):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
@@ -221,13 +227,29 @@ class LanguageModel(Protocol):
     while it decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait
     for the device.
 
-    Five methods are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
-    batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model that
-    stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64 that
-    begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
+    A `forward` may run in inference mode or in `torch.no_grad`, and the mode may change between two of them. What later
+    forwards write, such as a cache, must be made outside inference mode, where `start`, `clear_rows`, `begin_texts` and
+    `replace_inputs` run.
+
+    The other members are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it,
+    each batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model
+    that stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64
+    that begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     `replace_inputs(row, inputs)` gives a row other inputs [1, ...] than `start` did; sessions call it.
     `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
     [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
+
+    Four are for a model that its owner may change between two calls, or while a session is open:
+
+    - `look()` takes over what has changed since the last look. It is called before texts begin in rows: before `start`,
+      and in a session before `clear_rows`, while other rows go on. It raises a ValueError if the model cannot be read
+      any more, and a RuntimeError if what was read of texts does not fit it any more. The latter is passed over before
+      `start`, which forgets these texts.
+    - `version` is another number after a look that found a change. CUDA graphs from before are then captured anew.
+    - `compile_key` is a hashable value of what a compiled forward depends on, and torch does not look at (hooks).
+      Compiled code is used for an equal value only, and is kept.
+    - `is_observed`: True = other code may keep what a forward computes, so that none runs in inference mode. It is read
+      after each look.
     """
 
     @property

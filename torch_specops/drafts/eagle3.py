@@ -47,7 +47,6 @@ class Eagle3(SequentialDraft):
         super().__init__()
         self.head = head
         self.vocab_size = head.config.vocab_size
-        self.device = head.fc.weight.device
         self._target: FeatureModel | None = None
         self._cache: RaggedKeyValues | None = None
         # The number of pairs that each row had read at the last look. Only steps on a CPU look.
@@ -80,6 +79,10 @@ class Eagle3(SequentialDraft):
         draft = cls(read_head(folder_or_id, model.device, dtype or model.dtype))
         draft.bind(model)
         return draft
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.head.fc.weight.device
 
     def bind(self, target: LanguageModel) -> None:
         model, config = feature_model(target), self.head.config
@@ -127,7 +130,7 @@ class Eagle3(SequentialDraft):
         width = max(int(ends.max()) - 2, 0)
         if width > 0:
             self._read_pairs(tokens, ends, torch.arange(width, device=tokens.device).expand(len(rows), -1), rows)
-        self._num_read[rows] = lengths[rows] - 2
+        self._num_read = self._num_read.index_copy(0, rows, lengths[rows] - 2)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         self._read_pairs(tokens, lengths.unsqueeze(1), self._new_pairs(lengths, num_steps + self._most_drafts + 1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
+from ..ops.tracing import normal_tensors
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
@@ -155,11 +156,12 @@ class SuffixLookup(_Lookup):
         self.min_ngram = min_ngram
         self.min_probability = min_probability
         # Texts, each followed by a -1, the newest last.
-        self._memory = torch.full((memory,), -1, device="cpu")
+        with normal_tensors():
+            self._memory = torch.full((memory,), -1, device="cpu")
 
     def forget(self) -> None:
         """Empty the memory."""
-        self._memory = torch.full_like(self._memory, -1)
+        self._memory.fill_(-1)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(tokens, lengths, capacity, inputs)

@@ -121,12 +121,22 @@ class ModelDraft(SequentialDraft):
 
     def __init__(self, model: LanguageModel | nn.Module) -> None:
         super().__init__()
-        self.model = model = as_language_model("model", model)
-        self.vocab_size = model.vocab_size
-        self.device = model.device
-        self.max_length = model.max_length
+        self.model = as_language_model("model", model)
         # The slots of the model's cache, if texts may have more.
         self._room: int | None = None
+
+    # An `EarlyExit` has no model before it is bound.
+    @property
+    def vocab_size(self) -> int | None:  # type: ignore[override]
+        return self.model.vocab_size if hasattr(self, "model") else None
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        return self.model.device if hasattr(self, "model") else None
+
+    @property
+    def max_length(self) -> int | None:  # type: ignore[override]
+        return self.model.max_length if hasattr(self, "model") else None
 
     def bind(self, target: LanguageModel) -> None:
         # The draft reads the output of the target's encoder if it has the same one or none of its own.

@@ -8,6 +8,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from ..ops.tracing import normal_tensors
 from .base import LanguageModel
 
 __all__ = [
@@ -55,16 +56,18 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
 
 
 def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
-    """Tell a model how long the prompts [A] are that rows [A] get now, None = all rows, if it goes by that."""
-    if hasattr(model, "begin_texts"):
-        model.begin_texts(lengths, rows)
+    """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it how long the
+    prompts [A] are that they get now, if it goes by that."""
+    with normal_tensors():
+        if rows is not None and hasattr(model, "clear_rows"):
+            model.clear_rows(rows)
+        if hasattr(model, "begin_texts"):
+            model.begin_texts(lengths, rows)
 
 
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
-    if hasattr(model, "clear_rows"):
-        model.clear_rows(rows)
     begin_texts(model, lengths[rows], rows)
     counts = (lengths[rows] - num_unread).tolist()
     # A shorter text is read beyond its end; its next tokens will overwrite those slots.

@@ -57,20 +57,32 @@ class TokenMap:
         if not bool((draft_of_target >= 0).any()):
             raise ValueError("draft_of_target: expected a twin for at least one token, got none")
         low, high = (int(bound) for bound in draft_of_target.aminmax())
-        if low < -1 or high >= model.vocab_size:
-            raise ValueError(
-                f"draft_of_target: expected tokens in [0, {model.vocab_size}) or -1, got {low if low < -1 else high}"
-            )
-        if not 0 <= unknown < model.vocab_size:
-            raise ValueError(f"unknown: expected a token in [0, {model.vocab_size}), got {unknown}")
+        if low < -1:
+            raise ValueError(f"draft_of_target: expected tokens in [0, {model.vocab_size}) or -1, got {low}")
         self.model = model
         # The size of the target's vocabulary.
         self.vocab_size = len(draft_of_target)
-        self.device = model.device
-        self.max_length = model.max_length
+        self._highest, self._unknown = high, unknown
+        self.look()
         twins = draft_of_target.to(model.device)
         self._has_twin = twins >= 0
         self._read_as = torch.where(self._has_twin, twins, unknown)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return self.model.max_length
+
+    def look(self) -> None:
+        """Check that the model, which has its own `look`, knows the tokens of the map."""
+        size = self.model.vocab_size
+        if self._highest >= size:
+            raise ValueError(f"draft_of_target: expected tokens in [0, {size}) or -1, got {self._highest}")
+        if not 0 <= self._unknown < size:
+            raise ValueError(f"unknown: expected a token in [0, {size}), got {self._unknown}")
 
     def __getattr__(self, name: str) -> Any:
         """The model's, of the methods and properties that a model may lack."""
@@ -79,6 +91,7 @@ class TokenMap:
         return getattr(self.model, name)
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self._has_twin, self._read_as = (each.to(self.device) for each in (self._has_twin, self._read_as))
         self.model.start(batch, capacity, inputs)
 
     def forward(

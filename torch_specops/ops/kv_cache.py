@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .tracing import normal_tensors
+
 __all__ = ["RaggedKeyValues", "Window", "fold_groups", "visible_slots"]
 
 
@@ -36,6 +38,7 @@ class RaggedKeyValues:
         capacity: slots per sequence.
     """
 
+    @normal_tensors()
     def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         self.keys = keys.new_zeros(keys.shape[0], keys.shape[1], capacity, keys.shape[3])
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
@@ -81,7 +84,9 @@ class RaggedKeyValues:
 
         With all rows they are views of the buffers, otherwise copies.
         """
-        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
+        # To narrow takes half of the time of an index.
+        width = self.keys.shape[2] if width is None else width
+        keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 

@@ -1,15 +1,16 @@
-"""How a call runs: whether it can read the data of its tensors, and on which device."""
+"""How a call runs: whether it can read the data of its tensors, where, and who may write what it makes."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from . import private
 
-__all__ = ["is_eager_cpu", "on_device_of"]
+__all__ = ["is_eager_cpu", "normal_tensors", "on_device_of"]
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
@@ -18,6 +19,13 @@ def is_eager_cpu(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or private.num_modes() > 0:
         return False
     return all(type(x) is Tensor and x.device.type == "cpu" and not private.is_mapped(x) for x in tensors)
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Within it no gradients are computed, and what is made may be written in inference mode and outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
