@@ -153,7 +153,13 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 # The places of the package where a call is interrupted.
 QUICK = {
     "early exit": ("hf/", "drafts/"),
-    "session of a table": ("decode/session.py", "decode/requests.py", "decode/guard.py", "decode/batch.py"),
+    "session of a table": (
+        "decode/session.py",
+        "decode/requests.py",
+        "decode/guard.py",
+        "decode/models.py",
+        "decode/batch.py",
+    ),
 }
 CASES = [
     *QUICK.items(),

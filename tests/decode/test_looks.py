@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
-from tiny_models import VOCAB, PairModel, encoder_inputs, perturbed, random_table, shared_tiny, tiny
+from tiny_models import PairModel, encoder_inputs, perturbed, random_table, shared_tiny, tiny
 from tiny_requests import alone, many, texts, texts_alone
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import Request, SpeculativeDecoder, compilation
 from torch_specops.beam import beam_search
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, NGram, PromptLookup, SuffixLookup, TokenMap
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, NGram, SuffixLookup, TokenMap
 from torch_specops.hf import language_model
 
 OLD, NEW = random_table(8, seed=5), random_table(8, seed=6)

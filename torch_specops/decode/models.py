@@ -46,13 +46,16 @@ def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) ->
                 continue
             try:
                 model.look()
-            except (RuntimeError, ValueError) as error:
-                named = type(error)(f"{name}: {str(error).removeprefix('model: ')}")
-                if isinstance(error, ValueError):
-                    raise named from error
-                misfit = named
+            except ValueError as error:
+                raise ValueError(_named(name, error)) from error
+            except RuntimeError as error:
+                misfit = RuntimeError(_named(name, error))
     check_pair(target, draft)
     return misfit
+
+
+def _named(name: str, error: Exception) -> str:
+    return f"{name}: {str(error).removeprefix('model: ')}"
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:

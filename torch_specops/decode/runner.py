@@ -75,7 +75,7 @@ class StepRunner:
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
         self._shape: Hashable = None
-        # Of the models, when they were looked at.
+        # Of the models, when they were looked at last.
         self._versions: list[Any] = []
         self._compile_keys: tuple[Hashable, ...] = ()
         self._state: DecodeState | None = None
@@ -305,12 +305,12 @@ class StepRunner:
         that took."""
         if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
-        started = time.perf_counter()
+        started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
         with self._all_finished(), compile_errors_named():
             if self.target.device.type == "cuda":
-                self._capture(num_draft_tokens, masked)
+                self._capture(num_draft_tokens, masks)
             else:
-                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
+                self._step(num_draft_tokens, masks=masks)
         self._ready.add((num_draft_tokens, masked))
         return time.perf_counter() - started
 
@@ -368,10 +368,6 @@ class StepRunner:
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
         return self._pieces.get(function, self._shape, self._compile_keys, *key) if self._is_compiled else function
 
-    @property
-    def _all_allowed(self) -> Masks:
-        return partial(all_allowed, self.target.vocab_size)
-
     @contextmanager
     def _all_finished(self) -> Iterator[None]:
         """All rows are marked as finished: a step emits nothing, and changes only cache slots that are not visible."""
@@ -384,7 +380,7 @@ class StepRunner:
             self.state.finished.copy_(finished)
             self.keep_logits = keep_logits
 
-    def _capture(self, num_draft_tokens: int, masked: bool) -> None:
+    def _capture(self, num_draft_tokens: int, masks: Masks | None) -> None:
         """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
         share a memory pool: they never run at the same time."""
         if self._capture_stream is None:
@@ -395,10 +391,10 @@ class StepRunner:
         # The context also leaves the stream if a capture fails.
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step(num_draft_tokens, masks=self._all_allowed if masked else None)
-            if not masked:
+                self._step(num_draft_tokens, masks=masks)
+            if masks is None:
                 step = CapturedStep(*capture(stream, pool, self._step, num_draft_tokens))
             else:
-                step = capture_in_two(stream, pool, self._propose, self._verify, self._all_allowed, num_draft_tokens)
+                step = capture_in_two(stream, pool, self._propose, self._verify, masks, num_draft_tokens)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[num_draft_tokens, masked] = step
+        self._graphs[num_draft_tokens, masks is not None] = step

@@ -231,10 +231,10 @@ class LanguageModel(Protocol):
     forwards write, such as a cache, must be made outside inference mode, where `start`, `clear_rows`, `begin_texts` and
     `replace_inputs` run.
 
-    All other members are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it, each
-    batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model that
-    stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64 that
-    begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
+    The other members are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it,
+    each batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model
+    that stops after its first layers, with the same weights and its own cache. `clear_rows(rows)` clears rows [A] int64
+    that begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     `replace_inputs(row, inputs)` gives a row other inputs [1, ...] than `start` did; sessions call it.
     `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
     [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
@@ -248,8 +248,8 @@ class LanguageModel(Protocol):
     - `version` is another number after a look that found a change. CUDA graphs from before are then captured anew.
     - `compile_key` is a hashable value of what a compiled forward depends on, and torch does not look at (hooks).
       Compiled code is used for an equal value only, and is kept.
-    - `is_observed`: True = other code may keep what a forward computes, so that no forward runs in inference mode. It is
-      read after each look.
+    - `is_observed`: True = other code may keep what a forward computes, so that none runs in inference mode. It is read
+      after each look.
     """
 
     @property

@@ -56,7 +56,8 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
 
 
 def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
-    """Let a model forget the rows [A], None = none, whose prompts [A] come now, and tell it how long these are."""
+    """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it how long the
+    prompts [A] are that they get now, if it goes by that."""
     with normal_tensors():
         if rows is not None and hasattr(model, "clear_rows"):
             model.clear_rows(rows)

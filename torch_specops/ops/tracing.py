@@ -1,4 +1,4 @@
-"""How a call runs: whether it can read the data of its tensors, on which device, and what becomes of its own tensors."""
+"""How a call runs: whether it can read the data of its tensors, where, and who may write what it makes."""
 
 from __future__ import annotations
 
