@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 from torch.func import functionalize, grad, jvp
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
 from torch_specops import compilation
@@ -71,6 +72,38 @@ def test_deterministic_mode_refuses_nothing_and_changes_nothing() -> None:
         assert torch.equal(texts(), expected_texts)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Names(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_records_calls_sees_the_ops() -> None:
+    """And not the numbers that eager calls read and return, although those skip the dispatcher."""
+    seeds = {"seeds": torch.arange(4), "positions": torch.arange(4)}
+    for op in (*OPS, "uniforms"):
+        numbers = {"n": 5, "stream": "accept"} if op == "uniforms" else {}
+        tensors = seeds if op == "uniforms" else tensor_arguments(op)
+
+        def run(*values: Tensor, op: str = op, names: Any = tuple(tensors), numbers: Any = numbers) -> Any:
+            return getattr(torch_specops, op)(**dict(zip(names, values, strict=True)), **numbers)
+
+        with Names() as names:
+            run(*tensors.values())
+        assert names.seen == [f"specops::{op}"]
+        traced = torch.jit.trace(run, tuple(tensors.values()), check_trace=False)
+        assert [node.kind() for node in traced.graph.nodes() if "::" in node.kind() and "prim" not in node.kind()] == [
+            f"specops::{op}"
+        ]
 
 
 class Plain(Tensor):

@@ -91,7 +91,7 @@ def bad_numbers(op: str, name: str) -> Iterator[Bad]:
     expected, values = NUMBERS[name]
     if (op, name) == ("verify_block", "lenience"):
         expected, values = "1.0, the only one", (*values, 0.3)
-    return ((value, ValueError, (expected, f"got {float(value)}")) for value in values)
+    return ((value, ValueError, (expected, f"got {value}")) for value in values)
 
 
 def bad_kinds(op: str, name: str) -> Iterator[Bad]:
@@ -146,7 +146,7 @@ def test_bad_arguments(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_good_input_passes(op: str) -> None:
-    integers = {"lenience": 1, "argmax_lenience": 1, "alpha": -1, "beta": 2}
+    integers = {"lenience": 1, "argmax_lenience": 1, "alpha": -(10**30), "beta": 10**30}
     for through in ("function", "op"):
         function(op, through)(**good(op))
         function(op, through)(**good(op) | {name: value for name, value in integers.items() if name in good(op)})

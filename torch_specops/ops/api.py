@@ -106,7 +106,7 @@ def verify_exact(
     arguments.check_kinds(given)
     if torch.compiler.is_compiling():
         arguments.check_verify_exact(given)
-    return torch.ops.specops.verify_exact.default(*given)
+    return _verify_exact(*given)
 
 
 def verify_block(
@@ -169,7 +169,7 @@ def verify_block(
     arguments.check_kinds(given)
     if torch.compiler.is_compiling():
         arguments.check_verify_block(given)
-    return torch.ops.specops.verify_block.default(*args, filter_draft)
+    return _verify_block(*args, filter_draft)
 
 
 def verify_sigmoid(
@@ -217,7 +217,7 @@ def verify_sigmoid(
     arguments.check_kinds(given)
     if torch.compiler.is_compiling():
         arguments.check_verify_sigmoid(given)
-    return torch.ops.specops.verify_sigmoid.default(*given)
+    return _verify_sigmoid(*given)
 
 
 def sample(
@@ -263,7 +263,7 @@ def sample(
     arguments.check_kinds(filters)
     if torch.compiler.is_compiling():
         arguments.check_sample(logits, uniforms, filters)
-    return torch.ops.specops.sample.default(logits, uniforms, *filters)
+    return _sample(logits, uniforms, *filters)
 
 
 def filter_logits(
@@ -310,7 +310,7 @@ def filter_logits(
     arguments.check_kinds(filters)
     if torch.compiler.is_compiling():
         arguments.check_filter_logits(logits, filters)
-    return torch.ops.specops.filter_logits.default(logits, *filters)
+    return _filter_logits(logits, *filters)
 
 
 def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None, min_p: Any = None, **_: Any) -> bool:

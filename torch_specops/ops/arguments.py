@@ -138,7 +138,7 @@ def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
     drafts, device = (batch, num_drafts), logits.device
     tokens, uniforms = given.draft_tokens, given.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
-    if are_tensors and tokens.dim() == 2 and tokens.shape[0] == batch and tokens.shape == uniforms.shape != drafts:
+    if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
         # All others agree on K, so it is the logits that lack a row or have one too many.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
         raise ValueError(f"target_logits: expected {expected}, got shape {_shape(logits)}")
@@ -178,6 +178,10 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    # Without calls, which take longer than the comparisons.
+    is_strided = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    if is_strided and tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
+        return
     _check_strided(name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {_shape(tensor)}")

@@ -63,6 +63,9 @@ def launching_directly() -> Iterator[None]:
 num_modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 1)
 is_mapped: Callable[[Tensor], bool] = find("torch._C._functorch:is_functorch_wrapped_tensor") or (lambda _: True)
 
+# Says whether `torch.jit.trace` records the calls. Without the name it records what eager calls compute.
+is_recording: Callable[[], bool] = find("torch.jit:is_tracing") or (lambda: False)
+
 # A test for CUDA tensors without data. Without the name every tensor has data once CUDA was used: tracing then sets the
 # device, too.
 is_fake: Callable[[Tensor], bool] = find("torch._subclasses.fake_tensor:is_fake") or (
@@ -86,13 +89,19 @@ def all_gather(x: Tensor, num_ranks: int, group: Any) -> Tensor:
 def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep compiled callers from compiling a function. `torch.compiler.disable` does it without these names, but
     imports Dynamo, for seconds, and takes 10 us in every call."""
+    return function if runs_eagerly(function) else torch.compiler.disable(function)
+
+
+def runs_eagerly(function: Callable[..., Any]) -> bool:
+    """Keep Dynamo from compiling a function that eager code calls; it still traces the calls that it sees. False, and
+    nothing is done, without these names."""
     set_strategy = find("torch._C._dynamo.eval_frame:set_code_exec_strategy")
     strategy = find("torch._C._dynamo.eval_frame:_FrameExecStrategy")
     skip = find("torch._C._dynamo.eval_frame:_FrameAction.SKIP")
-    if set_strategy is None or strategy is None or skip is None:
-        return torch.compiler.disable(function)
-    set_strategy(function.__code__, strategy(skip, skip))
-    return function
+    found = None not in (set_strategy, strategy, skip)
+    if found:
+        set_strategy(function.__code__, strategy(skip, skip))
+    return found
 
 
 def inlines_ops() -> bool:

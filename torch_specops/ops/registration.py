@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import private
+from .tracing import is_eager_cpu
 
 __all__ = ["compiled_sources", "digest", "register_op"]
 
@@ -27,6 +28,9 @@ def register_op(
     Args:
         is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
             does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
+
+    Returns:
+        What the public function calls: the op, or its body in an eager call on a CPU, without the time of a dispatch.
     """
 
     parameters = inspect.signature(public).parameters
@@ -39,6 +43,16 @@ def register_op(
             # Outside of tracing, kernels are launched directly, which takes a tenth of the time.
             with private.launching_directly():
                 return body(*args)
+
+        def call(*args: Any) -> Any:
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            # Operations on a tensor that requires a gradient would be recorded.
+            if is_eager_cpu(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+                return body(*args)
+            return op(*args)
+
+        # Where Dynamo leaves the public function to eager code, which raises an error, it leaves this too.
+        private.runs_eagerly(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
@@ -62,7 +76,7 @@ def register_op(
         torch.library.register_vmap(name, _map_over_rows(op))
         # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
         torch.library.register_autograd(name, _no_gradient, setup_context=_mark_non_differentiable)
-        return run
+        return call
 
     return register
 

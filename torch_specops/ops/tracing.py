@@ -16,9 +16,9 @@ __all__ = ["is_eager_cpu", "normal_tensors", "on_device_of"]
 def is_eager_cpu(*tensors: Tensor) -> bool:
     """True if the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
     compiled, exported, recorded, faked or mapped."""
-    if torch.compiler.is_compiling() or private.num_modes() > 0:
+    if torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0:
         return False
-    return all(type(x) is Tensor and x.device.type == "cpu" and not private.is_mapped(x) for x in tensors)
+    return all(type(x) is Tensor and x.is_cpu and not private.is_mapped(x) for x in tensors)
 
 
 @contextmanager

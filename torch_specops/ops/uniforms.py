@@ -68,9 +68,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
     if torch.compiler.is_compiling():
         _check(seeds, positions, n)
-    # Dispatch takes a good part of the time of so small an op.
-    direct = is_eager_cpu(seeds, positions)
-    result: Tensor = (_uniforms if direct else torch.ops.specops.uniforms.default)(seeds, positions, n, stream)
+    result: Tensor = _uniforms(seeds, positions, n, stream)
     return result
 
 
@@ -83,9 +81,7 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
     """[B, K+1]: K numbers of the stream "accept", and the first one of "sample"."""
-    direct = is_eager_cpu(seeds, positions)
-    op = _step_uniforms if direct else torch.ops.specops.step_uniforms.default
-    result: Tensor = op(seeds, positions, num_draft_tokens)
+    result: Tensor = _step_uniforms(seeds, positions, num_draft_tokens)
     return result
 
 

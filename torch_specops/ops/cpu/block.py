@@ -66,12 +66,12 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
         # even if the residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
-            residual = drafts.residual(p.pick([(b, i)]), [(b, i)], reach[i])
+            residual = drafts.residual(p, [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))
             mass = mass if mass > LEAST_RESIDUAL else 0.0
             if reach[i] == 1 or u[i - 1] * (mass + 1 - reach[i]) < mass:
                 return i, residual
-    return 0, drafts.residual(p.pick([(b, 0)]), [(b, 0)])
+    return 0, drafts.residual(p, [(b, 0)])
 
 
 def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
@@ -34,8 +35,9 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
-    """True for a traced call, and where computing all that might be needed costs less than finding out what is."""
-    if not is_eager_cpu(logits):
+    """True for a traced or empty call, and where computing all that might be needed costs less than finding out what
+    is."""
+    if not is_eager_cpu(logits) or logits.shape[0] == 0:
         return True
     if logits.shape[-1] >= SHORT or logits.shape[0] <= MANY:
         return False
@@ -46,6 +48,9 @@ def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, sli
     """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): of sampled ones as
     many as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
     temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
+    if len(temperatures) == 1:
+        yield temperatures[0] > 0, slice(0, 1)
+        return
     size = max(1, rows_at_a_time(logits.shape[-1]) // logits.shape[1:-1].numel())
     start = 0
     for is_sampled, run in groupby(temperatures, lambda t: t > 0):
@@ -62,7 +67,17 @@ def inverse_of(temperature: Tensor | None) -> Tensor | None:
         return None
     # Python's float64 takes a fifth of the time for one number, and rounds to the same float32.
     inverse = [min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature.tolist()]
-    return torch.tensor(inverse, dtype=torch.float32, device=temperature.device)
+    return floats(inverse)
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """[N] int64, N > 0. `torch.tensor` takes longer than a pass over a short row."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+def floats(values: Sequence[float]) -> Tensor:
+    """[N] float32, N > 0."""
+    return torch.frombuffer(array("f", values), dtype=torch.float32)
 
 
 class Rows(NamedTuple):
@@ -75,27 +90,22 @@ class Rows(NamedTuple):
 
     def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
         """[B, <= C] -> a function of b and i: the probability of the token of row (b, i), in float64."""
-        weights = self.weights.gather(2, tokens.unsqueeze(-1)).squeeze(-1).tolist()
-        index = tokens.tolist()
+        weights, index = self.weights.gather(2, tokens.unsqueeze(-1)).tolist(), tokens.tolist()
 
         def probability(b: int, i: int) -> float:
-            weight, total = weights[b][i], self.total[b][i]
+            (weight,), total = weights[b][i], self.total[b][i]
             if weight <= SMALL and total > 0:
-                below = float(self.z[b, i, index[b][i]]) - self.maximum[b][i]
-                weight = math.exp(below) * float(self.weights[b, i].amax())
+                weight = math.exp(float(self.z[b, i, index[b][i]]) - self.maximum[b][i])
+                if weight > 0:
+                    weight *= float(self.weights[b, i].amax())
             return float(weight / total) if total > 0 else 0.0
 
         return probability
 
-    def pick(self, where: Sequence[tuple[int, int]]) -> Rows:
-        """N rows (b, i), as one row of each of N sequences."""
-        z, weights = pick_rows(self.z, where), pick_rows(self.weights, where)
-        return Rows(z, weights, [[self.maximum[b][i]] for b, i in where], [[self.total[b][i]] for b, i in where])
-
-    def factors(self, factor: float = 1.0) -> Tensor:
-        """[B, C, 1] the multipliers that turn the weights into factor * p."""
-        factors = [[factor / total if total > 0 else 0.0 for total in row] for row in self.total]
-        return torch.tensor(factors, dtype=torch.float32, device=self.z.device).unsqueeze(-1)
+    def factors(self, where: Sequence[tuple[int, int]], factor: float) -> Tensor:
+        """[N, 1] the multipliers that turn the weights of the rows (b, i) into factor * p."""
+        totals = [self.total[b][i] for b, i in where]
+        return floats([factor / total if total > 0 else 0.0 for total in totals]).unsqueeze(1)
 
 
 def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
@@ -126,13 +136,18 @@ def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tup
     return z, maximum
 
 
+def columns(x: Tensor, first: int, stop: int) -> Tensor:
+    """x[:, first:stop], which takes microseconds even if that is x."""
+    return x if (first, stop) == (0, x.shape[1]) else x[:, first:stop]
+
+
 def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
-    """[B, C, V] -> [N, 1, V] the rows (b, i)."""
+    """[B, C, V] -> [N, V] the rows (b, i); a view if there is one."""
     if len(where) == 1:
         ((b, i),) = where
-        return x[b : b + 1, i : i + 1]
+        return x[b, i : i + 1]
     sequences, positions = zip(*where, strict=True)
-    return x[list(sequences), list(positions)].unsqueeze(1)
+    return x[list(sequences), list(positions)]
 
 
 def draw_tokens(weights: Tensor, uniforms: Sequence[float], least: float = 0.0) -> list[int]:

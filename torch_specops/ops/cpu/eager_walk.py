@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import SigmoidArguments, VerifyArguments
-from .eager_rows import Rows, argmax_by_tiles, draw_tokens, pick_rows, read_rows, runs, scaled_rows
+from .eager_rows import Rows, argmax_by_tiles, columns, draw_tokens, integers, pick_rows, read_rows, runs, scaled_rows
 from .filters import row_bounds, scale_kept_tokens
 from .softmax import scale
 from .walk import LARGEST_EXPONENT, LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of, stats_from_lse
@@ -37,7 +36,6 @@ def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]])
     output: list[int] = []
     for drafts, (n, token) in zip(draft_tokens.tolist(), outcomes, strict=True):
         output += drafts[:n] + [token] + [-1] * (num_drafts - n)
-    integers = partial(torch.tensor, dtype=torch.int64, device=draft_tokens.device)
     return integers(output).view(-1, num_drafts + 1), integers([n for n, _ in outcomes])
 
 
@@ -75,16 +73,17 @@ def next_tokens(
     uniforms: Sequence[float],
 ) -> list[int]:
     """A token for each sequence: from its residual, or from p if it has none or an empty one."""
-    tokens = dict.fromkeys(range(len(ends)), -1)
+    tokens = [-1] * len(ends)
     if residual is not None:
-        tokens.update(
-            zip(rejected, draw_tokens(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL), strict=True)
-        )
-    others = [b for b, token in tokens.items() if token == -1]
+        drawn = draw_tokens(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL)
+        for b, token in zip(rejected, drawn, strict=True):
+            tokens[b] = token
+    others = [b for b, token in enumerate(tokens) if token == -1]
     if others:
-        weights = pick_rows(p.weights, [ends[b] for b in others]).squeeze(1)
-        tokens.update(zip(others, draw_tokens(weights, [uniforms[b] for b in others]), strict=True))
-    return list(tokens.values())
+        drawn = draw_tokens(pick_rows(p.weights, [ends[b] for b in others]), [uniforms[b] for b in others])
+        for b, token in zip(others, drawn, strict=True):
+            tokens[b] = token
+    return tokens
 
 
 class Drafts:
@@ -96,19 +95,21 @@ class Drafts:
         self.tokens = given.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
         # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
-        self.x = given.draft_tokens.clamp(0, vocab_size - 1).long()
+        self.x = given.draft_tokens.long()
+        if not all(map(all, self.in_vocab)):
+            self.x = self.x.clamp(0, vocab_size - 1)
         self.lse: list[list[float]] = [] if given.draft_lse is None else given.draft_lse.tolist()
         self.rows: Rows | None = None
         self.first = 0
 
     def read(self, first: int, stop: int) -> Callable[[int, int], float]:
         """Read the positions first .. stop - 1. Returns the function (b, i) -> q(x) of sequence b at first + i."""
-        x, given = self.x[:, first:stop], self.given
+        x, given, self.first = columns(self.x, first, stop), self.given, first
         if given.draft_logits is None:
             return lambda b, i: 1.0
-        logits = given.draft_logits[:, first:stop]
+        logits = columns(given.draft_logits, first, stop)
         if given.draft_lse is None:
-            self.rows, self.first = read_rows(logits, self.inverse, given.draft_filters), first
+            self.rows = read_rows(logits, self.inverse, given.draft_filters)
             return self.rows.probabilities(x)
         z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, given.draft_filters)).tolist()
 
@@ -119,31 +120,38 @@ class Drafts:
         return probability
 
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
-        """[N, V] max(reach p - q, 0) for N rows of the target and their drafts (b, i), which have been read."""
+        """[N, V] max(reach p - q, 0) for N rows (b, i) of p and their drafts, which have been read."""
+        p_weights, p_factors = pick_rows(p.weights, where), p.factors(where, reach)
         if self.given.draft_logits is None:
-            weights = p.weights * p.factors(reach)
-            for row, (b, i) in zip(weights[:, 0], where, strict=True):
-                row[self.tokens[b][i]] = 0.0
-            return weights.squeeze(1)
-        q = self._rows_from_lse(where) if self.rows is None else self.rows.pick([(b, i - self.first) for b, i in where])
+            weights = p_weights * p_factors
+            for row, (b, i) in zip(weights, where, strict=True):
+                row[self.tokens[b][self.first + i]] = 0.0
+            return weights
+        if self.rows is not None:
+            q, drafts, q_weights = self.rows, where, pick_rows(self.rows.weights, where)
+        else:
+            q, drafts = self._rows_from_lse(where), [(row, 0) for row in range(len(where))]
+            q_weights = q.weights.squeeze(1)
         # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
-        minus_q, p_factors = q.weights.mul_(-q.factors()), p.factors(reach)
+        minus_q = q_weights.mul_(q.factors(drafts, -1.0))
         # Equal logits mean q = c reach p, which rounding would hide, and a residual of (1 - c) reach p. Rows without a
         # finite entry have a c of NaN.
         rests = {
-            row: max(0.0, 1.0 + float(minus_q[row].amin() / (p.weights[row].amax() * p_factors[row])))
-            for row in range(len(where))
-            if p.maximum[row] == q.maximum[row] and torch.equal(p.z[row], q.z[row])
+            row: max(0.0, 1.0 + float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row])))
+            for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True))
+            if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j])
         }
-        weights = minus_q.addcmul_(p.weights, p_factors).clamp_(min=0)
+        weights = minus_q.addcmul_(p_weights, p_factors).clamp_(min=0)
         for row, rest in rests.items():
-            weights[row] = p.weights[row] * p_factors[row] * rest
-        return weights.squeeze(1)
+            weights[row] = p_weights[row] * p_factors[row] * rest
+        return weights
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
+        """The draft rows of N rows (b, i) of p, as one row of each of N sequences."""
         logits, lse, sequences = self.given.draft_logits, self.given.draft_lse, [b for b, _ in where]
         assert logits is not None and lse is not None
         inverse = None if self.inverse is None else self.inverse[sequences]
-        z, maximum = scaled_rows(pick_rows(logits, where), inverse, self.given.draft_filters.at(sequences))
-        shift, _ = stats_from_lse(pick_rows(lse.unsqueeze(-1), where))
+        where = [(b, self.first + i) for b, i in where]
+        z, maximum = scaled_rows(pick_rows(logits, where).unsqueeze(1), inverse, self.given.draft_filters.at(sequences))
+        shift, _ = stats_from_lse(pick_rows(lse.unsqueeze(-1), where).unsqueeze(1))
         return Rows(z, (z - shift).exp_(), maximum, [[1.0]] * len(where))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import VerifyArguments
-from .eager_rows import inverse_of, read_rows, rows_at_a_time, takes_dense_form
+from .eager_rows import columns, inverse_of, read_rows, rows_at_a_time, takes_dense_form
 from .eager_walk import Drafts, Outcome, next_tokens, prefix_length, verify_parts
 from .filters import row_bounds, scale_kept, scale_kept_tokens
 from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
@@ -42,8 +42,9 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     step = num_drafts + 1 if batch > 1 else rows_at_a_time(given.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)
-        p = read_rows(given.target_logits[:, first : first + step], inverse, given.filters)
-        p_x, q_x = p.probabilities(drafts.x[:, first:stop]), drafts.read(first, stop)
+        rows = columns(given.target_logits, first, min(first + step, num_drafts + 1))
+        p = read_rows(rows, inverse, given.filters)
+        p_x, q_x = p.probabilities(columns(drafts.x, first, stop)), drafts.read(first, stop)
         n = [
             first
             + prefix_length(
@@ -58,7 +59,7 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     # The next token, from the residual max(p - q, 0) of row n, or from p.
     rejected = [b for b in range(batch) if n[b] < num_drafts and drafts.in_vocab[b][n[b]]]
     ends = [(b, n[b] - first) for b in range(batch)]
-    residual = drafts.residual(p.pick([ends[b] for b in rejected]), [(b, n[b]) for b in rejected]) if rejected else None
+    residual = drafts.residual(p, [ends[b] for b in rejected]) if rejected else None
     return list(zip(n, next_tokens(p, ends, rejected, residual, given.sample_uniforms.tolist()), strict=True))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Filters
-from .eager_rows import argmax_by_tiles, draw_tokens, inverse_of, read_rows, runs, takes_dense_form
+from .eager_rows import argmax_by_tiles, draw_tokens, floats, integers, inverse_of, read_rows, runs, takes_dense_form
 from .filters import row_bounds, scale_kept
 from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, softmax_stats
 
@@ -37,11 +37,7 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, 
                     rows.maximum, rows.total, rows.weights.amax(-1).tolist(), strict=True
                 )
             ]
-    device = logits.device
-    return (
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(lse, dtype=torch.float32, device=device),
-    )
+    return integers(tokens), floats(lse)
 
 
 def dense(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     target_logits, draft_logits = given.target_logits, given.draft_logits
-    scores = given.alpha, given.beta
+    # As floats: an eager call may be given an int that is too large for torch.
+    scores = 1.0 * given.alpha, 1.0 * given.beta
     batch, num_drafts = given.draft_tokens.shape
     inverse_t = inverse_of(given.temperature)  # [B]
     x, in_vocab = draft_indices(given.draft_tokens, target_logits.shape[2])
@@ -41,15 +42,14 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     tokens = dict.fromkeys(range(batch), -1)
     s = given.sample_uniforms.tolist()
     if bonus:
-        last = pick_rows(target_logits, [(b, num_drafts) for b in bonus])
+        last = pick_rows(target_logits, [(b, num_drafts) for b in bonus]).unsqueeze(1)
         rows = read_rows(last, None if inverse_t is None else inverse_t[bonus], Filters())
         tokens.update(zip(bonus, draw_tokens(rows.weights.squeeze(1), [s[b] for b in bonus]), strict=True))
     if others:
         where = [(b, n[b]) for b in others]
         inverse = None if inverse_t is None else inverse_t[others]
         z_p, z_q = (
-            floor(scale(pick_rows(logits, where).squeeze(1), inverse), *scores)
-            for logits in (target_logits, draft_logits)
+            floor(scale(pick_rows(logits, where), inverse), *scores) for logits in (target_logits, draft_logits)
         )
         p = score(z_p, *scores)
         is_draft = pick_rows(in_vocab.unsqueeze(-1), where).flatten()
@@ -60,7 +60,7 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
 
 def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
     target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature, alpha, beta = given.temperature, given.alpha, given.beta
+    temperature, alpha, beta = given.temperature, 1.0 * given.alpha, 1.0 * given.beta
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
