@@ -20,7 +20,8 @@ __all__ = ["compiled_sources", "digest", "register_op"]
 def register_op(
     public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
+    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`, and
+    return what `public` calls: the op, or in an eager call on a CPU the body, without the time of a dispatch.
 
     This is `torch.library.triton_op` without its search of the body's source for kernels, which imports Triton and
     Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
@@ -28,9 +29,6 @@ def register_op(
     Args:
         is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
             does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
-
-    Returns:
-        What the public function calls: the op, or its body in an eager call on a CPU, without the time of a dispatch.
     """
 
     parameters = inspect.signature(public).parameters

@@ -35,8 +35,7 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
-    """True for a traced or empty call, and where computing all that might be needed costs less than finding out what
-    is."""
+    """True for a traced or empty call, and where computing everything costs less than finding out what is needed."""
     if not is_eager_cpu(logits) or logits.shape[0] == 0:
         return True
     if logits.shape[-1] >= SHORT or logits.shape[0] <= MANY:

@@ -95,9 +95,7 @@ class Drafts:
         self.tokens = given.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
         # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
-        self.x = given.draft_tokens.long()
-        if not all(map(all, self.in_vocab)):
-            self.x = self.x.clamp(0, vocab_size - 1)
+        self.x = given.draft_tokens.clamp(0, vocab_size - 1).long()
         self.lse: list[list[float]] = [] if given.draft_lse is None else given.draft_lse.tolist()
         self.rows: Rows | None = None
         self.first = 0
