@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.attention import DTYPES
-from .architecture import unwrapped
+from .architecture import Reading, unwrapped
 from .encoder_decoder import EncoderDecoderModel
-from .models import TESTED_FAMILIES, Reading, TransformersModel
+from .models import TESTED_FAMILIES, TransformersModel
 from .rereading import RereadingModel
 from .rotary import rereads_at
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ..ops.kv_cache import Window
 from .rotary import growing_kind
 
 __all__ = [
+    "Reading",
     "cache_argument",
     "check_can_decode",
     "computes_positions",
@@ -22,6 +23,14 @@ __all__ = [
     "why_not_compiled",
     "windows",
 ]
+
+
+class Reading(NamedTuple):
+    """How a model that passed a check is read: as the attributes of `TransformersModel`."""
+
+    supports_spans: bool
+    max_length: int | None
+    limited_by: str | None
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import (
+    Reading,
     cache_argument,
     check_can_decode,
     computes_positions,
@@ -28,7 +29,7 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-__all__ = ["TESTED_FAMILIES", "Check", "Reading", "Seen", "TransformersModel"]
+__all__ = ["TESTED_FAMILIES", "Check", "Seen", "TransformersModel"]
 
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
@@ -42,14 +43,6 @@ ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 
 # The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
 Seen = Tensor | dict[str, Tensor]
-
-
-class Reading(NamedTuple):
-    """How a model that passed a check is read: as the attributes of `TransformersModel`."""
-
-    supports_spans: bool
-    max_length: int | None
-    limited_by: str | None
 
 
 # None = the model is of a tested family.
@@ -102,12 +95,14 @@ class TransformersModel:
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None
         self._read_lengths = ReadLengths()
+        self._is_looked_at = False
         self._prompt_lengths: Tensor | None = None
         self._copy = ShadowModel()
-        self.look()
+        self._take_over()
 
     def look(self) -> None:
-        """Take over what has changed in the model: its classes, configs, modules, hooks and attributes.
+        """Take over what has changed in the model: its classes, configs, modules, hooks and attributes. A `start` that
+        comes next does not look again.
 
         Raises:
             ValueError: it cannot be read any more (`language_model`).
@@ -115,9 +110,15 @@ class TransformersModel:
                 number of layers. `start` forgets them.
         """
         self._take_over()
+        self._is_looked_at = True
         if self._cache is not None and self._cache_held != self._cache_holds():
             held, holds = (", ".join(map(str, each)) for each in (self._cache_held, self._cache_holds()))
             raise RuntimeError(f"model: its layers, dtype and device changed while texts run: were {held}, are {holds}")
+
+    def _begin(self) -> None:
+        if not self._is_looked_at:
+            self._take_over()
+        self._is_looked_at = False
 
     def _take_over(self) -> None:
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
@@ -204,11 +205,12 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
-        self._take_over()
+        self._begin()
         self._prompt_lengths = None
         self._start_cache(batch, capacity)
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        self._is_looked_at = False
         if rows is None or self._prompt_lengths is None:
             self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
         self._prompt_lengths[slice(None) if rows is None else rows] = lengths
@@ -255,6 +257,7 @@ class TransformersModel:
         kept = () if self._features is None else self._features.layers
         if kept != tuple(layers):
             self._features = FeatureBuffer(tuple(layers)) if layers else None
+            self._is_looked_at = False
 
     @property
     def features(self) -> Tensor:
