@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,8 @@ from ..ops.attention import DTYPES
 from .architecture import Reading, unwrapped
 from .encoder_decoder import EncoderDecoderModel
 from .models import TESTED_FAMILIES, TransformersModel
-from .rereading import RereadingModel
+from .references import are_same, is_foreign
+from .rereading import OTHER_ROTARY, RereadingModel
 from .rotary import rereads_at
 
 __all__ = ["language_model"]
@@ -62,31 +62,32 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
 
 
 class _Check:
-    """Checks a model when it is first used, and again when its architecture or a `forward` set on a module changes."""
+    """Checks a model when it is first used, and again when its architecture, or a `forward` or a class of its owner's
+    changes."""
 
     def __init__(self) -> None:
         self._architecture: Hashable = None
-        self._forwards: list[Any] = []
+        self._own: list[Any] = []
         self._reading: Reading | None = None
 
     def __call__(self, adapter: TransformersModel) -> Reading | None:
         """How the model is read; None = as its family was tested."""
         model = adapter.model
         if (rereads_at(model) is not None) != isinstance(adapter, RereadingModel):
-            raise ValueError(f"model: {type(model).__name__} has other rotary embeddings now; make a new decoder")
-        forwards = [forward for module in model.modules() if (forward := vars(module).get("forward"))]
-        if not forwards and model.config.model_type in TESTED_FAMILIES:
-            return None
-        architecture = _architecture(model)
-        # A forward of its own is unknown code, whatever the architecture.
-        if not forwards and architecture in _passed:
-            return _passed[architecture]
-        is_same = len(forwards) == len(self._forwards) and all(map(operator.is_, forwards, self._forwards))
-        if not is_same or architecture != self._architecture:
+            raise ValueError(OTHER_ROTARY)
+        # Unknown code, whatever the architecture.
+        own = [vars(module).get("forward", type(module)) for module in model.modules()]
+        own = [each for each in own if not isinstance(each, type) or is_foreign(each)]
+        architecture = _architecture(model) if own or model.config.model_type not in TESTED_FAMILIES else None
+        if not own and architecture is not None:
+            if architecture not in _passed:
+                _passed[architecture] = _check(adapter)
+            self._reading = _passed[architecture]
+        elif own and not (architecture == self._architecture and are_same(own, self._own)):
             self._reading = _check(adapter)
-            self._architecture, self._forwards = architecture, forwards
-        if not forwards and self._reading is not None:
-            _passed[architecture] = self._reading
+        elif not own:
+            self._reading = None
+        self._architecture, self._own = architecture, own
         return self._reading
 
 

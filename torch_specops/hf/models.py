@@ -168,7 +168,7 @@ class TransformersModel:
 
     @property
     def compile_key(self) -> Hashable:
-        return self._copy.newest.hooks
+        return tuple(self._copy.newest.code)
 
     @property
     def is_observed(self) -> bool:

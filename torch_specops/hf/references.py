@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
@@ -15,12 +16,31 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-__all__ = ["MUTABLE", "PLAIN", "calls_nothing", "globals_of", "package", "parts_of", "reaches_module"]
+__all__ = [
+    "MUTABLE",
+    "PLAIN",
+    "are_same",
+    "calls_nothing",
+    "globals_of",
+    "is_foreign",
+    "package",
+    "parts_of",
+    "reaches_module",
+]
 
 PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 # Others may change them later.
 MUTABLE = (list, set, dict, OrderedDict)
 INERT = (complex, bytes, Enum, type, ModuleType, BuiltinFunctionType, PreTrainedConfig, GenerationConfig)
+
+
+# The packages whose classes and functions keep nothing of what a forward computes.
+KNOWN = {"torch", "torchao", "torch_specops", "transformers", "peft"}
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether a class or a function is of another package."""
+    return package(value) not in KNOWN
 
 
 def package(value: Any) -> str:
@@ -36,29 +56,32 @@ def calls_nothing(kind: type) -> bool:
 def parts_of(value: Any) -> tuple[Sequence[Any], Callable[..., Any], tuple[Hashable, ...]] | None:
     """The parts of a value, the function that makes the same of other parts, and the rest of what determines the
     result. None = a value of another kind."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is MethodType:
         return (value.__func__, value.__self__), MethodType, ()
     if kind is ReferenceType:
         return (value(),), ref, ()
     if kind is partial:
-        return (value.func, value.args, *value.keywords.values()), partial(_make_partial, value), (*value.keywords,)
+        old = (value.func, value.args, *value.keywords.values(), *vars(value).values())
+        return old, partial(_make_partial, value), (*value.keywords, *vars(value))
     if kind is FunctionType:
-        cells = value.__closure__ or ()
-        old = (*map(_content, cells), value.__defaults__, *(value.__kwdefaults__ or {}).values())
-        return old, partial(_make_function, value), (id(value.__code__), *map(id, cells))
+        cells, names = value.__closure__ or (), value.__kwdefaults__ or {}
+        old = (*map(_content, cells), value.__defaults__, *names.values(), *vars(value).values())
+        return old, partial(_make_function, value), (id(value.__code__), *map(id, cells), *names, *vars(value))
     if kind in (dict, OrderedDict):
         return (*value, *value.values()), lambda *new: kind(zip(new, new[len(value) :], strict=False)), ()
     if kind is tuple or kind in MUTABLE:
         return tuple(value), lambda *new: kind(new), ()
-    if "__wrapped__" in getattr(value, "__dict__", ()):
+    if "__wrapped__" in getattr(value, "__dict__", ()) and kind.__new__ is object.__new__:
         attributes = {name: part for name, part in vars(value).items() if name not in WRAPPER_ASSIGNMENTS}
         return tuple(attributes.values()), partial(_make_wrapper, value, tuple(attributes)), tuple(attributes)
     return None
 
 
 def _make_partial(old: partial[Any], function: Any, args: tuple[Any, ...], *named: Any) -> partial[Any]:
-    return partial(function, *args, **dict(zip(old.keywords, named, strict=True)))
+    made = partial(function, *args, **dict(zip(old.keywords, named, strict=False)))
+    vars(made).update(zip(vars(old), named[len(old.keywords) :], strict=True))
+    return made
 
 
 def _make_function(old: FunctionType, *parts: Any) -> FunctionType:
@@ -67,7 +90,8 @@ def _make_function(old: FunctionType, *parts: Any) -> FunctionType:
     inside = tuple(cell if part is _content(cell) else CellType(part) for cell, part in zip(cells, parts, strict=False))
     defaults, *named = parts[len(cells) :]
     made = FunctionType(old.__code__, old.__globals__, old.__name__, defaults, inside)
-    made.__kwdefaults__ = dict(zip(names, named, strict=True))
+    made.__kwdefaults__ = dict(zip(names, named, strict=False))
+    vars(made).update(zip(vars(old), named[len(names) :], strict=True))
     return made
 
 
@@ -99,6 +123,10 @@ def globals_of(function: FunctionType) -> Iterator[Any]:
                 yield value
 
 
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def reaches_module(value: Any) -> bool:
     """Whether references lead from a value to a module."""
     found: dict[int, Any] = {}
@@ -113,5 +141,8 @@ def reaches_module(value: Any) -> bool:
         parts = parts_of(each)
         ahead += gc.get_referents(each) if parts is None else parts[0]
         if type(each) is FunctionType:
-            ahead += (*vars(each).values(), *globals_of(each))
+            ahead += globals_of(each)
+        # `gc` does not see what is referred to weakly, such as the object of a `WeakMethod`.
+        if isinstance(each, ReferenceType):
+            ahead.append(each())
     return False

@@ -15,7 +15,9 @@ from .cache import RaggedCache
 from .models import Check, TransformersModel
 from .rotary import rereads_at
 
-__all__ = ["RereadingModel"]
+__all__ = ["OTHER_ROTARY", "RereadingModel"]
+
+OTHER_ROTARY = "model: its rotary embedding has become another kind, which is read otherwise; make a new decoder"
 
 
 class RereadingModel(TransformersModel):
@@ -36,7 +38,8 @@ class RereadingModel(TransformersModel):
 
     def _take_over(self) -> None:
         switch = rereads_at(self.model)
-        assert switch is not None
+        if switch is None:
+            raise ValueError(OTHER_ROTARY)
         self.switch = switch
         super()._take_over()
 

@@ -120,6 +120,13 @@ def is_compiler_error(error: Exception) -> bool:
     return kind is not None and isinstance(error, kind)
 
 
+def global_hooks() -> list[Any]:
+    """Those that are called around the forward of every module. Without the names, what they see is made in inference
+    mode, and compiled code does not see that one was added."""
+    names = "_global_forward_pre_hooks", "_global_forward_hooks"
+    return [hook for name in names for hook in (find(f"torch.nn.modules.module:{name}") or {}).values()]
+
+
 def is_limit_of_graphs(error: Exception) -> bool:
     """Without the name, a model whose attributes get more values than torch keeps graphs for is an error."""
     kind = find("torch._dynamo.exc:FailOnRecompileLimitHit")
