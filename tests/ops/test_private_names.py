@@ -108,6 +108,7 @@ def test_what_else_changes_without_them() -> None:
     triton_interpreter.prepare()
     assert_equal(launch_sample(logits, uniforms, Filters(temperature)), call("sample", arguments))
     assert hint(7) == 7 and private.hint(object()) == 1
+    assert private.global_hooks() == [] and not private.is_limit_of_graphs(RuntimeError())
     # The compiler's own error, unnamed.
     with pytest.raises(RuntimeError, match="graph_break") as caught, compilation.compile_errors_named():
         torch.compile(torch._dynamo.graph_break, fullgraph=True, backend="eager")()

@@ -179,6 +179,8 @@ class Look:
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self._follow_hooks(own[name], own[f"{name}_with_kwargs"], module, name)
         for weight in module._parameters.values():
+            if isinstance(weight, nn.UninitializedParameter):
+                raise ValueError(f"model: {type(module).__name__} has no weights yet; run the model once")
             # Not the weight, which its owner may want to free.
             self._met += (type(weight), getattr(weight, "dtype", None), getattr(weight, "device", None))
         self.is_observed |= "forward" in own or "parametrizations" in module._modules

@@ -123,8 +123,9 @@ def is_compiler_error(error: Exception) -> bool:
 def global_hooks() -> list[Any]:
     """Those that are called around the forward of every module. Without the names, what they see is made in inference
     mode, and compiled code does not see that one was added."""
-    names = "_global_forward_pre_hooks", "_global_forward_hooks"
-    return [hook for name in names for hook in (find(f"torch.nn.modules.module:{name}") or {}).values()]
+    before = find("torch.nn.modules.module:_global_forward_pre_hooks") or {}
+    after = find("torch.nn.modules.module:_global_forward_hooks") or {}
+    return [*before.values(), *after.values()]
 
 
 def is_limit_of_graphs(error: Exception) -> bool:
