@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from types import FunctionType, MethodType
@@ -198,26 +199,21 @@ class Look:
         return clone
 
     def _follow_hooks(self, hooks: dict[int, Any], with_kwargs: dict[int, bool], module: nn.Module, name: str) -> None:
-        """The copy of a module has its hooks, bound to copies if they are bound to modules."""
+        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called as
+        they are, because many take notes on the model."""
         for key, hook in hooks.items():
             # Those of transformers take note of what a forward shall return.
             self.is_observed |= package(hook) != "transformers"
             self.code += (_number(hook), key in with_kwargs)
-            try:
-                rebound = self._rebound(hook, module)
-            except NotSeenThroughError:
-                self._not_followed.add(f"a hook of {type(module).__name__}")
-            else:
-                if rebound is not hook:
-                    self.attributes[module][name] = self.attributes[module][name] | {key: rebound}
+            if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):
+                with suppress(NotSeenThroughError):
+                    self.attributes[module][name] = self.attributes[module][name] | {key: self._rebound(hook, module)}
         self.code.append(len(hooks))
 
     def look_at_global_hooks(self) -> None:
         for hook in private.global_hooks():
             self.is_observed = True
             self.code.append(_number(hook))
-            if reaches_module(hook):
-                self._not_followed.add("a hook of all modules")
 
     def _look_at_class(self, kind: type[nn.Module]) -> None:
         if kind in self._classes:
