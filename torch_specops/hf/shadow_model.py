@@ -207,7 +207,8 @@ class Look:
             self.code += (_number(hook), key in with_kwargs)
             if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):
                 with suppress(NotSeenThroughError):
-                    self.attributes[module][name] = self.attributes[module][name] | {key: self._rebound(hook, module)}
+                    if (rebound := self._rebound(hook, module)) is not hook:
+                        self.attributes[module][name] = self.attributes[module][name] | {key: rebound}
         self.code.append(len(hooks))
 
     def look_at_global_hooks(self) -> None:
@@ -297,7 +298,11 @@ class Look:
 def _number(value: Any) -> int:
     known = _numbers.get(id(value))
     if known is None or known[0]() is not value:
-        known = ref(value, partial(_forget, id(value))), next(_next_number)
+        try:
+            known = ref(value, partial(_forget, id(value))), next(_next_number)
+        # It has no weak references.
+        except TypeError:
+            return next(_next_number)
         _numbers[id(value)] = known
     return known[1]
 
