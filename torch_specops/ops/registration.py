@@ -14,7 +14,11 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-__all__ = ["compiled_sources", "digest", "register_op"]
+__all__ = ["bodies", "compiled_sources", "digest", "register_op"]
+
+
+# Op -> what it runs. The tests of CUDA code on a CPU call it, because their tensors lie to the dispatcher.
+bodies: dict[str, Callable[..., Any]] = {}
 
 
 def register_op(
@@ -66,6 +70,7 @@ def register_op(
         name = f"specops::{public.__name__}"
         schema = torch.library.infer_schema(public, mutates_args=())
         torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        bodies[name] = run
         torch.library.impl(name, "default", private.leave_uncompiled(run))
         torch.library.register_fake(name, body)
         if private.TRACED:

@@ -97,11 +97,10 @@ def launch(run_kernel: Callable[..., Any], executor: Any, *args: Any, **kwargs: 
 
 def _body_of(op: Any) -> Callable[..., Any]:
     """Python's body of an op of ours."""
-    from torch_specops.ops import api, attention
-    from torch_specops.ops.cpu import filters
+    from torch_specops.ops.cpu.filters import filter_bounds
+    from torch_specops.ops.registration import bodies
 
-    name = op._schema.name.removeprefix("specops::")
-    return {"attend": attention._attend, "filter_bounds": filters.filter_bounds}.get(name) or getattr(api, f"_{name}")
+    return bodies.get(op._schema.name, filter_bounds)
 
 
 def _device_named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
