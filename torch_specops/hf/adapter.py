@@ -66,6 +66,7 @@ class _Check:
     changes."""
 
     def __init__(self) -> None:
+        # Of the newest check of code of the owner's.
         self._architecture: Hashable = None
         self._own: list[Any] = []
         self._reading: Reading | None = None
@@ -78,17 +79,24 @@ class _Check:
         # Unknown code, whatever the architecture.
         own = [vars(module).get("forward", type(module)) for module in model.modules()]
         own = [each for each in own if not isinstance(each, type) or is_foreign(each)]
-        architecture = _architecture(model) if own or model.config.model_type not in TESTED_FAMILIES else None
-        if not own and architecture is not None:
-            if architecture not in _passed:
-                _passed[architecture] = _check(adapter)
-            self._reading = _passed[architecture]
-        elif own and not (architecture == self._architecture and are_same(own, self._own)):
+        if not own:
+            # What was removed is not kept.
+            self._own = []
+            return _reading_of_family(adapter)
+        architecture = _architecture(model)
+        if architecture != self._architecture or not are_same(own, self._own):
             self._reading = _check(adapter)
-        elif not own:
-            self._reading = None
-        self._architecture, self._own = architecture, own
+            self._architecture, self._own = architecture, own
         return self._reading
+
+
+def _reading_of_family(adapter: TransformersModel) -> Reading | None:
+    if adapter.model.config.model_type in TESTED_FAMILIES:
+        return None
+    architecture = _architecture(adapter.model)
+    if architecture not in _passed:
+        _passed[architecture] = _check(adapter)
+    return _passed[architecture]
 
 
 def _architecture(model: PreTrainedModel) -> Hashable:
