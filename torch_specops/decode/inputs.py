@@ -28,6 +28,7 @@ __all__ = [
     "Seed",
     "check_logprobs",
     "check_room",
+    "check_tokens",
     "checked_sampling",
     "read_prompts",
 ]
@@ -167,6 +168,13 @@ def read_prompts(
     )
     rules = [[*row, *row_rules] for row in _read_rules(stop_strings, tokenizer, batch)]
     return Prompts(state, rules, _read_grammars(grammar, batch), pad_token_id, inputs, num_return_sequences)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raise ValueError if a token of a prompt is outside the vocabulary."""
+    wrong = (tokens < 0) | (tokens >= vocab_size)
+    if bool(wrong.any()):
+        raise ValueError(f"input_ids: expected tokens in [0, {vocab_size}), got {int(tokens[wrong][0])}")
 
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
@@ -331,9 +339,7 @@ def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) ->
         raise ValueError(f"attention_mask: expected padding at the ends of a row only, got a hole in row {row}")
     tokens = input_ids.long().gather(1, (~is_token).long().argsort(dim=1, stable=True))
     inside = torch.arange(tokens.shape[1], device="cpu") < lengths.unsqueeze(1)
-    wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
-    if bool(wrong.any()):
-        raise ValueError(f"input_ids: expected tokens in [0, {vocab_size}), got {int(tokens[wrong][0])}")
+    check_tokens(tokens[inside], vocab_size)
     return torch.where(inside, tokens, 0)[:, : int(lengths.max())], lengths
 
 

@@ -18,7 +18,7 @@ from .. import checks
 from ..sampling import SamplingParams
 from .batch import Batch
 from .guard import Guard
-from .inputs import Prompts, check_logprobs, check_room, read_prompts
+from .inputs import Prompts, check_logprobs, check_room, check_tokens, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .runner import StepRunner
@@ -276,7 +276,8 @@ class Session:
                 continue
             text.deadline = time.monotonic() + text.max_time
             try:
-                self._check_tokens(text.prompt.state.tokens)
+                # The vocabulary may have shrunk since the request was read.
+                check_tokens(text.prompt.state.tokens, self._vocab_size)
                 self._replace_inputs(row, text.prompt.inputs)
                 admitted[row] = text.prompt
             except (TypeError, ValueError, RuntimeError) as error:
@@ -284,10 +285,6 @@ class Session:
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)
-
-    def _check_tokens(self, prompt: Tensor) -> None:
-        if int(prompt.max()) >= self._vocab_size:
-            raise ValueError(f"input_ids: expected tokens in [0, {self._vocab_size}), got {int(prompt.max())}")
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
         if inputs is None:
