@@ -91,7 +91,7 @@ def bad_numbers(op: str, name: str) -> Iterator[Bad]:
     expected, values = NUMBERS[name]
     if (op, name) == ("verify_block", "lenience"):
         expected, values = "1.0, the only one", (*values, 0.3)
-    return ((value, ValueError, (expected, f"got {value}")) for value in values)
+    return ((value, ValueError, (expected, f"got {float(value)}")) for value in values)
 
 
 def bad_kinds(op: str, name: str) -> Iterator[Bad]:

@@ -36,6 +36,7 @@ def register_op(
     """
 
     parameters = inspect.signature(public).parameters
+    floats = {index for index, each in enumerate(parameters.values()) if each.annotation == "float"}
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
@@ -50,7 +51,8 @@ def register_op(
             tensors = [x for x in args if isinstance(x, Tensor)]
             # Operations on a tensor that requires a gradient would be recorded.
             if is_eager_cpu(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-                return body(*args)
+                # The dispatcher makes floats of ints, too.
+                return body(*(float(x) if type(x) is int and index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
         # Where Dynamo leaves the public function to eager code, which raises an error, it leaves this too.

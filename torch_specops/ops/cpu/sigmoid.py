@@ -22,8 +22,7 @@ def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     target_logits, draft_logits = given.target_logits, given.draft_logits
-    # As floats: an eager call may be given an int that is too large for torch.
-    scores = 1.0 * given.alpha, 1.0 * given.beta
+    scores = given.alpha, given.beta
     batch, num_drafts = given.draft_tokens.shape
     inverse_t = inverse_of(given.temperature)  # [B]
     x, in_vocab = draft_indices(given.draft_tokens, target_logits.shape[2])
@@ -60,7 +59,7 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
 
 def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
     target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature, alpha, beta = given.temperature, 1.0 * given.alpha, 1.0 * given.beta
+    temperature, alpha, beta = given.temperature, given.alpha, given.beta
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
