@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TAIL_LINES = 30
 REHEARSED_SECONDS = 200
+INTERRUPTED_SECONDS = 5
 CALLS = (1, 2, 3)
 
 
@@ -140,6 +141,10 @@ class Runner:
                 outcome = "done" if code == 0 else "failed" if code > 0 else f"killed by signal {-code}"
             except subprocess.TimeoutExpired:
                 code, outcome = None, "out of time"
+                # Interrupted first, so that pytest says what failed until then.
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(INTERRUPTED_SECONDS)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
