@@ -73,7 +73,7 @@ bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
 bench-gpu: $(DEV) ## test and measure on a GPU, in calls of nine minutes: CALL=1, 2, 3
-	@$(RUN) benchmarks/bench_gpu.py $(CALL:%=--call %) $(ARGS)
+	@export PYTHONPATH=.; $(RUN) benchmarks/bench_gpu.py $(CALL:%=--call %) $(ARGS)
 
 evidence: $(EVIDENCE) ## reproduce the papers' tables (CPU; goes on where it was stopped)
 	@$(RUN) benchmarks/papers/run.py $(ARGS)

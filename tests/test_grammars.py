@@ -7,7 +7,8 @@ import re
 import llguidance
 import pytest
 import torch
-from tiny_grammars import EOS, LIBRARIES, TEXTS, allowed_tokens, llguidance_tokenizer
+from grammar_libraries import EOS, LIBRARIES, TEXTS, llguidance_tokenizer
+from tiny_grammars import allowed_tokens
 from tiny_models import VOCAB, raised
 
 from torch_specops import grammars

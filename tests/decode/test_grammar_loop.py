@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_grammars import EOS, LIBRARIES, TEXTS, Allowing, by_turns, compiled
+from grammar_libraries import EOS, LIBRARIES, TEXTS, compiled
+from tiny_grammars import Allowing, by_turns
 from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
 from tiny_models import PROMPTS, padded, raised, shared_tiny, tiny
 from tiny_requests import in_order, texts

@@ -204,12 +204,15 @@ def test_law_on_cuda() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_filters_allocate_no_copy(dtype: torch.dtype) -> None:
-    """Neither a mask, nor a float32 copy, nor what a sort would need."""
+    """Neither a mask, nor a float32 copy, nor what a sort would need: what `filter/bounds.py` counts for a group of 64
+    entries."""
     rows, num_drafts = size("rows and drafts of a large batch")
     x = verify_inputs(rows, num_drafts, size("vocabulary of a language model"), dtype)["target_logits"].flatten(0, 1)
     given = filters(len(x)) | {"uniforms": torch.rand(len(x), device="cuda")}
     torch_specops.sample(x, **given)
-    assert allocated(lambda: torch_specops.sample(x, **given)) <= 0.2 * x.nbytes or rows < 64
+    counted = (6 * x.element_size() + 28) / (64 * x.element_size())
+    # The last tile of a row is counted whole.
+    assert allocated(lambda: torch_specops.sample(x, **given)) <= 1.05 * counted * x.nbytes or rows < 64
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
