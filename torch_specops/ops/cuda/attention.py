@@ -136,7 +136,8 @@ def join_kernel(
 
 def block_sizes(head_dim: int, size: int) -> tuple[int, int, int]:
     """BLOCK_D, TILE and the most ROWS of a program for heads of so many entries of `size` bytes."""
-    block_d = triton.next_power_of_2(head_dim)
+    # The least that a product of tensor cores sums over.
+    block_d = max(triton.next_power_of_2(head_dim), 16)
     return block_d, max(TILE_BYTES // (block_d * size), 16), max(min(MAX_ROWS, MAX_SUMS[size] // block_d), 16)
 
 
