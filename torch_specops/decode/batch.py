@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import feature_model, replace_inputs
-from ..drafts.ragged import begin_texts, read_beginnings, read_texts
+from ..drafts.ragged import begin_texts, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
@@ -74,11 +74,12 @@ class Batch:
         runner.keep_logits = None if logits is None else logits.push
         target, lengths = runner.target, [row.length for row in self.rows]
         reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
+        reads_first |= keeps_states(target)
+        runner.expect()
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
-            # All but the newest token of the longest prompt, but at least one: the first forward allocates the cache.
-            read_beginnings(target, state.tokens, state.lengths, max(max(lengths) - 1, 1))
+            read_beginnings(target, state.tokens, state.lengths, num_unread=1)
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             begin_texts(target, state.lengths)

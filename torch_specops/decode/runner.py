@@ -15,6 +15,7 @@ from .. import compilation
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import readable_lengths, static_tensors_of
+from ..drafts.ragged import expect_tokens
 from ..grammars import Grammar
 from ..ops.tracing import normal_tensors
 from ..schedules import Optimal, Schedule, Trim
@@ -131,8 +132,19 @@ class StepRunner:
 
     def capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
-        slots = longest + max(*self.schedule.buckets, self.max_forced) + 1
+        slots = longest + self._most_tokens
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step: a row's newest one, and its drafts or forced tokens."""
+        return max(*self.schedule.buckets, self.max_forced) + 1
+
+    def expect(self) -> None:
+        """Tell the models that a batch is to come, and what its steps read at most."""
+        expect_tokens(self.target, self._most_tokens)
+        if self.draft is not None:
+            self.draft.expect(max(self.schedule.buckets))
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
         if self._one_graph and any(grammar is not None for grammar in grammars):
@@ -175,7 +187,6 @@ class StepRunner:
         state, draft = self.state, self.draft
         self._compile_draft()
         if draft is not None:
-            draft.expect(max(self.schedule.buckets))
             with normal_tensors():
                 draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
         self.keep_valid_graphs()

@@ -83,11 +83,15 @@ class HierarchicalDraft(ModelDraft):
         super().bind(target)
         self.inner.bind(target)
 
+    def expect(self, num_draft_tokens: int) -> None:
+        super().expect(num_draft_tokens + self.num_inner_tokens)
+        # It catches up with one token, and its text grows by the drafts of the step.
+        self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         # Inner drafts are read at positions beyond the last draft.
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
-        self.inner.expect(self.num_inner_tokens)
         self.inner.start(tokens, readable_lengths(self.inner, tokens, lengths), capacity, inputs)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:

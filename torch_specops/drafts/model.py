@@ -25,7 +25,7 @@ from .base import (
     replace_inputs,
     static_tensors_of,
 )
-from .ragged import read_beginnings, read_texts
+from .ragged import expect_tokens, read_beginnings, read_texts
 
 __all__ = ["ModelDraft", "SequentialDraft", "as_draft_source"]
 
@@ -124,6 +124,8 @@ class ModelDraft(SequentialDraft):
         self.model = as_language_model("model", model)
         # The slots of the model's cache, if texts may have more.
         self._room: int | None = None
+        # [B, 1] how much `start` and `restart` have read of each row.
+        self._begun = torch.zeros(0, 1, dtype=torch.int64)
 
     # An `EarlyExit` has no model before it is bound.
     @property
@@ -143,15 +145,18 @@ class ModelDraft(SequentialDraft):
         if hasattr(target, "share_encoder"):
             self.model = target.share_encoder(self.model)
 
+    def expect(self, num_draft_tokens: int) -> None:
+        expect_tokens(self.model, num_draft_tokens + 1)
+
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._room = self.max_length if self.max_length is not None and capacity > self.max_length else None
         self.model.start(tokens.shape[0], self._room or capacity, inputs)
-        # All but the two newest tokens of the longest prompt, but at least one, to allocate the cache.
-        width = max(int(lengths.max()) - 2, 1)
-        read_beginnings(self.model, tokens.clamp(min=0), lengths, width)
+        read_beginnings(self.model, tokens.clamp(min=0), lengths, num_unread=2)
+        self._begun = (lengths.unsqueeze(1) - 2).clamp(min=0)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)
+        self._begun[rows] = (lengths[rows].unsqueeze(1) - 2).clamp(min=0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         replace_inputs(self.model, row, inputs)
@@ -159,7 +164,8 @@ class ModelDraft(SequentialDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
-        positions = self._inside(positions)
+        # A row may have got its text since. A model with states cannot go back into a prompt.
+        positions = self._inside(positions).maximum(self._begun)
         self.model.forward(tokens.gather(1, positions), positions, 1)
 
     def _inside(self, positions: Tensor) -> Tensor:

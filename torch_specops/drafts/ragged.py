@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ __all__ = [
     "RowReader",
     "begin_texts",
     "can_read_rows",
+    "expect_tokens",
     "groups_by_length",
+    "keeps_states",
     "read_beginnings",
     "read_ragged",
     "read_texts",
@@ -69,39 +71,66 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
     begin_texts(model, lengths[rows], rows)
-    counts = (lengths[rows] - num_unread).tolist()
-    # A shorter text is read beyond its end; its next tokens will overwrite those slots.
-    index = torch.arange(max(*counts, 1), device=tokens.device)
+    counts = _counts(model, lengths[rows], num_unread)
     if not can_read_rows(model):
+        index = torch.arange(max(*counts, 1), device=tokens.device)
         # At least one token is read: the first forward reads new inputs, and compiled steps do not. The other rows read
         # their newest token, which their next step reads again in any case.
         positions = (lengths - 1).unsqueeze(1).repeat(1, len(index))
         positions[rows] = index
         model.forward(tokens.gather(1, positions), positions, 1)
         return
-    for group in groups_by_length(counts, FORWARD_COST if tokens.device.type == "cpu" else None):
+    _read(model, tokens, counts, rows.tolist(), FORWARD_COST if tokens.device.type == "cpu" else None)
+
+
+def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_unread: int) -> None:
+    """Let a model read the texts of all rows, whose prompts are `lengths` [B] long, except for the `num_unread` newest
+    tokens of the longest, but at least one token, to allocate a cache; equal prompts once, if it has `copy_rows`. May
+    wait for the device."""
+    begin_texts(model, lengths)
+    counts = _counts(model, lengths, num_unread)
+    width = max(*counts, 1)
+    rows = list(range(len(tokens)))
+    if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
+        first: dict[tuple[int, ...], int] = {}
+        texts = zip(lengths.tolist(), *tokens[:, :width].t().tolist(), strict=True)
+        sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
+        if len(first) < len(sources):
+            rows = list(first.values())
+            _read(model, tokens, [max(counts[row], 1) for row in rows], rows, None)
+            model.copy_rows(torch.tensor(sources, device=tokens.device), width)
+            return
+    _read(model, tokens, [max(count, 1) for count in counts], rows, None)
+
+
+def _counts(model: LanguageModel, lengths: Tensor, num_unread: int) -> list[int]:
+    """How many tokens of each text to read. What a state begins with cannot be left for a step."""
+    return (lengths - num_unread).clamp(min=1 if keeps_states(model) else None).tolist()
+
+
+def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[int], forward_cost: int | None) -> None:
+    """Let a model read the first `counts` tokens of these rows. A shorter text is read beyond its end, and its next
+    tokens overwrite those slots; in a state they would stay."""
+    index = torch.arange(max(*counts, 1), device=tokens.device)
+    for group in groups_by_length(counts, 0 if keeps_states(model) else forward_cost):
         width = counts[group[0]]
-        if width > 0:
-            chosen = rows[torch.tensor(group, device=rows.device)]
+        if len(group) == len(tokens) and rows == list(range(len(tokens))):
+            model.forward(tokens[:, :width], index[:width].expand(len(tokens), -1), 1)
+        elif width > 0:
+            assert can_read_rows(model)
+            chosen = torch.tensor([rows[each] for each in group], device=tokens.device)
             model.forward(tokens[chosen, :width], index[:width].expand(len(group), -1), 1, chosen)
 
 
-def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, width: int) -> None:
-    """Let a model read the first `width` of the tokens [B, W] of all rows, whose prompts are `lengths` [B] long; those
-    of equal prompts once, if it has `copy_rows`. May wait for the device."""
-    begin_texts(model, lengths)
-    beginnings, device = tokens[:, :width], tokens.device
-    positions = torch.arange(width, device=device).expand(len(tokens), -1)
-    if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
-        first: dict[tuple[int, ...], int] = {}
-        texts = zip(lengths.tolist(), *beginnings.t().tolist(), strict=True)
-        sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
-        if len(first) < len(sources):
-            rows = torch.tensor(list(first.values()), device=device)
-            model.forward(beginnings[rows], positions[rows], 1, rows)
-            model.copy_rows(torch.tensor(sources, device=device), width)
-            return
-    model.forward(beginnings, positions, 1)
+def expect_tokens(model: Any, num_tokens: int) -> None:
+    """Tell a model that keeps states how many tokens a forward has that may be undone; before `start`."""
+    if keeps_states(model):
+        model.expect(num_tokens)
+
+
+def keeps_states(model: object) -> bool:
+    """Whether a model keeps states of texts (`LanguageModel`)."""
+    return getattr(model, "keeps_states", False)
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:

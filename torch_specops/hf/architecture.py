@@ -11,8 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
 from .rotary import growing_kind
+from .states import state_modules
 
 __all__ = [
+    "ATTENTION_OF",
+    "STATE_KINDS",
     "Reading",
     "cache_argument",
     "check_can_decode",
@@ -23,6 +26,18 @@ __all__ = [
     "why_not_compiled",
     "windows",
 ]
+
+
+# Kinds of layers: with attention, with a state of the text, with both, with neither.
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+STATE_KINDS = ("linear_attention", "conv")
+ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+OTHER_KINDS = ("mlp", "moe")
+# Model types whose states the loop would read wrong, and why.
+UNREADABLE_STATES = {
+    "zamba2": "transformers' own decoding computes other states for it than its reading of a prompt does",
+    "minimax": "it keeps a state in a cache of its own",
+}
 
 
 class Reading(NamedTuple):
@@ -66,13 +81,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 def check_can_decode(model: PreTrainedModel) -> None:
     """Raise ValueError for a recurrent model, one without a language head, and one that is offloaded, on several
     devices or sharded by FSDP2 over several ranks."""
-    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    others = ", ".join(sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}))
-    if others or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"model: {type(model).__name__} has {f'layers of the kind {others}' if others else 'a recurrent state'}, "
-            "which this loop cannot roll back; decode with transformers alone"
-        )
+    _check_layers(model)
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
         raise ValueError("model: an aLoRA adapter depends on where a text calls it; decode with peft_model.generate")
@@ -92,6 +101,23 @@ def check_can_decode(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: its weights are sharded (fully_shard) over {num_ranks} ranks, whose forwards wait for each other, "
             "and texts end at different steps; decode with a model that has whole weights"
+        )
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    keeps_states = any(state_modules(model))
+    if keeps_states:
+        others -= {*STATE_KINDS, *ATTENTION_OF, *OTHER_KINDS}
+    reason = UNREADABLE_STATES.get(config.model_type)
+    if reason is None and others:
+        reason = f"it has layers of the kind {', '.join(sorted(others))}"
+    if reason is None and not keeps_states and getattr(model, "_is_stateful", False):
+        reason = "it keeps a state outside of the cache"
+    if reason is not None:
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be rolled back: {reason}; decode with transformers alone"
         )
 
 
@@ -130,8 +156,8 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
     size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     sliding = Window(size) if size else None
     chunked = Window(chunk, in_chunks=True) if chunk else None
-    known = {"sliding_attention": sliding, "chunked_attention": chunked}
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    known = {"sliding_attention": sliding, "hybrid_sliding": sliding, "chunked_attention": chunked}
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {*STATE_KINDS, *OTHER_KINDS})
     return {kind: known.get(kind) for kind in kinds} or {"all": sliding}
 
 

@@ -17,14 +17,14 @@ from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["FeatureBuffer", "RaggedCache", "first_slot"]
+__all__ = ["FeatureBuffer", "RaggedCache", "RaggedLayer", "first_slot"]
 
 
 class RaggedCache(Cache):
     """Keys and values of every layer, written at the slots that `writing_at` names."""
 
     def __init__(self, batch: int, capacity: int, num_layers: int) -> None:
-        super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
         self.batch = batch
         self.capacity = capacity
         self.slots: Tensor | None = None
@@ -47,13 +47,8 @@ class RaggedCache(Cache):
         yield
         self.slots = self.first = self.width = self.rows = None
 
-    @property
-    def key_values(self) -> list[RaggedKeyValues]:
-        """The keys and values of every layer that a forward has written."""
-        return [layer for layer in self.layers if layer.is_initialized]
 
-
-class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
+class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
     is_compileable = True
     is_sliding = False
     is_initialized: bool
@@ -65,7 +60,7 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if self.is_initialized and self.fits(key_states, value_states):
-            self.clear()
+            RaggedKeyValues.clear(self)
         else:
             # A first forward may write some rows only.
             keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
@@ -89,6 +84,17 @@ class _RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         assert slots is not None
         self.write(key_states, value_states, slots, self._cache.rows)
         return self.read(self._cache.width, self._cache.rows)
+
+    def clear(self, rows: Tensor | None = None) -> None:
+        if self.is_initialized:
+            super().clear(rows)
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        if self.is_initialized:
+            super().copy_rows(sources, width)
+
+    def static_tensors(self) -> list[Tensor]:
+        return [self.keys, self.values] if self.is_initialized else []
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.capacity, 0

@@ -24,7 +24,7 @@ from .architecture import (
     windows,
 )
 from .attention import use_grouped_attention
-from .cache import FeatureBuffer, RaggedCache
+from .cache import FeatureBuffer, RaggedCache, RaggedLayer
 from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
@@ -42,7 +42,7 @@ TESTED_FAMILIES = {
 ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 
 # The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
-Seen = Tensor | dict[str, Tensor]
+Seen = Tensor | Mapping[str, Tensor | None]
 
 
 # None = the model is of a tested family.
@@ -218,22 +218,25 @@ class TransformersModel:
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, self.num_layers
         if self._cache is None or self._cache_key != key:
-            self._cache, self._cache_key = RaggedCache(batch, capacity, self.num_layers), key
+            self._cache, self._cache_key = self._new_cache(batch, capacity), key
         self._cache.begin()
         self._cache_held = self._cache_holds()
         if self._features is not None:
             self._features.start(self._cache, self.hidden_size, self.model.dtype, self.device)
 
+    def _new_cache(self, batch: int, capacity: int) -> RaggedCache:
+        return RaggedCache(batch, capacity, self.num_layers)
+
     def _cache_holds(self) -> tuple[int, torch.dtype, torch.device]:
         return self.num_layers, self.dtype, self.device
 
     def clear_rows(self, rows: Tensor) -> None:
-        for layer in self.key_values:
+        for layer in self._cache_layers:
             layer.clear(rows)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
         """Let row i have read what row sources[i] has, the first `width` tokens."""
-        for each in [*self.key_values, self._features]:
+        for each in [*self._cache_layers, self._features]:
             if each is not None:
                 each.copy_rows(sources, width)
 
@@ -271,11 +274,15 @@ class TransformersModel:
 
         Its tensors may be replaced by others of the same shape, such as the buffers of a module to be exported.
         """
-        return self._require_cache().key_values
+        return [layer for layer in self._cache_layers if layer.is_initialized]
+
+    @property
+    def _cache_layers(self) -> list[RaggedLayer]:
+        return self._require_cache().layers
 
     def static_tensors(self) -> list[Tensor]:
         """Weights, cache and features."""
-        cache = [tensor for layer in self.key_values for tensor in (layer.keys, layer.values)]
+        cache = [tensor for layer in self._cache_layers for tensor in layer.static_tensors()]
         features = [] if self._features is None else [self.features]
         return [*self.prepared.parameters(), *self.prepared.buffers(), *cache, *features]
 

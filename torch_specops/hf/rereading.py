@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..drafts.ragged import FORWARD_COST, groups_by_length
-from ..ops.kv_cache import RaggedKeyValues
-from .cache import RaggedCache
+from .cache import RaggedCache, RaggedLayer
 from .models import Check, TransformersModel
 from .rotary import rereads_at
 
@@ -54,8 +53,8 @@ class RereadingModel(TransformersModel):
         self._num_read = [0] * batch, [0] * batch
 
     @property
-    def key_values(self) -> list[RaggedKeyValues]:
-        return [layer for cache in self._caches for layer in cache.key_values]
+    def _cache_layers(self) -> list[RaggedLayer]:
+        return [layer for cache in self._caches for layer in cache.layers]
 
     def clear_rows(self, rows: Tensor) -> None:
         super().clear_rows(rows)

@@ -1,0 +1,127 @@
+"""Models some of whose layers keep a state of the text (linear attention, Mamba, short convolutions)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..ops.kv_cache import Window
+from .architecture import ATTENTION_OF, STATE_KINDS
+from .models import Check, Seen, TransformersModel
+from .states import StateCache, StateReader, state_modules
+
+__all__ = ["HybridModel"]
+
+
+class HybridModel(TransformersModel):
+    """A causal transformers model with layers that keep a state of the text, alone or beside attention.
+
+    Its cache has a ring of states for each of them (`states.py`). The ring holds the states before the positions of a
+    step. So a text may be rolled back within its newest step, and not into its prompt, and nothing behind the end of a
+    prompt may be read with it.
+
+    Attributes:
+        keeps_states: True.
+        state_bytes: the memory of all rings.
+    """
+
+    keeps_states = True
+
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+        self._readers: dict[nn.Module, StateReader] = {}
+        self._num_slots = 2
+        # The rows whose next read begins a text.
+        self._unread: set[int] = set()
+        super().__init__(model, num_layers, check)
+
+    def expect(self, num_tokens: int) -> None:
+        """Called before `start`: no forward that may be undone has more tokens than these."""
+        self._num_slots = num_tokens + 1
+
+    def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        super().begin_texts(lengths, rows)
+        self._unread.update(range(self._require_cache().batch) if rows is None else rows.tolist())
+
+    @property
+    def state_bytes(self) -> int:
+        rings = () if self._cache is None else self._cache.rings
+        return sum(ring.numel() * ring.element_size() for ring in rings)
+
+    def _take_over(self) -> None:
+        super()._take_over()
+        modules = {module: self._readers.get(module) for module in state_modules(self.prepared)}
+        self._readers = {module: reader or StateReader(module) for module, reader in modules.items()}
+        for reader in self._readers.values():
+            reader.attach()
+
+    def _understand(self) -> None:
+        super()._understand()
+        self._sees_all = False
+        parameters = inspect.signature(type(self.model).forward).parameters
+        # A model without attention reads neither positions nor a mask.
+        self._has_attention = self._cache_argument in parameters
+        self._cache_name = self._cache_argument if self._has_attention else "cache_params"
+        self._num_states = getattr(self._config, "number_of_conv_states", 1)
+
+    def _new_cache(self, batch: int, capacity: int) -> StateCache:
+        return StateCache(batch, capacity, self.num_layers, self._num_slots, self._num_states)
+
+    def _start_cache(self, batch: int, capacity: int) -> None:
+        super()._start_cache(batch, capacity)
+        self._unread = set(range(batch))
+
+    def _require_cache(self) -> StateCache:
+        cache = super()._require_cache()
+        assert isinstance(cache, StateCache)
+        return cache
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        use_spans: bool,
+        num_logits: int | None = None,
+        rows: Tensor | None = None,
+        width: int | None = None,
+    ) -> Tensor:
+        # Steps find nothing unread, and wait for nothing.
+        if self._unread:
+            members = set(range(len(tokens)) if rows is None else rows.tolist())
+            self._require_cache().begins_texts = members <= self._unread
+            self._unread -= members
+        try:
+            return super().read(tokens, positions, use_spans, num_logits, rows, width)
+        finally:
+            self._require_cache().begins_texts = False
+
+    def decoded(self, tokens: Tensor) -> Tensor:
+        """[1, n, V] logits of a text [1, n] that transformers reads one token after another, in a cache of its own."""
+        logits, cache = [], None
+        for position in range(tokens.shape[1]):
+            at = torch.full((1, 1), position, device=tokens.device)
+            given = {"input_ids": tokens[:, position : position + 1], self._cache_name: cache}
+            output = self.prepared(**given, **({"position_ids": at} if self._has_attention else {}), use_cache=True)
+            cache = getattr(output, self._cache_name)
+            logits.append(output.logits)
+        return torch.cat(logits, 1)
+
+    def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
+        """Masks for the kinds of attention layer. A layer with a state gets none: all that it reads is text."""
+        kinds = {"full_attention": None} | self._windows
+        # Some families ask for the mask of a layer with attention and a state by the name of its attention.
+        kinds |= {ATTENTION_OF[kind]: window for kind, window in self._windows.items() if kind in ATTENTION_OF}
+        masks = {window: seen(window) for window in set(kinds.values())}
+        return {kind: masks[window] for kind, window in kinds.items()} | dict.fromkeys(STATE_KINDS)
+
+    def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
+        arguments = super()._arguments(tokens, positions, mask, num_logits)
+        if self._has_attention:
+            return arguments
+        return {name: arguments[name] for name in ("input_ids", "logits_to_keep")} | {
+            self._cache_name: arguments[self._cache_argument]
+        }
