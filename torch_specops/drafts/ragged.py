@@ -105,7 +105,8 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
 
 def _counts(model: LanguageModel, lengths: Tensor, num_unread: int) -> list[int]:
     """How many tokens of each text to read. What a state begins with cannot be left for a step."""
-    return (lengths - num_unread).clamp(min=1 if keeps_states(model) else None).tolist()
+    counts = (lengths - num_unread).tolist()
+    return [max(count, 1) for count in counts] if keeps_states(model) else counts
 
 
 def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[int], forward_cost: int | None) -> None:
