@@ -16,6 +16,7 @@ from ..drafts.ragged import begin_texts, keeps_states, read_beginnings, read_tex
 from ..ops.tracing import normal_tensors
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
+from .models import models_of
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
 from .rows import BatchRules, Row, ask_row_rules
 from .runner import StepRunner
@@ -75,7 +76,6 @@ class Batch:
         target, lengths = runner.target, [row.length for row in self.rows]
         reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
         reads_first |= keeps_states(target)
-        runner.expect()
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
@@ -88,6 +88,7 @@ class Batch:
         self._reader: RecordReader[list[Row]] = RecordReader(state.tokens.device)
         self._wanted: int | None = None
         runner.synchronize()
+        self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(target, runner.draft))
         self.stats.prefill_seconds = time.perf_counter() - started
 
     @property

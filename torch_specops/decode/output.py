@@ -63,6 +63,8 @@ class GenerationStats:
             of one length in the first step, and that time is then part of `seconds`.
         compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
         compiled: whether the steps ran compiled, and why.
+        state_bytes: the memory of the states that target and draft keep of texts (linear attention, Mamba), beside
+            keys and values; 0 without such layers.
     """
 
     seeds: list[int]
@@ -77,6 +79,7 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled: str = ""
+    state_bytes: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:

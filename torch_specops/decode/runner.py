@@ -109,7 +109,6 @@ class StepRunner:
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether the next step is."""
         return self.compiled and self._set_aside is None
 
     def choose_compile(self, num_new_tokens: float) -> None:
@@ -132,19 +131,8 @@ class StepRunner:
 
     def capacity(self, longest: int) -> int:
         """Slots for the longest sequence, and for the drafts of a step beyond it."""
-        slots = longest + self._most_tokens
+        slots = longest + max(*self.schedule.buckets, self.max_forced) + 1
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
-
-    @property
-    def _most_tokens(self) -> int:
-        """Of a step: a row's newest one, and its drafts or forced tokens."""
-        return max(*self.schedule.buckets, self.max_forced) + 1
-
-    def expect(self) -> None:
-        """Tell the models that a batch is to come, and what its steps read at most."""
-        expect_tokens(self.target, self._most_tokens)
-        if self.draft is not None:
-            self.draft.expect(max(self.schedule.buckets))
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
         if self._one_graph and any(grammar is not None for grammar in grammars):
@@ -163,6 +151,9 @@ class StepRunner:
         state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
         shape = shape_of(state, inputs or {})
         self.follow_models()
+        expect_tokens(self.target, max(*self.schedule.buckets, self.max_forced) + 1)
+        if self.draft is not None:
+            self.draft.expect(max(self.schedule.buckets))
         if shape != self._shape:
             # Frees the graphs' memory before the models allocate for the new batch.
             self._forget_graphs()
@@ -179,11 +170,7 @@ class StepRunner:
         return self.state
 
     def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
-        """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it.
-
-        Args:
-            inputs: as in `DraftSource.start`.
-        """
+        """Let the draft read the batch that the target has begun, with its inputs; drop CUDA graphs that do not fit it."""
         state, draft = self.state, self.draft
         self._compile_draft()
         if draft is not None:

@@ -15,7 +15,7 @@ __all__ = ["TokenMap", "twin_tokens"]
 # Tokens have no part in these.
 PASSED_ON = (
     *("begin_texts", "clear_rows", "copy_rows", "expect", "keeps_states", "not_compiled", "reads_rows"),
-    *("replace_inputs", "state_bytes", "static_tensors"),
+    *("replace_inputs", "static_tensors"),
 )
 
 

@@ -1,0 +1,155 @@
+"""Models with layers that keep a state of the text: `generate`'s tokens, and states that are rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from tiny_hybrids import PROMISED, tiny_hybrid
+from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
+from tiny_models import VOCAB, greedy_alone, padded, perturbed, raised
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import torch_specops
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.drafts import DraftSource, PromptLookup
+from torch_specops.hf import language_model
+from torch_specops.hf.hybrid import HybridModel
+from torch_specops.hf.states import StateLayer
+
+# One of each recurrence: gated delta rule, Mamba2, Mamba1, convolution.
+RECURRENCES = ("qwen3_5_text", "granitemoehybrid", "jamba", "lfm2")
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 9, 5, 6], [3], [11, 12, 13, 11, 12, 13, 11, 12], [4, 9] * 65)
+NEW = 20
+
+shared = cache(tiny_hybrid)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in RECURRENCES else pytest.param(kind, marks=pytest.mark.slow) for kind in PROMISED]
+)
+def test_greedy_text_is_that_of_generate(kind: str) -> None:
+    """Rows of 1 to 130 tokens accept and reject drafts at their own places."""
+    model = shared(kind)
+    expected = [greedy_alone(model, prompt, NEW) for prompt in PROMPTS]
+    ids, mask = padded(PROMPTS, "left")
+    for num_drafts, draft in ((1, None), (8, PromptLookup(1, 1)), (1, perturbed(model, 0.01)), (4, perturbed(model, 0.02))):
+        decoder = SpeculativeDecoder(model, draft, num_draft_tokens=num_drafts, sampling=GREEDY)
+        output = decoder.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
+        assert [output.new_tokens(row) for row in range(len(PROMPTS))] == expected
+        assert output.stats.state_bytes > 0
+    assert 0 < output.stats.num_accepted < output.stats.num_proposed
+
+
+# The texts of two rows, and what a step reads behind them; of its drafts, 1 and 3 are accepted.
+TEXTS = ([5, 6, 7, 8, 5, 6, 7], [11, 12, 13])
+STEP = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
+KEPT = torch.tensor([[1], [3]])
+NEXT = torch.tensor([[40, 41, 42, 43, 44], [50, 51, 52, 53, 54]])
+
+
+def begun(kind: str) -> HybridModel:
+    model = language_model(shared(kind))
+    assert isinstance(model, HybridModel)
+    model.expect(STEP.shape[1])
+    model.start(2, 64)
+    for row, text in enumerate(TEXTS):
+        model.forward(torch.tensor([text]), torch.arange(len(text)).unsqueeze(0), 1, torch.tensor([row]))
+    return model
+
+
+def after_a_rejection(kind: str, step: Tensor, following: Tensor = NEXT) -> tuple[Tensor, list[Tensor]]:
+    """The logits of a step behind the accepted drafts of `step`, and the states behind its tokens."""
+    model, index = begun(kind), torch.arange(STEP.shape[1])
+    lengths = torch.tensor([[len(text)] for text in TEXTS])
+    model.forward(step, lengths + index)
+    lengths += KEPT + 1
+    logits = model.forward(following, lengths + index)
+    rows, slots = torch.arange(2).unsqueeze(1), (lengths + index + 1) % model._require_cache().num_slots
+    return logits, [ring[rows, slots] for ring in model._require_cache().rings]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_a_rejected_draft_leaves_nothing(kind: str) -> None:
+    """Bit for bit: states and logits are those of a text that never had it. Rows know nothing of each other."""
+    logits, states = after_a_rejection(kind, STEP)
+    rejected = torch.arange(STEP.shape[1]) > KEPT
+    others = torch.where(rejected, STEP + 5, STEP)
+    found, found_states = after_a_rejection(kind, others)
+    assert torch.equal(found, logits) and all(map(torch.equal, found_states, states))
+    neighbour = torch.stack([others[0], STEP[1] + 3])
+    found, found_states = after_a_rejection(kind, neighbour, torch.stack([NEXT[0], NEXT[1] + 1]))
+    assert torch.equal(found[0], logits[0]) and not torch.equal(found[1], logits[1])
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(found_states, states, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_states_are_those_of_single_tokens(kind: str) -> None:
+    """Within float32 rounding, in which transformers keeps states: a step at once, and its tokens one after another,
+    which also pass around the ring."""
+    model, one_by_one = begun(kind), begun(kind)
+    lengths = torch.tensor([[len(text)] for text in TEXTS])
+    positions = lengths + torch.arange(STEP.shape[1])
+    for tokens in (STEP, NEXT):
+        at_once = model.forward(tokens, positions)
+        singly = [one_by_one.forward(tokens[:, [i]], positions[:, [i]]) for i in range(STEP.shape[1])]
+        torch.testing.assert_close(torch.cat(singly, 1), at_once, rtol=1e-4, atol=1e-4)
+        positions = positions + STEP.shape[1]
+
+
+def not_rolled_back(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
+    """The state behind the newest token that was read, whatever the position."""
+    return vars(layer).get("newest", slots)
+
+
+def one_behind(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
+    """The state of the position before."""
+    return (slots - 1) % layer._cache.num_slots
+
+
+def behind_the_last_draft(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
+    """A step without drafts takes the state that the step before it began with."""
+    slots_of_step = layer._cache.slots
+    assert slots_of_step is not None
+    return slots if slots_of_step.shape[1] > 1 else one_behind(layer, states, rows, slots)
+
+
+WRONG = (not_rolled_back, one_behind, behind_the_last_draft)
+
+
+def sampling_hybrid() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
+    sizes |= {"num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"]}
+    sizes |= {"linear_num_value_heads": 1, "linear_num_key_heads": 1}
+    return tiny_hybrid("qwen3_5_text", vocab=V, **sizes).float()
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_sampled_text_has_the_law_of_the_model(wrong: Callable[..., Tensor] | None, report: Report) -> None:
+    model = sampling_hybrid()
+    draft, laws = perturbed(model, 0.2), model_laws(model, 0.8)
+    load, store = StateLayer.load, StateLayer.store
+
+    def load_wrong(layer: StateLayer, states: tuple[tuple[str, int], ...], rows: Tensor, slots: Tensor) -> None:
+        load(layer, states, rows, slots if wrong is None else wrong(layer, states, rows, slots))
+
+    def store_too(layer: StateLayer, states: tuple[tuple[str, int], ...], rows: Tensor, slots: Tensor) -> None:
+        store(layer, states, rows, slots)
+        if len(rows) == FEWER_TRIALS:
+            layer.newest = slots
+
+    with mock.patch.object(StateLayer, "load", load_wrong), mock.patch.object(StateLayer, "store", store_too):
+        found = p_values(first_tokens(model, draft, 1, 0.8, FEWER_TRIALS), laws)
+    if wrong is None:
+        expect_laws(report, "loop, hybrid", found)
+    else:
+        expect_caught(report, f"loop, hybrid, {wrong.__name__}", found)
