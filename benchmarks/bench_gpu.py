@@ -4,6 +4,8 @@
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
     python benchmarks/bench_gpu.py --rehearse      every step at a tiny size, without a GPU
 
+`torch_specops` has to be installed, or PYTHONPATH has to name the checkout, as `make bench-gpu` does.
+
 A step is a process with its own time limit. It writes its output to NAME.log and its results to NAME.json as they are
 measured; NAME.step.json says how it ended. A step that fails, hangs or is killed is recorded, and the next one starts.
 A step starts only if its whole limit fits into the time that is left.
