@@ -50,8 +50,7 @@ SHAPES = {
     "bytes": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 4},
     "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
-
-
+# The draft that has no model.
 LOOKUP = "lookup"
 
 

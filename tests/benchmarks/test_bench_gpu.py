@@ -79,7 +79,8 @@ def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
     assert measured["records"] == [{}]
     child = Path(f"/proc/{measured['child']}/stat")
     assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    assert (tmp_path / "out" / "hanging.log").read_bytes() == b"begun\n"
+    # Behind it stands where it was interrupted.
+    assert (tmp_path / "out" / "hanging.log").read_text().startswith("begun\n")
 
 
 def test_the_same_command_goes_on_where_it_stopped(
