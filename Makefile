@@ -50,7 +50,7 @@ test-vllm: $(VLLM_VENV)/.installed ## test examples/vllm_plugin in an environmen
 
 rehearse-gpu: $(DEV) ## run the tests and measurements for a GPU on the CPU, line by line at tiny sizes
 	@export TORCH_SPECOPS_CUDA_STAND_IN=1; $(RUN) -m pytest -n auto --dist worksteal -m gpu $(ARGS)
-	@$(RUN) benchmarks/bench_gpu.py --rehearse
+	@export PYTHONPATH=.; $(RUN) benchmarks/bench_gpu.py --rehearse
 
 check: $(DEV) ## lint, format, types, spelling, and the docs with their links
 	@$(RUN) -m ruff check .

@@ -4,6 +4,8 @@
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
     python benchmarks/bench_gpu.py --rehearse      every step at a tiny size, without a GPU
 
+`torch_specops` has to be installed, or PYTHONPATH has to name the checkout, as `make bench-gpu` does.
+
 A step is a process with its own time limit. It writes its output to NAME.log and its results to NAME.json as they are
 measured; NAME.step.json says how it ended. A step that fails, hangs or is killed is recorded, and the next one starts.
 A step starts only if its whole limit fits into the time that is left.
@@ -70,23 +72,29 @@ TINY_LOOP = (
     "--target tiny --draft tiny --vocab 40 --batch 1 --num-draft-tokens 1 --prompt 4 --new-tokens 8 --max-length 32"
     " --rounds 2"
 )
+BYTES = (
+    "--target bytes --draft lookup --dtype float32 --vocab 256 --batch 1 --num-draft-tokens 10 --prompt 353"
+    " --new-tokens 96 --max-length 512"
+)
 STEPS = (
     Step("device", 1, 25, "bench_gpu.py --describe", ""),
     Step("smoke", 1, 75, "pytest -m 'gpu and smoke' -q -n 4", "--collect-only -n 0"),
     Step("verify", 1, 120, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 60", f"{TINY} --acceptance 0.6"),
     # FlashInfer's kernels are compiled in it.
     Step(
-        "peers", 1, 300, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 20 --peers", f"{TINY} --acceptance 1"
+        "peers", 1, 240, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 20 --peers", f"{TINY} --acceptance 1"
     ),
-    Step("tests", 2, 300, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
+    Step("acceptance", 1, 60, f"{GRID} --batch 1 8 64 256 --acceptance 0.3 0.9 --rounds 40", None),
+    Step("tests", 2, 240, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
     Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
-    Step("memcheck", 2, 90, "memcheck -m 'gpu and smoke' -q", None),
-    Step("racecheck", 2, 60, "racecheck -m 'gpu and smoke' -q", None),
-    Step("loop-compiled", 3, 120, "bench_loop.py --batch 1", None),
+    Step("profile", 2, 60, f"bench_loop.py {BYTES} --profile", f"{TINY_LOOP} --draft lookup"),
+    # Of the ops alone: the tests of graphs and of the loop capture, and nothing can be captured without the cache.
+    Step("memcheck", 2, 90, "memcheck -m 'gpu and smoke' -k gpu_ops -q", None),
+    Step("racecheck", 2, 60, "racecheck -m 'gpu and smoke' -k gpu_ops -q", None),
+    Step("loop-compiled", 3, 180, "bench_loop.py --batch 1", None),
     # In the interpreter the other two filters take minutes.
     Step("filters", 3, 65, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p"),
     Step("vocabularies", 3, 60, f"{VERIFY} {VOCABULARIES} --batch 1 64 --acceptance 1.0 --rounds 30", None),
-    Step("acceptance", 3, 60, f"{GRID} --batch 1 8 64 256 --acceptance 0.3 0.9 --rounds 40", None),
     Step("kinds", 3, 45, f"{VERIFY} --kind one-hot greedy --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot"),
     Step("drafts", 3, 60, f"{GRID} --batch 1 64 --num-draft-tokens 1 3 8 15 --acceptance 0.6", None),
     Step("warm", 3, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
@@ -100,6 +108,7 @@ NOT_REHEARSED = {
     "Inductor on CUDA": "torch.compile returns the function as it is",
     "kernels of FlashInfer and vLLM": "functions of the same signatures stand in",
     "compute-sanitizer": "runs on a GPU alone",
+    "profiles": "one kernel stands for everything",
     "time": "no figure of a rehearsal means anything",
 }
 

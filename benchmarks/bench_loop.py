@@ -1,14 +1,16 @@
 """Time a step of the decoding loop on CUDA against the forwards of its two models alone.
 
-    python benchmarks/bench_loop.py [--target 7B --draft 1.3B] [--batch 1 8] [--no-inductor] [--out FILE.json]
+    python benchmarks/bench_loop.py [--target 7B --draft 1.3B] [--batch 1 8] [--no-inductor] [--profile] [--out F.json]
 
-The models have the shapes of Llama-2 7B and Sheared-LLaMA 1.3B, and random weights that are made on the device. A step
-is one CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification, bookkeeping. "forwards" is a
-graph of the K + 1 forwards alone, over caches of the same size, compiled and captured in the same way. Both are timed
-one replay at a time. --no-inductor leaves out torch.compile on both sides and compares only what is captured.
+The models have the shapes of Llama-2 7B, Sheared-LLaMA 1.3B or the package's byte-level target, and random weights that
+are made on the device. A step is one CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification,
+bookkeeping. "forwards" is a graph of the forwards alone, over caches of the same size, compiled and captured in the
+same way; with --draft lookup it is the target's. Both are timed one replay at a time. --no-inductor leaves out
+torch.compile on both sides and compares only what is captured.
 
 A record has the two times, the host's time to queue a step, the error of a host synchronisation inside a step (null if
-there is none), tokens per second of a whole `generate`, and memory. Acceptance is that of random weights.
+there is none), tokens per second of a whole `generate`, and memory. Acceptance is that of random weights. --profile
+adds the launches of a step and its slowest kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from timing import (
     environment,
     options_of,
     settings_of,
+    slowest_kernels,
     spread,
     take_turns,
 )
@@ -38,20 +41,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.compilation import compile_piece
-from torch_specops.drafts import ModelDraft
+from torch_specops.drafts import ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
 SHAPES = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "1.3B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "bytes": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 4},
     "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
+# The draft that has no model.
+LOOKUP = "lookup"
 
 
-def random_model(shape: str, vocab: int, max_length: int, device: torch.device) -> LlamaForCausalLM:
-    config = LlamaConfig(**SHAPES[shape], vocab_size=vocab, max_position_embeddings=max_length, eos_token_id=None)
+def random_model(shape: str, options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
+    sizes = SHAPES[shape] | {"vocab_size": options.vocab, "max_position_embeddings": options.max_length}
+    config = LlamaConfig(**sizes, eos_token_id=None)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, options.dtype))
     try:
         with device:
             return LlamaForCausalLM(config).eval()
@@ -60,9 +67,10 @@ def random_model(shape: str, vocab: int, max_length: int, device: torch.device) 
 
 
 def forwards_alone(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: int, num_draft_tokens: int, length: int, capacity: int
+    models: list[LlamaForCausalLM], batch: int, num_draft_tokens: int, length: int, capacity: int
 ) -> Callable[[], Tensor]:
-    """The forwards of a step: the draft reads the two newest tokens and K - 1 drafts, the target K + 1 tokens."""
+    """The forwards of a step: the target reads K + 1 tokens, before it a draft the two newest and K - 1 drafts."""
+    target, *drafts = models
     device = target.device
 
     def reader(model: LlamaForCausalLM, width: int, num_logits: int) -> Callable[[], Tensor]:
@@ -71,18 +79,19 @@ def forwards_alone(
         read = compile_piece(adapters[id(model)].forward)
         return lambda: read(tokens, positions, num_logits)
 
-    adapters = {id(model): language_model(model) for model in (target, draft)}
+    adapters = {id(model): language_model(model) for model in models}
     for adapter in adapters.values():
         adapter.start(batch, capacity)
         # Allocates the cache.
         adapter.forward(*(torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2)))
-    first, following = reader(draft, 2, 1), reader(draft, 1, 1)
+    before = [(reader(draft, 2, 1), reader(draft, 1, 1)) for draft in drafts]
     verified = reader(target, num_draft_tokens + 1, num_draft_tokens + 1)
 
     def call() -> Tensor:
-        first()
-        for _ in range(num_draft_tokens - 1):
-            following()
+        for first, following in before:
+            first()
+            for _ in range(num_draft_tokens - 1):
+                following()
         return verified()
 
     return call
@@ -105,15 +114,14 @@ def host_synchronisation(run: Callable[[], object]) -> str | None:
     return None
 
 
-def measure(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: int, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure(models: list[LlamaForCausalLM], batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    target, *drafts = models
     device, num_drafts = target.device, options.num_draft_tokens
     g = torch.Generator().manual_seed(0)
     prompts = torch.randint(target.config.vocab_size, (batch, options.prompt), generator=g).to(device)
     torch.cuda.reset_peak_memory_stats(device)
     how: dict[str, Any] = {"num_draft_tokens": num_drafts, "compile": True, "max_length": options.max_length}
-    source = ModelDraft(language_model(draft))
+    source = ModelDraft(language_model(drafts[0])) if drafts else PromptLookup()
     decoder = SpeculativeDecoder(language_model(target), source, sampling=SamplingParams(temperature=1.0), **how)
     settings = {"max_new_tokens": options.new_tokens, "seed": 0, "eos_token_id": ()}
     compile_seconds = decoder.generate(prompts, **settings).stats.compile_seconds
@@ -133,7 +141,7 @@ def measure(
         step()
         queued.append(time.perf_counter() - started)
     # Kept in a variable, because a graph does not keep the tensors that it reads.
-    forwards = forwards_alone(target, draft, batch, num_drafts, options.prompt, options.max_length)
+    forwards = forwards_alone(models, batch, num_drafts, options.prompt, options.max_length)
     alone, lead = capture([forwards]), Lead(device)
     calls: dict[str, Callable[[], object]] = {"step": step, "forwards": alone.replay}
     runs = {mode: lambda _, call=call: call_seconds(call, device, lead) for mode, call in calls.items()}
@@ -150,13 +158,15 @@ def measure(
         "accepted": stats.num_accepted / max(stats.num_proposed, 1),
         "compile_s": compile_seconds,
         "peak_gb": peak * 1e-9,
+        **(slowest_kernels(step, device) if options.profile else {}),
     }
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=20)
     parser.add_argument("--target", choices=SHAPES, default="7B")
-    parser.add_argument("--draft", choices=SHAPES, default="1.3B")
+    parser.add_argument("--draft", choices=[*SHAPES, LOOKUP], default="1.3B")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, default=5)
@@ -164,6 +174,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--max-length", type=int, default=2048, help="slots of a cache")
     parser.add_argument("--no-inductor", action="store_true", help="capture without compiling")
+    parser.add_argument("--profile", action="store_true", help="record the slowest kernels of a step")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
@@ -172,13 +183,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if options.no_inductor:
         torch.compiler.set_stance("force_eager")
     described = environment(device, copy_gb_per_s=copy_rate(device) * 1e-9, rounds=options.rounds)
-    shapes = (options.target, options.draft)
-    target, draft = (random_model(shape, options.vocab, options.max_length, device) for shape in shapes)
-    weights = [sum(p.nbytes for p in model.parameters()) * 1e-9 for model in (target, draft)]
+    shapes = [shape for shape in (options.target, options.draft) if shape != LOOKUP]
+    models = [random_model(shape, options, device) for shape in shapes]
+    weights = [sum(p.nbytes for p in model.parameters()) * 1e-9 for model in models]
     report = Report(options.out, described, settings=settings_of(options), weights_gb=weights)
     with torch.inference_mode():
         for batch in options.batch:
-            report.add([measure(target, draft, batch, options)])
+            report.add([measure(models, batch, options)])
             print(report.records[-1], flush=True)
     return report.records
 

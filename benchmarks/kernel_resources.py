@@ -181,7 +181,8 @@ def _attention_builds() -> Iterator[Build]:
         addresses = tuple(name for name in names if name.endswith("_ptr"))
         return Build(kernel, config, tuple(given.items()), tuple(constants.items()), addresses)
 
-    for dtype, width in itertools.product(("bf16", "fp16", "fp32"), (64, 80, 96, 128, 256, 512)):
+    # 8 is less than a product of tensor cores sums over.
+    for dtype, width in itertools.product(("bf16", "fp16", "fp32"), (8, 64, 80, 96, 128, 256, 512)):
         block_d, tile, most_rows = attention.block_sizes(width, 4 if dtype == "fp32" else 2)
         shape = {"D": width, "BLOCK_D": block_d}
         types = dict.fromkeys(("queries_ptr", "keys_ptr", "values_ptr", "output_ptr"), f"*{dtype}")

@@ -34,6 +34,8 @@ MAX_SETS = {"cpu": 64, "cuda": 512}
 MAX_SINGLE = 8
 # How many times the cache is read before a replay. On an H200 that takes 50 us; queueing what is timed takes about 15.
 LEAD = 4
+# How many calls a profile averages, and how many kernels of it are kept.
+PROFILED, SLOWEST = 5, 15
 # Names the commit if there is no clone.
 COMMIT = "TORCH_SPECOPS_COMMIT"
 # Set if processes run on the stand-in for CUDA (tests/helpers/cuda_stand_in).
@@ -158,15 +160,37 @@ def device_work(call: Call, device: torch.device) -> tuple[int | None, float]:
     on_gpu = device.type == "cuda"
     call()
     synchronize(device)
+    work = _profiled(call, device)
+    if not on_gpu:
+        return None, sum(event.self_cpu_time_total for event in work) * 1e-6
+    return len(work), sum(event.self_device_time_total for event in work) * 1e-6
+
+
+def slowest_kernels(call: Call, device: torch.device) -> dict[str, Any]:
+    """Of a call on CUDA: its launches, the sum of their us, and the kernels that took most of them."""
+    work = _profiled(lambda: [call() for _ in range(PROFILED)], device)
+    names: dict[str, list[float]] = {}
+    for event in work:
+        names.setdefault(event.name, []).append(event.self_device_time_total)
+    slowest = sorted(names.items(), key=lambda each: -sum(each[1]))[:SLOWEST]
+    return {
+        "launches": len(work) / PROFILED,
+        "device_us": sum(map(sum, names.values())) / PROFILED,
+        "kernels": [{"name": name, "launches": len(us) / PROFILED, "us": sum(us) / PROFILED} for name, us in slowest],
+    }
+
+
+def _profiled(call: Call, device: torch.device) -> list[Any]:
+    """The events of a call; on CUDA those of the device."""
+    on_gpu = device.type == "cuda"
     # acc_events: without it torch 2.11 warns.
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
         call()
         synchronize(device)
     if not on_gpu:
-        return None, sum(event.self_cpu_time_total for event in found.events()) * 1e-6
+        return list(found.events())
     # A record_function also shows up as a span on the device, which is not work.
-    work = [e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    return len(work), sum(event.self_device_time_total for event in work) * 1e-6
+    return [e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
 
 
 def peak_bytes(call: Call, device: torch.device | str = "cpu") -> int:

@@ -73,13 +73,89 @@ def test_the_page_has_the_memory_of_the_launcher(page: str) -> None:
         assert share == f"{100 * rounded / (batch * 11 * 128_256 * 2):.2f} %" and share in page
 
 
-def test_nothing_on_the_page_is_called_measured(page: str) -> None:
-    """Every goal has a step that decides it, and no figure in the column of measurements without a result file."""
+def measured_cell(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> dict[str, Any]:
+    records = json.loads((RESULTS / f"2026-11-26-h100-{name}.json").read_text())["records"]
+    wanted = where | {"provider": provider, "mode": mode}
+    (found,) = (record for record in records if wanted.items() <= record.items())
+    return found
+
+
+def microseconds(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> float:
+    """The median of a cell; in the mode "kernels" the sum of a call's kernels."""
+    if mode == "kernels":
+        return 1e3 * float(measured_cell(name, provider, "call", **where)["device_ms"])
+    return 1e3 * float(measured_cell(name, provider, mode, **where)["median_ms"])
+
+
+GRID = [{"batch": batch, "acceptance": rate} for batch in (1, 8, 64, 256) for rate in (0.6, 1.0)]
+NO_COPY = "vLLM, no copy"
+
+
+@pytest.mark.parametrize(
+    ("name", "provider"),
+    [
+        ("specops", "specops eager"),
+        ("specops with `draft_lse`", "specops, lse eager"),
+        (NO_COPY, NO_COPY),
+        ("vLLM", "vLLM"),
+        ("FlashInfer", "FlashInfer"),
+        ("softmax formulation", "softmax eager"),
+        ("transformers, its kernels", "transformers"),
+    ],
+)
+def test_the_page_has_the_times_of_the_peers(page: str, name: str, provider: str) -> None:
+    mode = "kernels" if provider == "transformers" else "replay"
+    times = [microseconds("peers", provider, mode, **cell) for cell in GRID]
+    cells = [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in times]
+    assert table_row([name, *cells])[:-2] in page
+
+
+def test_the_page_has_the_measurements_of_the_goals(page: str) -> None:
+    """Every goal has a step that decides it; what is said to be measured is what the result files have."""
     steps = [step.name for step in script("bench_gpu").STEPS]
-    goals = page.split("## Goals")[1].split("## Bytes")[0]
-    rows = [line.strip("|").split(" | ") for line in goals.splitlines() if line.startswith("| ")][2:]
+    goals = page.split("## Goals")[1].split("## Beside")[0]
+    rows = [line.strip("| ").split(" | ") for line in goals.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 9
-    measured = list((RESULTS).glob("*-h200-*.json"))
-    for _, _, result, step in rows:
-        assert step.strip().strip("`") in steps
-        assert measured or result == "not measured"
+    for *_, step in rows:
+        assert step.strip("`") in steps and (RESULTS / f"2026-11-26-h100-{step.strip('`')}.json").exists()
+    measured = [row[2] for row in rows]
+
+    ours = [microseconds("peers", **cell) for cell in GRID]
+    low, high = (microseconds("acceptance", batch=1, acceptance=0.9), ours[0])
+    small, large = (microseconds("vocabularies", batch=1, vocab=vocab) for vocab in (32_000, 256_000))
+    assert measured[0] == f"{small:.1f} us for 32k, {low:.1f} to {high:.1f} for 128k"
+    assert measured[1] == f"{large:.1f} us"
+
+    def shares(name: str, batch: int) -> list[str]:
+        files = {1.0: "peers", 0.6: "peers", 0.3: "acceptance"}
+        cells = (measured_cell(file, batch=batch, acceptance=rate) for rate, file in files.items())
+        return [f"{cell[name]:.0f}" for cell in cells]
+
+    accepted, some, _ = shares("needed_percent_of_copy", 64)
+    assert measured[2] == f"{accepted} % with all accepted ({ours[5]:.1f} us), {some} % at 0.6 ({ours[4]:.1f} us)"
+    whole = ["{}, {} and {} %".format(*shares("percent_of_copy", batch)) for batch in (64, 256)]
+    assert measured[3] == f"{whole[0]}; at B = 256 {whole[1]}"
+
+    def more(batch: int) -> float:
+        """By how many percent an odd vocabulary takes longer per byte, at most."""
+        times = {v: microseconds("vocabularies", batch=batch, vocab=v) / v for v in (50_256, 50_257, 51_864, 51_865)}
+        return 100 * max(times[odd] / times[odd - 1] - 1 for odd in (50_257, 51_865))
+
+    assert measured[4].endswith(f": at most {more(64):.1f} % more at B = 64, {more(1):.1f} % at B = 1")
+
+    def ratios(provider: str, mode: str = "replay", own: str = "specops eager") -> list[float]:
+        return [microseconds("peers", provider, mode, **c) / microseconds("peers", own, mode, **c) for c in GRID]
+
+    best = [f"{ratio:.2f}" for ratio in ratios(NO_COPY)]
+    assert f'"{NO_COPY}": {", ".join(best[::2])}x at 0.6, {", ".join(best[1::2])}x with all accepted' in measured[5]
+    copied, flashinfer = ratios("vLLM"), ratios("FlashInfer")
+    assert f"vLLM {min(copied):.2f} to {max(copied):.2f}x" in measured[5]
+    assert f"FlashInfer {min(flashinfer):.1f} to {max(flashinfer):.1f}x" in measured[5]
+    assert sum(ratio >= 1.5 for ratio in ratios(NO_COPY)) == 2
+    assert sum(ratio >= 1.5 for ratio in ratios(NO_COPY, own="specops, lse eager")) == 7
+    slow = ratios("transformers", "kernels")
+    assert measured[6] == f"{slow[0]:.1f} and {slow[1]:.1f}x at B = 1, {min(slow[2:]):.0f}x and more from B = 8 on"
+    top_k, min_p, top_p = (
+        microseconds("filters", kind=kind, batch=64) - ours[4] for kind in ("top-k", "min-p", "top-p")
+    )
+    assert measured[7] == f"each alone: k = 50 {top_k:.0f} us, min-p {min_p:.0f}, top-p = 0.9 {top_p:.0f}; 2 launches"

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_cli import TEXT, bench, demo, row, run, save_model
@@ -325,6 +326,9 @@ def test_missing_packages_and_other_tokens_are_one_line(
 
 def test_help_explains_every_option() -> None:
     for command in ("demo", "bench"):
+        # Some releases of typer would call such an option by its metavar.
+        parameters = typer.main.get_command(cli.app).commands[command].params
+        assert not [each.name for each in parameters if each.metavar == each.name.upper()]
         result = run(command, "--help", COLUMNS="80")
         assert result.exit_code == 0
         assert f"torch-specops {command} --target ./model --draft ./small-model" in result.stdout

@@ -31,7 +31,8 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        metavar="DRAFT",
+        # Not DRAFT: typer 0.27.0 to 0.27.3 take a metavar that is the name in capitals for the option itself.
+        metavar="NAME",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
