@@ -33,7 +33,8 @@ PROMISED: dict[str, dict[str, Any]] = {
     | {"ssm_state_size": 8, "chunk_size": 16, "head_dim": 8},
     "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
     "lfm2": _CONV,
-    "lfm2_moe": _CONV | {"num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "lfm2_moe": _CONV
+    | {"num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "jamba": _SIZES
     | {"mamba_d_state": 8, "mamba_expand": 2, "mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2}
     | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},

@@ -12,13 +12,11 @@ from chains import expect_caught, expect_laws
 from report import Report
 from tiny_hybrids import PROMISED, tiny_hybrid
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
-from tiny_models import VOCAB, greedy_alone, padded, perturbed, raised
+from tiny_models import greedy_alone, padded, perturbed
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.drafts import DraftSource, PromptLookup
+from torch_specops.drafts import PromptLookup
 from torch_specops.hf import language_model
 from torch_specops.hf.hybrid import HybridModel
 from torch_specops.hf.states import StateLayer
@@ -40,7 +38,12 @@ def test_greedy_text_is_that_of_generate(kind: str) -> None:
     model = shared(kind)
     expected = [greedy_alone(model, prompt, NEW) for prompt in PROMPTS]
     ids, mask = padded(PROMPTS, "left")
-    for num_drafts, draft in ((1, None), (8, PromptLookup(1, 1)), (1, perturbed(model, 0.01)), (4, perturbed(model, 0.02))):
+    for num_drafts, draft in (
+        (1, None),
+        (8, PromptLookup(1, 1)),
+        (1, perturbed(model, 0.01)),
+        (4, perturbed(model, 0.02)),
+    ):
         decoder = SpeculativeDecoder(model, draft, num_draft_tokens=num_drafts, sampling=GREEDY)
         output = decoder.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
         assert [output.new_tokens(row) for row in range(len(PROMPTS))] == expected

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.attention import DTYPES
-from .architecture import Reading, unwrapped
+from .architecture import Reading, unwrapped, windows
 from .encoder_decoder import EncoderDecoderModel
 from .hybrid import HybridModel
 from .models import TESTED_FAMILIES, TransformersModel
@@ -179,7 +179,7 @@ def _difference(
     if isinstance(adapter, HybridModel):
         adapter.expect(count)
     adapter.start(2, capacity)
-    adapter.lower_thresholds(lowered, LOWERED)
+    _lower(adapter, lowered)
     adapter.begin_texts(torch.full((2,), count, device=device))
     # Some families with states decode other logits than they read in a prompt.
     expected = adapter.decoded(tokens).float() if isinstance(adapter, HybridModel) else _logits(adapter, tokens)
@@ -199,6 +199,21 @@ def _difference(
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     difference = torch.stack(found).float() - expected[0, positions]
     return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())
+
+
+def _lower(adapter: TransformersModel, names: list[str]) -> None:
+    """Let the copy of the model change at LOWERED tokens what it changes at the lengths of these names, in its configs
+    and modules. Nothing sets them back: the adapter is for a comparison, not for texts."""
+    for config in adapter._copy.newest.configs:
+        rope = getattr(config, "rope_parameters", None) or {}
+        for fields in (vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))):
+            fields.update({name: LOWERED for name in names if type(fields.get(name)) is int})
+    for module in adapter.prepared.modules():
+        vars(module).update({name: LOWERED for name in names if type(vars(module).get(name)) is int})
+    config = adapter.prepared.config.get_text_config(decoder=True)
+    adapter._windows = windows(config)
+    if isinstance(adapter, RereadingModel):
+        adapter.switch = config.original_max_position_embeddings
 
 
 def _logits(adapter: TransformersModel, tokens: Tensor) -> Tensor:

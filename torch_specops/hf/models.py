@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,6 +115,11 @@ class TransformersModel:
             held, holds = (", ".join(map(str, each)) for each in (self._cache_held, self._cache_holds()))
             raise RuntimeError(f"model: its layers, dtype and device changed while texts run: were {held}, are {holds}")
 
+    def _begin(self) -> None:
+        if not self._is_looked_at:
+            self._take_over()
+        self._is_looked_at = False
+
     def _take_over(self) -> None:
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
         if self._understood != self.version:
@@ -200,9 +205,7 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
-        if not self._is_looked_at:
-            self._take_over()
-        self._is_looked_at = False
+        self._begin()
         self._prompt_lengths = None
         self._start_cache(batch, capacity)
 
@@ -355,18 +358,6 @@ class TransformersModel:
             self._cache_argument: self._require_cache(),
             "logits_to_keep": num_logits or 0,
         }
-
-    def lower_thresholds(self, names: Iterable[str], length: int) -> None:
-        """Let the copy of the model change at `length` tokens what it changes at the lengths of these names, in its
-        configs and modules. Nothing sets them back: the adapter is for a comparison, not for texts."""
-        for config in self._copy.newest.configs:
-            rope = getattr(config, "rope_parameters", None) or {}
-            kinds = [vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))]
-            for fields in kinds:
-                fields.update({name: length for name in names if type(fields.get(name)) is int})
-        for module in self.prepared.modules():
-            vars(module).update({name: length for name in names if type(vars(module).get(name)) is int})
-        self._windows = windows(self.prepared.config.get_text_config(decoder=True))
 
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -112,10 +112,6 @@ class RereadingModel(TransformersModel):
                 logits[index] = torch.where(here[index].unsqueeze(2), found, logits[index])
         assert logits is not None
         return logits
-
-    def lower_thresholds(self, names: Iterable[str], length: int) -> None:
-        super().lower_thresholds(names, length)
-        self.switch = self.prepared.config.original_max_position_embeddings
 
     @contextmanager
     def _reading(self, is_long: bool) -> Iterator[int]:
