@@ -170,7 +170,7 @@ class StepRunner:
         return self.state
 
     def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
-        """Let the draft read the batch that the target has begun, with its inputs; drop CUDA graphs that do not fit it."""
+        """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it."""
         state, draft = self.state, self.draft
         self._compile_draft()
         if draft is not None:
