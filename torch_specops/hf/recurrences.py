@@ -62,7 +62,7 @@ class StepStates:
         seen = []
         for index, token in enumerate(inputs.unbind(2)):
             state = self._load(self.conv, index)
-            state = torch.cat([state[..., 1:], token.unsqueeze(2)], 2)
+            state = torch.cat([state[..., 1:], token.unsqueeze(2).to(state.dtype)], 2)
             self._store(self.conv, index, state)
             seen.append(state)
         return torch.stack(seen)
@@ -132,10 +132,13 @@ def convolve(
     seen: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
 ) -> Tensor:
     """What `update_conv_state` returns, [S, A, C, W], weight [C, W], bias [C] -> [A, C, S]."""
-    total = seen[..., 0] * weight[:, 0] if bias is None else torch.addcmul(bias, seen[..., 0], weight[:, 0])
-    for inputs, factor in zip(seen.unbind(3)[1:], weight.unbind(1)[1:], strict=True):
-        total = total.addcmul(inputs, factor)
-    # Activations round the last elements of a tensor differently: one token at a time.
+    dtype = torch.promote_types(seen.dtype, torch.float32)
+    inputs, factors = seen.to(dtype).unbind(3), weight.to(dtype).unbind(1)
+    total = inputs[0] * factors[0] if bias is None else torch.addcmul(bias.to(dtype), inputs[0], factors[0])
+    for each, factor in zip(inputs[1:], factors[1:], strict=True):
+        total = total.addcmul(each, factor)
+    total = total.to(seen.dtype)
+    # Activations round the last elements of a tensor in another way: one token at a time.
     if activation is not None:
         total = torch.stack([ACT2FN[activation](token) for token in total.unbind()])
     return total.permute(1, 2, 0)
@@ -180,9 +183,9 @@ def mamba2(
 ) -> tuple[Tensor, None]:
     """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and no state."""
     groups, shape = B.shape[2], (B.shape[2], -1, hidden_states.shape[3], B.shape[3])
-    # [.., G, H / G]
-    hidden, dt = hidden_states.float().unflatten(2, (groups, -1)), dt.unflatten(2, (groups, -1))
-    A, dt_bias = (each.unflatten(0, (groups, -1)) for each in (A, dt_bias.to(dt.dtype)))
+    # [..., G, H / G, ...]
+    hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
+    A, D, dt_bias = (each.unflatten(0, (groups, -1)) for each in (A, D.float(), dt_bias.to(dt.dtype)))
 
     def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
         dt = F.softplus(dt + dt_bias).float()
@@ -190,8 +193,9 @@ def mamba2(
         new.addcmul_((hidden * dt.unsqueeze(-1)).unsqueeze(-1), B[..., None, None, :])
         return _products(C.unsqueeze(-2), new.flatten(-3, -2).transpose(-1, -2))
 
-    output = step.read(update, shape, hidden, dt, B.float(), C.float()).view(hidden_states.shape)
-    return (output + hidden_states * D.unsqueeze(1)).to(hidden_states.dtype), None
+    output = step.read(update, shape, hidden, dt, B.float(), C.float()).view(hidden.shape)
+    output = (output + hidden * D.unsqueeze(2)).to(hidden_states.dtype)
+    return output.reshape(hidden_states.shape).contiguous(), None
 
 
 def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
