@@ -46,18 +46,18 @@ class StepStates:
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
 
-    # What modules ask a cache of transformers. 5.17 asks `has_previous_state`, later versions the two getters.
+    # transformers 5.17 asks `has_previous_state`, later versions call the getters.
 
-    def has_previous_state(self, layer_idx: int) -> bool:
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def update_conv_state(self, inputs: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier ones, [S, A, C, W]."""
         seen = []
         for index, token in enumerate(inputs.unbind(2)):
@@ -67,7 +67,7 @@ class StepStates:
             seen.append(state)
         return torch.stack(seen)
 
-    def update_recurrent_state(self, states: Any, layer_idx: int, **kwargs: Any) -> None:
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
         """`read` has written them."""
 
     def read(self, update: Update, shape: tuple[int, ...], *operands: Tensor) -> Tensor:
