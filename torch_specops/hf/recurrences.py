@@ -70,16 +70,13 @@ class StepStates:
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
         """`read` has written them."""
 
-    def read(self, update: Update, shape: tuple[int, ...], *operands: Tensor) -> Tensor:
-        """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...], with states seen as `shape`."""
-        assert self.recurrent is not None
-        ring = self.recurrent.view(*self.recurrent.shape[:2], *shape)
-        outputs = []
+    def read(self, update: Update, *operands: Tensor) -> Tensor:
+        """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...]."""
+        ring, outputs = self.recurrent, []
+        assert ring is not None
         if is_eager_cpu(ring, self.positions):
-            num_slots = ring.shape[1]
-            for row, positions, *tokens in zip(
-                self.rows.tolist(), self.positions.tolist(), *operands, strict=True
-            ):
+            rows, num_slots = self.rows.tolist(), ring.shape[1]
+            for row, positions, *tokens in zip(rows, self.positions.tolist(), *operands, strict=True):
                 slots = ring[row].unbind()
                 for position, *token in zip(positions, *tokens, strict=True):
                     outputs.append(update(slots[position % num_slots], slots[(position + 1) % num_slots], *token))
@@ -90,15 +87,14 @@ class StepStates:
             self._store(ring, index, state)
         return torch.stack(outputs, 1)
 
+    # A view of a ring, written, would make Inductor copy the ring.
+
     def _load(self, ring: Tensor, index: int) -> Tensor:
         """The states [A, ...] before token `index` of each row."""
-        return ring.flatten(0, 1).index_select(0, self._slots(ring, self.positions[:, index]))
+        return ring[self.rows, self.positions[:, index] % ring.shape[1]]
 
     def _store(self, ring: Tensor, index: int, state: Tensor) -> None:
-        ring.flatten(0, 1).index_copy_(0, self._slots(ring, self.positions[:, index] + 1), state)
-
-    def _slots(self, ring: Tensor, positions: Tensor) -> Tensor:
-        return self.rows * ring.shape[1] + positions % ring.shape[1]
+        ring[self.rows, (self.positions[:, index] + 1) % ring.shape[1]] = state
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -154,8 +150,7 @@ def gated_delta_rule(
     key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
     key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)
     operands = key_query, value.float(), g.float(), beta.float().unsqueeze(3)
-    shape = num_heads, key.shape[3], value.shape[3]
-    return step.read(_delta_update, shape, *operands).to(dtype), None
+    return step.read(_delta_update, *operands).to(dtype), None
 
 
 def _delta_update(state: Tensor, new: Tensor, key_query: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -182,18 +177,19 @@ def mamba2(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and no state."""
-    groups, shape = B.shape[2], (B.shape[2], -1, hidden_states.shape[3], B.shape[3])
+    groups = B.shape[2]
     # [..., G, H / G, ...]
     hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
     A, D, dt_bias = (each.unflatten(0, (groups, -1)) for each in (A, D.float(), dt_bias.to(dt.dtype)))
 
     def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        state, new = (each.unflatten(-3, (groups, -1)) for each in (state, new))
         dt = F.softplus(dt + dt_bias).float()
         torch.mul(state, (dt * A).exp()[..., None, None], out=new)
         new.addcmul_((hidden * dt.unsqueeze(-1)).unsqueeze(-1), B[..., None, None, :])
         return _products(C.unsqueeze(-2), new.flatten(-3, -2).transpose(-1, -2))
 
-    output = step.read(update, shape, hidden, dt, B.float(), C.float()).view(hidden.shape)
+    output = step.read(update, hidden, dt, B.float(), C.float()).view(hidden.shape)
     output = (output + hidden * D.unsqueeze(2)).to(hidden_states.dtype)
     return output.reshape(hidden_states.shape).contiguous(), None
 
