@@ -175,11 +175,18 @@ def _law_inputs(kind, count):
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "mamba2", "convolve"])
 @pytest.mark.parametrize("parts", [[2], [1, 1], [3, 2], [1, 4]])
-def test_what_is_read_with_a_token_changes_no_bit_of_its_state(kind, parts):
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_what_is_read_with_a_token_changes_no_bit_of_its_state(kind, parts, is_cpu, monkeypatch):
+    monkeypatch.setattr(recurrences, "is_eager_cpu", lambda *tensors: is_cpu)
     torch.manual_seed(1)
     positions = torch.tensor([[4], [0], [7]]) + torch.arange(7)
     if kind == "convolve":
-        ring, inputs, weight, bias = torch.randn(3, 8, 37, 4), torch.randn(3, 7, 37), torch.randn(37, 4), torch.randn(37)
+        ring, inputs, weight, bias = (
+            torch.randn(3, 8, 37, 4),
+            torch.randn(3, 7, 37),
+            torch.randn(37, 4),
+            torch.randn(37),
+        )
     else:
         inputs, weights, shape = _law_inputs(kind, 7)
         ring = torch.randn(3, 8, *shape)
@@ -190,10 +197,10 @@ def test_what_is_read_with_a_token_changes_no_bit_of_its_state(kind, parts):
             seen = states.update_conv_state(inputs[:, begin:end].transpose(1, 2), 0)
             return recurrences.convolve(seen, weight, bias, "silu").transpose(1, 2)
         part = {name: each[:, begin:end] for name, each in inputs.items()}
-        states = StepStates(torch.empty(0), ring, positions[:, begin:end])
+        states = StepStates(torch.empty(3, 8), ring, positions[:, begin:end])
         return getattr(recurrences, kind)(**part, **weights, step=states)[0]
 
-    at_once, expected = ring.clone(), None
+    at_once = ring.clone()
     expected = read(at_once, 0, 7)
     in_parts, begin = ring.clone(), 0
     for count in parts:
@@ -211,10 +218,26 @@ def test_compiled_in_one_graph(texts, kind):
     rings = texts.rings(starts, 6)
     addresses = [None if ring is None else ring.data_ptr() for ring in rings]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for begin in (0, 2):
-            positions = _positions([start + begin for start in starts], 4)
+        for begin in (0, 1):
+            positions = _positions([start + begin for start in starts], 2)
             texts.check(rings, texts.read(rings, positions, forward=compiled), positions)
     assert [None if ring is None else ring.data_ptr() for ring in rings] == addresses
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_autocast_leaves_states_in_float32(texts, kind, monkeypatch):
+    texts, starts = texts(kind), (2, 5, 3)
+    positions, rings, plain = _positions(starts, 3), texts.rings(starts, 6), texts.rings(starts, 6)
+    texts.read(plain, positions)
+    read = StepStates.read
+
+    def cast(*args):
+        with torch.autocast("cpu", torch.bfloat16):
+            return read(*args)
+
+    monkeypatch.setattr(StepStates, "read", cast)
+    texts.check(rings, texts.read(rings, positions), positions)
+    assert torch.equal(rings[1], plain[1])
 
 
 def test_a_module_keeps_its_own_forward(texts):

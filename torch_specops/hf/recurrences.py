@@ -1,8 +1,9 @@
 """All tokens of a step through a module with states, in one call of the module's own forward.
 
-A ring holds the states of every text: the state before position p stands in slot p mod R. A module is handed
-`StepStates` as its cache, which shows no earlier state, so that it takes its path for several tokens. What that path calls is
-exchanged: the convolution and the recurrence read each token's state from the ring, and write the next slot.
+A ring holds the states of every text: the state before position p stands in slot p mod R. A module is given
+`StepStates` as its cache, which shows no earlier state, so that the module takes its path for several tokens. The
+convolution and the recurrence which that path calls are exchanged: ours read each token's state from the ring, and
+write the next slot.
 
 What a token's states are never depends on how many tokens are read with it, not even in their last bit: eager calls
 on a CPU compute each token with operations of the same shapes.
@@ -35,8 +36,8 @@ class StepStates:
     Args:
         conv: [B, R, C, W], the last W inputs of the convolution before each position.
         recurrent: [B, R, H, X, Y] float32, the states of the recurrence; None = the module has none.
-        positions: [A, S] int64, of every token. A token's state must have been written, by an earlier call or by an earlier
-            token of this call.
+        positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
+            earlier token of this call. A position may come twice.
         rows: [A] int64, which texts are read; None = all, A is B then.
     """
 
@@ -45,6 +46,10 @@ class StepStates:
         self.recurrent = recurrent
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+        num_slots = conv.shape[1]
+        # Of every token, the slots of the states before it, in [B * R], and behind it, in [R].
+        self._before = (self.rows.unsqueeze(1) * num_slots + positions % num_slots).unbind(1)
+        self._behind = ((positions + 1) % num_slots).unbind(1)
 
     # transformers 5.17 asks `has_previous_state`, later versions call the getters.
 
@@ -72,14 +77,20 @@ class StepStates:
 
     def read(self, update: Update, *operands: Tensor) -> Tensor:
         """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...]."""
-        ring, outputs = self.recurrent, []
-        assert ring is not None
+        assert self.recurrent is not None
+        # Autocast would multiply states in 16 bits.
+        with torch.autocast(self.recurrent.device.type, enabled=False):
+            return self._read(self.recurrent, update, *operands)
+
+    def _read(self, ring: Tensor, update: Update, *operands: Tensor) -> Tensor:
+        outputs = []
         if is_eager_cpu(ring, self.positions):
             rows, num_slots = self.rows.tolist(), ring.shape[1]
+            # Row after row, so that a state is updated in a cache of the processor, and never copied.
             for row, positions, *tokens in zip(rows, self.positions.tolist(), *operands, strict=True):
                 slots = ring[row].unbind()
-                for position, *token in zip(positions, *tokens, strict=True):
-                    outputs.append(update(slots[position % num_slots], slots[(position + 1) % num_slots], *token))
+                for position, *values in zip(positions, *tokens, strict=True):
+                    outputs.append(update(slots[position % num_slots], slots[(position + 1) % num_slots], *values))
             return torch.stack(outputs).unflatten(0, self.positions.shape)
         for index, token in enumerate(zip(*(each.unbind(1) for each in operands), strict=True)):
             state = self._load(ring, index)
@@ -87,14 +98,13 @@ class StepStates:
             self._store(ring, index, state)
         return torch.stack(outputs, 1)
 
-    # A view of a ring, written, would make Inductor copy the ring.
-
     def _load(self, ring: Tensor, index: int) -> Tensor:
         """The states [A, ...] before token `index` of each row."""
-        return ring[self.rows, self.positions[:, index] % ring.shape[1]]
+        return ring.flatten(0, 1).index_select(0, self._before[index])
 
     def _store(self, ring: Tensor, index: int, state: Tensor) -> None:
-        ring[self.rows, (self.positions[:, index] + 1) % ring.shape[1]] = state
+        # Not through a view, for which Inductor would copy the ring.
+        ring[self.rows, self._behind[index]] = state
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -134,7 +144,7 @@ def convolve(
     for each, factor in zip(inputs[1:], factors[1:], strict=True):
         total = total.addcmul(each, factor)
     total = total.to(seen.dtype)
-    # Activations round the last elements of a tensor in another way: one token at a time.
+    # An activation rounds the last elements of a tensor in another way, so each token is a tensor.
     if activation is not None:
         total = torch.stack([ACT2FN[activation](token) for token in total.unbind()])
     return total.permute(1, 2, 0)
