@@ -1,0 +1,214 @@
+"""All tokens of a step through a module with states, in one call of the module's own forward.
+
+A ring holds the states of every text: the state before position p stands in slot p mod R. A module is given
+`StepStates` as its cache, which shows no earlier state, so that the module takes its path for several tokens. The
+convolution and the recurrence which that path calls are exchanged: ours read each token's state from the ring, and
+write the next slot.
+
+What a token's states are never depends on how many tokens are read with it, not even in their last bit: eager calls
+on a CPU compute each token with operations of the same shapes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from ..ops.tracing import is_eager_cpu
+
+__all__ = ["StepStates", "step_forward"]
+
+# Computes one token: writes the state [..., H, X, Y] behind it, given the state before it, and returns its output.
+Update = Callable[..., Tensor]
+
+
+class StepStates:
+    """The cache that a module is given while it reads the tokens of a step.
+
+    Args:
+        conv: [B, R, C, W], the last W inputs of the convolution before each position.
+        recurrent: [B, R, H, X, Y] float32, the states of the recurrence; None = the module has none.
+        positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
+            earlier token of this call. A position may come twice.
+        rows: [A] int64, which texts are read; None = all, A is B then.
+    """
+
+    def __init__(self, conv: Tensor, recurrent: Tensor | None, positions: Tensor, rows: Tensor | None = None) -> None:
+        self.conv = conv
+        self.recurrent = recurrent
+        self.positions = positions
+        self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+        num_slots = conv.shape[1]
+        # Of every token, the slots of the states before it, in [B * R], and behind it, in [R].
+        self._before = (self.rows.unsqueeze(1) * num_slots + positions % num_slots).unbind(1)
+        self._behind = ((positions + 1) % num_slots).unbind(1)
+
+    # transformers 5.17 asks `has_previous_state`, later versions call the getters.
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier ones, [S, A, C, W]."""
+        seen = []
+        for index, token in enumerate(inputs.unbind(2)):
+            state = self._load(self.conv, index)
+            state = torch.cat([state[..., 1:], token.unsqueeze(2).to(state.dtype)], 2)
+            self._store(self.conv, index, state)
+            seen.append(state)
+        return torch.stack(seen)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
+        """`read` has written them."""
+
+    def read(self, update: Update, *operands: Tensor) -> Tensor:
+        """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...]."""
+        assert self.recurrent is not None
+        # Autocast would multiply states in 16 bits.
+        with torch.autocast(self.recurrent.device.type, enabled=False):
+            return self._read(self.recurrent, update, *operands)
+
+    def _read(self, ring: Tensor, update: Update, *operands: Tensor) -> Tensor:
+        outputs = []
+        if is_eager_cpu(ring, self.positions):
+            rows, num_slots = self.rows.tolist(), ring.shape[1]
+            # Row after row, so that a state is updated in a cache of the processor, and never copied.
+            for row, positions, *tokens in zip(rows, self.positions.tolist(), *operands, strict=True):
+                slots = ring[row].unbind()
+                for position, *values in zip(positions, *tokens, strict=True):
+                    outputs.append(update(slots[position % num_slots], slots[(position + 1) % num_slots], *values))
+            return torch.stack(outputs).unflatten(0, self.positions.shape)
+        for index, token in enumerate(zip(*(each.unbind(1) for each in operands), strict=True)):
+            state = self._load(ring, index)
+            outputs.append(update(state, state, *token))
+            self._store(ring, index, state)
+        return torch.stack(outputs, 1)
+
+    def _load(self, ring: Tensor, index: int) -> Tensor:
+        """The states [A, ...] before token `index` of each row."""
+        return ring.flatten(0, 1).index_select(0, self._before[index])
+
+    def _store(self, ring: Tensor, index: int, state: Tensor) -> None:
+        # Not through a view, for which Inductor would copy the ring.
+        ring[self.rows, self._behind[index]] = state
+
+
+def step_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of a module that reads all tokens of a step at once: called with a `StepStates` and the keywords of
+    the module's forward but its cache. None: its recurrence is not known here. Module and class do not change.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    names = set(forward.__code__.co_names)
+    if "causal_conv1d_fn" not in names or ("update_recurrent_state" in names and not names & RECURRENCES.keys()):
+        return None
+    function, (cache_name,) = _exchanged(forward), CACHE_NAMES & set(inspect.signature(forward).parameters)
+    names_of_states = (cache_name, "step") if "update_recurrent_state" in names else (cache_name,)
+
+    def read(states: StepStates, **arguments: Any) -> Any:
+        return function(module, **arguments, **dict.fromkeys(names_of_states, states))
+
+    return read
+
+
+@cache
+def _exchanged(forward: FunctionType) -> FunctionType:
+    """The same code, where the names of EXCHANGED mean ours."""
+    # Dynamo would look names up in the module that `__name__` names.
+    names = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | EXCHANGED
+    function = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
+
+
+def convolve(
+    seen: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+) -> Tensor:
+    """What `update_conv_state` returns, [S, A, C, W], weight [C, W], bias [C] -> [A, C, S]."""
+    dtype = torch.promote_types(seen.dtype, torch.float32)
+    inputs, factors = seen.to(dtype).unbind(3), weight.to(dtype).unbind(1)
+    total = inputs[0] * factors[0] if bias is None else torch.addcmul(bias.to(dtype), inputs[0], factors[0])
+    for each, factor in zip(inputs[1:], factors[1:], strict=True):
+        total = total.addcmul(each, factor)
+    total = total.to(seen.dtype)
+    # An activation rounds the last elements of a tensor in another way, so each token is a tensor.
+    if activation is not None:
+        total = torch.stack([ACT2FN[activation](token) for token in total.unbind()])
+    return total.permute(1, 2, 0)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, step: StepStates, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """query, key [A, S, G, X], value [A, S, H, Y], g, beta [A, S, H] -> [A, S, H, Y], and no state."""
+    num_heads, dtype = value.shape[2], query.dtype
+    # [A, S, H, 2, X]
+    key_query = torch.stack([key, query], 3).float()
+    key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
+    key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)
+    operands = key_query, value.float(), g.float(), beta.float().unsqueeze(3)
+    return step.read(_delta_update, *operands).to(dtype), None
+
+
+def _delta_update(state: Tensor, new: Tensor, key_query: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    # [..., H, 1, 1]
+    decay = g.exp()[..., None, None]
+    # The decayed state's answers to key and query, [..., H, Y]
+    known, answer = (_products(key_query, state) * decay).unbind(-2)
+    delta = (value - known) * beta
+    key, query = key_query.unbind(-2)
+    torch.mul(state, decay, out=new).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
+    return (answer + (key * query).sum(-1, keepdim=True) * delta) * query.shape[-1] ** -0.5
+
+
+def mamba2(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    step: StepStates,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and no state."""
+    groups = B.shape[2]
+    # [..., G, H / G, ...]
+    hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
+    A, D, dt_bias = (each.unflatten(0, (groups, -1)) for each in (A, D.float(), dt_bias.to(dt.dtype)))
+
+    def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        state, new = (each.unflatten(-3, (groups, -1)) for each in (state, new))
+        dt = F.softplus(dt + dt_bias).float()
+        torch.mul(state, (dt * A).exp()[..., None, None], out=new)
+        new.addcmul_((hidden * dt.unsqueeze(-1)).unsqueeze(-1), B[..., None, None, :])
+        return _products(C.unsqueeze(-2), new.flatten(-3, -2).transpose(-1, -2))
+
+    output = step.read(update, hidden, dt, B.float(), C.float()).view(hidden.shape)
+    output = (output + hidden * D.unsqueeze(2)).to(hidden_states.dtype)
+    return output.reshape(hidden_states.shape).contiguous(), None
+
+
+def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """vectors [..., N, X] @ matrix [..., X, Y]. Matrix products of CUDA may round their inputs to TF32."""
+    return vectors @ matrix if matrix.is_cpu else (vectors.unsqueeze(-1) * matrix.unsqueeze(-3)).sum(-2)
+
+
+CACHE_NAMES = {"cache", "cache_params", "past_key_values"}
+RECURRENCES = {"torch_chunk_gated_delta_rule": gated_delta_rule, "mamba2_chunk_scan": mamba2}
+EXCHANGED = RECURRENCES | {"causal_conv1d_fn": convolve}
