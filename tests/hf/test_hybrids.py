@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import language_model
+from torch_specops.hf import language_model, recurrences
 from torch_specops.hf.hybrid import HybridModel
-from torch_specops.hf.states import StateLayer
 
 # One of each recurrence: gated delta rule, Mamba2, Mamba1, convolution.
 RECURRENCES = ("qwen3_5_text", "granitemoehybrid", "jamba", "lfm2")
@@ -109,24 +108,21 @@ def test_states_are_those_of_single_tokens(kind: str) -> None:
         positions = positions + STEP.shape[1]
 
 
-def not_rolled_back(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
-    """The state behind the newest token that was read, whatever the position."""
-    return vars(layer).get("newest", slots)
+def behind_a_rejected_draft(positions: Tensor, num_slots: int) -> Tensor:
+    """A rejected draft is not undone."""
+    return (positions + 1) % num_slots
 
 
-def one_behind(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
-    """The state of the position before."""
-    return (slots - 1) % layer._cache.num_slots
+def one_behind(positions: Tensor, num_slots: int) -> Tensor:
+    return (positions - 1) % num_slots
 
 
-def behind_the_last_draft(layer: StateLayer, states: object, rows: Tensor, slots: Tensor) -> Tensor:
-    """A step without drafts takes the state that the step before it began with."""
-    slots_of_step = layer._cache.slots
-    assert slots_of_step is not None
-    return slots if slots_of_step.shape[1] > 1 else one_behind(layer, states, rows, slots)
+def without_the_last_draft(positions: Tensor, num_slots: int) -> Tensor:
+    """A step without drafts begins with the state that the step before it began with."""
+    return positions % num_slots if positions.shape[1] > 1 else one_behind(positions, num_slots)
 
 
-WRONG = (not_rolled_back, one_behind, behind_the_last_draft)
+WRONG = (behind_a_rejected_draft, one_behind, without_the_last_draft)
 
 
 def sampling_hybrid() -> nn.Module:
@@ -140,17 +136,8 @@ def sampling_hybrid() -> nn.Module:
 def test_sampled_text_has_the_law_of_the_model(wrong: Callable[..., Tensor] | None, report: Report) -> None:
     model = sampling_hybrid()
     draft, laws = perturbed(model, 0.2), model_laws(model, 0.8)
-    load, store = StateLayer.load, StateLayer.store
-
-    def load_wrong(layer: StateLayer, states: tuple[tuple[str, int], ...], rows: Tensor, slots: Tensor) -> None:
-        load(layer, states, rows, slots if wrong is None else wrong(layer, states, rows, slots))
-
-    def store_too(layer: StateLayer, states: tuple[tuple[str, int], ...], rows: Tensor, slots: Tensor) -> None:
-        store(layer, states, rows, slots)
-        if len(rows) == FEWER_TRIALS:
-            layer.newest = slots
-
-    with mock.patch.object(StateLayer, "load", load_wrong), mock.patch.object(StateLayer, "store", store_too):
+    slots = recurrences.slots_before if wrong is None else wrong
+    with mock.patch.object(recurrences, "slots_before", slots):
         found = p_values(first_tokens(model, draft, 1, 0.8, FEWER_TRIALS), laws)
     if wrong is None:
         expect_laws(report, "loop, hybrid", found)

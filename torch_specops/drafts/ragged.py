@@ -115,9 +115,11 @@ def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[in
     index = torch.arange(max(*counts, 1), device=tokens.device)
     for group in groups_by_length(counts, 0 if keeps_states(model) else forward_cost):
         width = counts[group[0]]
+        if width < 1:
+            continue
         if len(group) == len(tokens) and rows == list(range(len(tokens))):
             model.forward(tokens[:, :width], index[:width].expand(len(tokens), -1), 1)
-        elif width > 0:
+        else:
             assert can_read_rows(model)
             chosen = torch.tensor([rows[each] for each in group], device=tokens.device)
             model.forward(tokens[chosen, :width], index[:width].expand(len(group), -1), 1, chosen)

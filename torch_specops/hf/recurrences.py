@@ -24,7 +24,13 @@ from transformers.activations import ACT2FN
 
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["StepStates", "step_forward"]
+__all__ = ["CACHE_NAMES", "StepStates", "slots_before", "step_forward"]
+
+
+def slots_before(positions: Tensor, num_slots: int) -> Tensor:
+    """The slots of the states before positions."""
+    return positions % num_slots
+
 
 # Computes one token: writes the state [..., H, X, Y] behind it, given the state before it, and returns its output.
 Update = Callable[..., Tensor]
@@ -47,8 +53,9 @@ class StepStates:
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         num_slots = conv.shape[1]
+        self._slots = slots_before(positions, num_slots)
         # Of every token, the slots of the states before it, in [B * R], and behind it, in [R].
-        self._before = (self.rows.unsqueeze(1) * num_slots + positions % num_slots).unbind(1)
+        self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
 
     # transformers 5.17 asks `has_previous_state`, later versions call the getters.
@@ -87,10 +94,11 @@ class StepStates:
         if is_eager_cpu(ring, self.positions):
             rows, num_slots = self.rows.tolist(), ring.shape[1]
             # Row after row, so that a state is updated in a cache of the processor, and never copied.
-            for row, positions, *tokens in zip(rows, self.positions.tolist(), *operands, strict=True):
+            places = self._slots.tolist(), self.positions.tolist()
+            for row, before, positions, *tokens in zip(rows, *places, *operands, strict=True):
                 slots = ring[row].unbind()
-                for position, *values in zip(positions, *tokens, strict=True):
-                    outputs.append(update(slots[position % num_slots], slots[(position + 1) % num_slots], *values))
+                for first, position, *values in zip(before, positions, *tokens, strict=True):
+                    outputs.append(update(slots[first], slots[(position + 1) % num_slots], *values))
             return torch.stack(outputs).unflatten(0, self.positions.shape)
         for index, token in enumerate(zip(*(each.unbind(1) for each in operands), strict=True)):
             state = self._load(ring, index)

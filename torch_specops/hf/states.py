@@ -6,14 +6,13 @@ stand in slot p of the cache. A module reads a token with the state in the slot 
 behind it to the next slot. To undo rejected drafts, the next forward reads at an earlier position again: nothing is
 restored or counted, and a read that is repeated changes nothing.
 
-All computing is transformers' own. The text of a prompt is read as `generate` reads it, in chunks; later tokens one
-after another, as `generate` decodes, but for the projections, which read all tokens at once.
+The text of a prompt is read as `generate` reads it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,18 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..ops import private
-from ..ops.tracing import is_eager_cpu, normal_tensors
+from ..ops.tracing import normal_tensors
 from .cache import RaggedCache, RaggedLayer
+from .recurrences import CACHE_NAMES, StepStates, slots_before, step_forward
+from .references import is_foreign
 
 __all__ = ["StateCache", "StateReader", "state_modules"]
 
 # A state of a layer: "conv_states" or "recurrent_states", and its index.
 State = tuple[str, int]
 KINDS = ("conv_states", "recurrent_states")
+# The states of modules that `recurrences.py` knows.
+STATES_OF_STEPS = ((("conv_states", 0),), (("conv_states", 0), ("recurrent_states", 0)))
 # What a forward calls that keeps a state in the cache; and what one calls that keeps keys.
 KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state", "get_recurrent_state"}
 KEEPS_KEYS = "update"
@@ -165,9 +167,8 @@ class StateCache(RaggedCache):
 class StateReader:
     """Reads tokens at any positions with one module that keeps a state, a copy in a `ShadowModel`.
 
-    Its first read of a prompt finds its parts. A head is a child that is given the module's own input, the tail a child
-    whose output is the module's: these projections read all tokens at once, and the rest of the module, convolution and
-    recurrence, reads one token after another.
+    A prompt is read as `generate` reads it. The tokens of a step are read at once where the recurrence is known
+    (`recurrences.py`), and else one after another, as `generate` decodes.
 
     Args:
         module: the copy.
@@ -175,148 +176,59 @@ class StateReader:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        (self._cache_name,) = {"cache_params", "past_key_values", "cache"} & set(self._names)
+        self._layer: int = vars(module)["layer_idx"]
         self._states: tuple[State, ...] = ()
-        self._heads: list[str] | None = None
-        self._tail: str | None = None
-        # While tokens are read one after another: which, what the heads made of all, and what the tail was given.
-        self._index: int | None = None
-        self._of_heads: dict[str, Tensor] = {}
-        self._for_tail: list[Tensor] = []
         # The same objects after every look: what is compiled looks at their identity.
         self._forward = partial(_read, self)
-        self._head_forwards: dict[str, Any] = {}
-        self._tail_forward = partial(_forward_of_tail, self)
-        self._own_forward: Any = None
-        self._layer: int = vars(module)["layer_idx"]
-        self._at_once = False
+        self._code: Any = None
 
     def attach(self) -> None:
-        """Read in place of the module, whose attributes a look has made anew."""
-        self._own_forward = vars(self._module).get("forward")
-        self._module.forward = self._forward
-        self._attach_parts()
-
-    def _attach_parts(self) -> None:
-        children = [*(self._heads or ()), *([self._tail] if self._tail else ())]
-        # A hook may change what its module gives, and must not see a token twice.
-        self._at_once = not private.global_hooks() and all(
-            "forward" not in vars(each) and not each._forward_hooks and not each._forward_pre_hooks
-            for each in map(self._child, children)
-        )
-        if self._at_once:
-            for name in self._heads or ():
-                self._child(name).forward = self._head_forwards[name]
-            if self._tail is not None:
-                self._child(self._tail).forward = self._tail_forward
-
-    def _child(self, name: str) -> nn.Module:
-        return self._module.get_submodule(name)
-
-    def _read_itself(self, hidden: Tensor, arguments: dict[str, Any]) -> Any:
-        forward = self._own_forward or partial(type(self._module).forward, self._module)
-        return forward(**arguments | {self._names[0]: hidden})
-
-    def _begin(self, hidden: Tensor, arguments: dict[str, Any], layer: StateLayer) -> Any:
-        layer.begin()
-        if self._heads is not None:
-            result = self._read_itself(hidden, arguments)
-        else:
-            result = self._find_parts(hidden, arguments)
-        self._states = layer.written()
-        return result
-
-    def _find_parts(self, hidden: Tensor, arguments: dict[str, Any]) -> Any:
-        heads, outputs, handles = [], [], []
-
-        def note(name: str, child: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            if len(given) == 1 and given[0] is hidden:
-                heads.append(name)
-            outputs.append((name, output))
-
-        for name, child in self._module.named_children():
-            handles.append(child.register_forward_hook(partial(note, name)))
-        try:
-            result = self._read_itself(hidden, arguments)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._heads = heads
-        self._head_forwards = {name: partial(_forward_of_head, self, name) for name in heads}
-        self._tail = next((name for name, output in outputs if output is result), None)
-        self._attach_parts()
-        return result
-
-
-def _kind(state: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return state.shape[1:], state.dtype, state.device
-
-
-def _plain(reader: StateReader, name: str, hidden: Tensor) -> Any:
-    child = reader._child(name)
-    return type(child).forward(child, hidden)
-
-
-def _forward_of_head(reader: StateReader, name: str, hidden: Tensor) -> Any:
-    index = reader._index
-    return _plain(reader, name, hidden) if index is None else reader._of_heads[name][:, index : index + 1]
-
-
-def _forward_of_tail(reader: StateReader, hidden: Tensor) -> Any:
-    assert reader._tail is not None
-    if reader._index is None:
-        return _plain(reader, reader._tail, hidden)
-    reader._for_tail.append(hidden)
-    return hidden
+        """Read in place of the module, whose class and attributes a look has made anew."""
+        module, code = self._module, type(self._module).forward
+        own = vars(module).get("forward")
+        if code is not self._code:
+            self._code, self._names = code, list(inspect.signature(code).parameters)[1:]
+            (self._cache_name,) = CACHE_NAMES & set(self._names)
+            self._at_once = None if is_foreign(code) else step_forward(module)
+            self._whole = partial(code, module)
+        self._read_whole: Callable[..., Any] = own or self._whole
+        self._read_step = self._at_once if own is None else None
+        module.forward = self._forward
 
 
 def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module [A, n, H]; arguments are its own."""
     arguments = dict(zip(reader._names, args, strict=False)) | kwargs
-    hidden, cache = arguments[reader._names[0]], arguments.get(reader._cache_name)
+    cache = arguments.get(reader._cache_name)
     if not isinstance(cache, StateCache):
-        return reader._read_itself(hidden, arguments)
-    layer, positions = cache.layers[reader._layer], cache.slots
+        return reader._read_whole(**arguments)
+    layer, positions, num_slots = cache.layers[reader._layer], cache.slots, cache.num_slots
     assert positions is not None
     rows = torch.arange(positions.shape[0], device=positions.device) if cache.rows is None else cache.rows
-    if not cache.begins_texts:
-        return _read_tokens(reader, layer, cache.num_slots, rows, hidden, positions, arguments)
-    result = reader._begin(hidden, arguments, layer)
-    layer.store(reader._states, rows, (positions[:, -1] + 1) % cache.num_slots)
-    return result
-
-
-def _read_tokens(
-    reader: StateReader,
-    layer: StateLayer,
-    num_slots: int,
-    rows: Tensor,
-    hidden: Tensor,
-    positions: Tensor,
-    arguments: dict[str, Any],
-) -> Any:
-    count, outputs = hidden.shape[1], []
-    at_once = reader._at_once and count > 1
-    if at_once:
-        reader._of_heads = {name: _plain(reader, name, hidden) for name in reader._heads or ()}
-    # A token behind the one before it begins with that one's state. Compiled code fuses the load.
-    follows = is_eager_cpu(positions) and bool((positions.diff() == 1).all())
-    try:
-        for index in range(count):
-            if index == 0 or not follows:
-                layer.load(reader._states, rows, positions[:, index] % num_slots)
-            reader._index = index if at_once else None
-            outputs.append(reader._read_itself(hidden[:, index : index + 1], arguments))
-            layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
-    finally:
-        for_tail, reader._for_tail, reader._of_heads, reader._index = reader._for_tail, [], {}, None
-    if not for_tail or reader._tail is None:
-        return _joined(outputs)
-    return _plain(reader, reader._tail, torch.cat(for_tail, 1))
+    if cache.begins_texts:
+        layer.begin()
+        output = reader._read_whole(**arguments)
+        reader._states = layer.written()
+        layer.store(reader._states, rows, (positions[:, -1] + 1) % num_slots)
+        return output
+    if reader._read_step is not None and reader._states in STATES_OF_STEPS:
+        del arguments[reader._cache_name]
+        conv, recurrent = layer.rings["conv_states", 0], layer.rings.get(("recurrent_states", 0))
+        return reader._read_step(StepStates(conv, recurrent, positions, rows), **arguments)
+    hidden, outputs = arguments[reader._names[0]], []
+    for index in range(hidden.shape[1]):
+        layer.load(reader._states, rows, slots_before(positions[:, index], num_slots))
+        arguments[reader._names[0]] = hidden[:, index : index + 1]
+        outputs.append(reader._read_whole(**arguments))
+        layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
+    return _joined(outputs)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], tuple):
         return tuple(_joined(each) for each in zip(*parts, strict=True))
     return torch.cat([*parts], 1) if isinstance(parts[0], Tensor) else parts[0]
+
+
+def _kind(state: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return state.shape[1:], state.dtype, state.device
