@@ -81,7 +81,7 @@ def test_what_rows_have_in_common_is_read_once(monkeypatch: pytest.MonkeyPatch) 
         for reads_rows in (True, False):
             model.reads_rows = reads_rows
             model.start(4, 10)
-            read_beginnings(model, tokens, torch.full((4,), 4), 3)
+            read_beginnings(model, tokens, torch.full((4,), 4), num_unread=1)
             cache = [each.clone() for layer in model.key_values for each in (layer.keys, layer.values)]
             found.append([*cache, model.features.clone()])
     assert read == [[[5, 6, 7], [8, 6, 7]], tokens[:, :3].tolist()]
