@@ -79,9 +79,7 @@ class StepStates:
             seen.append(state)
         return torch.stack(seen)
 
-    def update_recurrent_state(
-        self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any
-    ) -> None:
+    def update_recurrent_state(self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any) -> None:
         """`read` has written the states, or does when `state` calls it."""
         if not isinstance(state, Tensor):
             state(self)
@@ -239,9 +237,7 @@ def mamba(
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     D, delta_bias = D.to(dtype), delta_bias.to(dt.dtype)
 
-    def update(
-        state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor
-    ) -> Tensor:
+    def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor) -> Tensor:
         dt = F.softplus(dt + delta_bias).to(dtype)
         torch.mul(state, (dt.unsqueeze(-1) * A).exp(), out=new)
         new.addcmul_((hidden * dt).unsqueeze(-1), B.unsqueeze(-2))
