@@ -18,6 +18,7 @@ DELTA = LINEAR_AND_FULL | {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 6, "mamba_n_groups": 2}
+KIMI = LINEAR_AND_FULL | {"linear_num_heads": 4, "linear_head_dim": 6}
 FAMILIES = {
     "qwen3_next": DELTA | {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_text": DELTA,
@@ -31,9 +32,17 @@ FAMILIES = {
     "falcon_h1": MAMBA | {"num_hidden_layers": 1, "mamba_d_ssm": 64},
     "mamba2": {"num_hidden_layers": 1, "num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 6, "n_groups": 2},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        "num_hidden_layers": 2, "mamba_d_state": 6, "mamba_dt_rank": 3, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 1,
+    },
+    "mamba": {"num_hidden_layers": 1, "state_size": 6},
+    "falcon_mamba": {"num_hidden_layers": 1, "state_size": 6},
+    "kimi_linear": KIMI,
+    "bailing_hybrid": KIMI,
 }  # fmt: skip
-# Of each kind of module: gated delta rule, Mamba2, convolution alone.
-KINDS = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
+# Of each kind of module: gated delta rule, the same with a decay per channel, Mamba2, Mamba1, convolution alone.
+KINDS = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "jamba", "lfm2"]
 LENGTH = 14
 
 
@@ -164,41 +173,44 @@ def test_wrong_states_are_found(texts, kind, wrong):
 
 
 def _law_inputs(kind, count):
-    """Operands [3, count, ...] of a recurrence, and its state's shape. The sizes are no multiples of a vector."""
+    """Operands [3, count, ...] of a recurrence, its weights, and its state's shape. The sizes are no multiples of a
+    vector."""
     heads = lambda *sizes: torch.randn(3, count, *sizes)  # noqa: E731
-    if kind == "gated_delta_rule":
-        given = {"query": heads(3, 21), "key": heads(3, 21), "value": heads(6, 19), "g": -heads(6).abs()}
-        return given | {"beta": heads(6).sigmoid()}, {}, (6, 21, 19)
-    given = {"hidden_states": heads(6, 21), "dt": heads(6), "B": heads(3, 19), "C": heads(3, 19)}
-    return given, {"A": -torch.rand(6), "D": torch.randn(6), "dt_bias": torch.randn(6)}, (6, 21, 19)
+    if kind == "causal_conv1d_fn":
+        return {"inputs": heads(37)}, {"weight": torch.randn(37, 4), "bias": torch.randn(37)}, (37, 4)
+    if kind == "mamba_selective_scan":
+        given = {"hidden_states": heads(37), "dt": heads(37), "z": heads(37), "B": heads(19), "C": heads(19)}
+        return given, {"A": -torch.rand(37, 19), "D": torch.randn(37), "delta_bias": torch.randn(37)}, (37, 19)
+    if kind == "mamba2_chunk_scan":
+        given = {"hidden_states": heads(6, 21), "dt": heads(6), "B": heads(3, 19), "C": heads(3, 19)}
+        return given, {"A": -torch.rand(6), "D": torch.randn(6), "dt_bias": torch.randn(6)}, (6, 21, 19)
+    g = -heads(6, *[21] * (kind == "chunk_kimi_delta_attention")).abs()
+    given = {"query": heads(3, 21), "key": heads(3, 21), "value": heads(6, 19), "g": g, "beta": heads(6).sigmoid()}
+    return given, {}, (6, 21, 19)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_rule", "mamba2", "convolve"])
+@pytest.mark.parametrize("kind", recurrences.EXCHANGED)
 @pytest.mark.parametrize("parts", [[2], [1, 1], [3, 2], [1, 4]])
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_what_is_read_with_a_token_changes_no_bit_of_its_state(kind, parts, is_cpu, monkeypatch):
     monkeypatch.setattr(recurrences, "is_eager_cpu", lambda *tensors: is_cpu)
     torch.manual_seed(1)
     positions = torch.tensor([[4], [0], [7]]) + torch.arange(7)
-    if kind == "convolve":
-        ring, inputs, weight, bias = (
-            torch.randn(3, 8, 37, 4),
-            torch.randn(3, 7, 37),
-            torch.randn(37, 4),
-            torch.randn(37),
-        )
-    else:
-        inputs, weights, shape = _law_inputs(kind, 7)
-        ring = torch.randn(3, 8, *shape)
+    inputs, weights, shape = _law_inputs(kind, 7)
+    ring = torch.randn(3, 8, *shape)
 
     def read(ring, begin, end):
-        if kind == "convolve":
-            states = StepStates(ring, None, positions[:, begin:end])
-            seen = states.update_conv_state(inputs[:, begin:end].transpose(1, 2), 0)
-            return recurrences.convolve(seen, weight, bias, "silu").transpose(1, 2)
         part = {name: each[:, begin:end] for name, each in inputs.items()}
+        if kind == "causal_conv1d_fn":
+            states = StepStates(ring, None, positions[:, begin:end])
+            seen = states.update_conv_state(part["inputs"].transpose(1, 2), 0)
+            return recurrences.convolve(seen, **weights, activation="silu").transpose(1, 2)
         states = StepStates(torch.empty(3, 8), ring, positions[:, begin:end])
-        return getattr(recurrences, kind)(**part, **weights, step=states)[0]
+        if kind == "mamba_selective_scan":
+            part = {name: each.transpose(1, 2) for name, each in part.items()}
+        output, state = recurrences.EXCHANGED[kind](**part, **weights, step=states)
+        states.update_recurrent_state(state, 0)
+        return output.transpose(1, 2) if kind == "mamba_selective_scan" else output
 
     at_once = ring.clone()
     expected = read(at_once, 0, 7)
@@ -224,7 +236,7 @@ def test_compiled_in_one_graph(texts, kind):
     assert [None if ring is None else ring.data_ptr() for ring in rings] == addresses
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS[:4])
 def test_autocast_leaves_states_in_float32(texts, kind, monkeypatch):
     texts, starts = texts(kind), (2, 5, 3)
     positions, rings, plain = _positions(starts, 3), texts.rings(starts, 6), texts.rings(starts, 6)
@@ -250,6 +262,6 @@ def test_a_module_keeps_its_own_forward(texts):
 
 
 def test_a_recurrence_that_is_not_known():
-    config = CONFIG_MAPPING["mamba"](vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    config = CONFIG_MAPPING["zamba"](**SIZES | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]})
     model = AutoModelForCausalLM.from_config(config)
     assert [step_forward(each) for each in model.modules() if _has_states(each)] == [None]

@@ -32,7 +32,7 @@ def slots_before(positions: Tensor, num_slots: int) -> Tensor:
     return positions % num_slots
 
 
-# Computes one token: writes the state [..., H, X, Y] behind it, given the state before it, and returns its output.
+# Computes one token: writes the state [...] behind it, given the state before it, and returns its output.
 Update = Callable[..., Tensor]
 
 
@@ -41,7 +41,7 @@ class StepStates:
 
     Args:
         conv: [B, R, C, W], the last W inputs of the convolution before each position.
-        recurrent: [B, R, H, X, Y] float32, the states of the recurrence; None = the module has none.
+        recurrent: [B, R, ...] float32, the states of the recurrence; None = the module has none.
         positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
             earlier token of this call. A position may come twice.
         rows: [A] int64, which texts are read; None = all, A is B then.
@@ -79,8 +79,10 @@ class StepStates:
             seen.append(state)
         return torch.stack(seen)
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
-        """`read` has written them."""
+    def update_recurrent_state(self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any) -> None:
+        """`read` has written the states, or does when `state` calls it."""
+        if not isinstance(state, Tensor):
+            state(self)
 
     def read(self, update: Update, *operands: Tensor) -> Tensor:
         """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...]."""
@@ -123,6 +125,9 @@ def step_forward(module: nn.Module) -> Callable[..., Any] | None:
     names = set(forward.__code__.co_names)
     if "causal_conv1d_fn" not in names or ("update_recurrent_state" in names and not names & RECURRENCES.keys()):
         return None
+    # Zamba calls the recurrence of each head, and stacks their states.
+    if "stack" in names:
+        return None
     function, (cache_name,) = _exchanged(forward), CACHE_NAMES & set(inspect.signature(forward).parameters)
     names_of_states = (cache_name, "step") if "update_recurrent_state" in names else (cache_name,)
 
@@ -160,25 +165,27 @@ def convolve(
 
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, step: StepStates, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """query, key [A, S, G, X], value [A, S, H, Y], g, beta [A, S, H] -> [A, S, H, Y], and no state."""
+) -> tuple[Tensor, Tensor]:
+    """query, key [A, S, G, X], value [A, S, H, Y], beta [A, S, H], g [A, S, H], or [A, S, H, X] if each channel decays
+    (Kimi) -> [A, S, H, Y], and a tensor that is no state."""
     num_heads, dtype = value.shape[2], query.dtype
     # [A, S, H, 2, X]
     key_query = torch.stack([key, query], 3).float()
     key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
     key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)
+    g = g if g.dim() == 4 else g.unsqueeze(3)
     operands = key_query, value.float(), g.float(), beta.float().unsqueeze(3)
-    return step.read(_delta_update, *operands).to(dtype), None
+    return step.read(_delta_update, *operands).to(dtype), beta
 
 
 def _delta_update(state: Tensor, new: Tensor, key_query: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    # [..., H, 1, 1]
-    decay = g.exp()[..., None, None]
+    # [..., H, 1 or X]
+    decay = g.exp()
     # The decayed state's answers to key and query, [..., H, Y]
-    known, answer = (_products(key_query, state) * decay).unbind(-2)
+    known, answer = _products(key_query * decay.unsqueeze(-2), state).unbind(-2)
     delta = (value - known) * beta
     key, query = key_query.unbind(-2)
-    torch.mul(state, decay, out=new).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
+    torch.mul(state, decay.unsqueeze(-1), out=new).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
     return (answer + (key * query).sum(-1, keepdim=True) * delta) * query.shape[-1] ** -0.5
 
 
@@ -193,8 +200,9 @@ def mamba2(
     dt_bias: Tensor,
     step: StepStates,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and no state."""
+) -> tuple[Tensor, Tensor]:
+    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a tensor that
+    is no state."""
     groups = B.shape[2]
     # [..., G, H / G, ...]
     hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
@@ -209,7 +217,36 @@ def mamba2(
 
     output = step.read(update, hidden, dt, B.float(), C.float()).view(hidden.shape)
     output = (output + hidden * D.unsqueeze(2)).to(hidden_states.dtype)
-    return output.reshape(hidden_states.shape).contiguous(), None
+    return output.reshape(hidden_states.shape).contiguous(), dt
+
+
+def mamba(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Callable[[StepStates], Tensor]]:
+    """hidden_states, dt, z [A, H, S], A [H, Y], D, delta_bias [H], B, C [A, Y, S] -> [A, H, S], and what fills it: the
+    module shows the cache to `update_recurrent_state` alone."""
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    D, delta_bias = D.to(dtype), delta_bias.to(dt.dtype)
+
+    def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor) -> Tensor:
+        dt = F.softplus(dt + delta_bias).to(dtype)
+        torch.mul(state, (dt.unsqueeze(-1) * A).exp(), out=new)
+        new.addcmul_((hidden * dt).unsqueeze(-1), B.unsqueeze(-2))
+        output = _products(C.unsqueeze(-2), new.transpose(-1, -2)).squeeze(-2)
+        return (output + hidden * D) * F.silu(z)
+
+    output = torch.empty_like(hidden_states)
+    operands = [each.transpose(1, 2) for each in (hidden_states.to(dtype), dt, B.to(dtype), C.to(dtype), z.to(dtype))]
+    return output, lambda step: output.copy_(step.read(update, *operands).transpose(1, 2))
 
 
 def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
@@ -218,5 +255,10 @@ def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 CACHE_NAMES = {"cache", "cache_params", "past_key_values"}
-RECURRENCES = {"torch_chunk_gated_delta_rule": gated_delta_rule, "mamba2_chunk_scan": mamba2}
+RECURRENCES: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "mamba2_chunk_scan": mamba2,
+    "mamba_selective_scan": mamba,
+}
 EXCHANGED = RECURRENCES | {"causal_conv1d_fn": convolve}
