@@ -90,6 +90,9 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         for ring in self.rings.values():
             ring.copy_(ring[sources])
 
+    def static_tensors(self) -> list[Tensor]:
+        return [*super().static_tensors(), *self.rings.values()]
+
     def begin(self) -> None:
         """What is read next begins a text."""
         for index in range(self.number_of_states):
@@ -181,6 +184,10 @@ class StateReader:
         # The same objects after every look: what is compiled looks at their identity.
         self._forward = partial(_read, self)
         self._code: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied model makes its modules anew, and then its readers.
+        return {}
 
     def attach(self) -> None:
         """Read in place of the module, whose class and attributes a look has made anew."""
