@@ -84,7 +84,8 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        super().expect(num_draft_tokens + self.num_inner_tokens)
+        # A row that has all of its drafts goes on by inner ones, and a repeated step begins before the newest token.
+        super().expect(num_draft_tokens + self.num_inner_tokens + 1)
         # It catches up with one token, and its text grows by the drafts of the step.
         self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)
 

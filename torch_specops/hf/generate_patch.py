@@ -2,7 +2,8 @@
 
 `generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
 without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.23). One
-of its methods sees them all before the first token, and it gets an addition here.
+of its methods sees them all before the first token, and it gets an addition here. Another one refuses drafts for models
+that keep a state of the text, which this package rolls back.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import transformers
+from transformers.generation import GenerationMode
 
 from ..decode.keywords import IN_CUSTOM_GENERATE
 
 __all__ = ["hand_on_arguments"]
 
 METHOD = "_extract_generation_mode_kwargs"
+VALIDATE = "_validate_generation_mode"
 PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer")
 
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
     `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given. Calls
-    with another function see no difference. Warns if the mixin has no method of that name and those parameters."""
+    with another function see no difference. Drafts are allowed for models with a state of the text, too. Warns if the mixin has no method of that name and those parameters."""
     extract = getattr(mixin, METHOD, None)
     if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
         warnings.warn(
@@ -65,6 +68,18 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     setattr(mixin, METHOD, extract_more)
+    validate = getattr(mixin, VALIDATE, None)
+    if validate is None:
+        return
+
+    @functools.wraps(validate)
+    def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
+        # Of our function alone.
+        if "has_mask" in mode_kwargs and getattr(self, "_is_stateful", False):
+            mode = GenerationMode.GREEDY_SEARCH if mode is GenerationMode.ASSISTED_GENERATION else mode
+        validate(self, mode, config, mode_kwargs)
+
+    setattr(mixin, VALIDATE, validate_less)
 
 
 def _after_the_prompt(streamer: Any) -> Any:

@@ -69,7 +69,10 @@ class HybridModel(TransformersModel):
         self._num_states = getattr(self._config, "number_of_conv_states", 1)
 
     def _new_cache(self, batch: int, capacity: int) -> StateCache:
-        return StateCache(batch, capacity, self.num_layers, self._num_slots, self._num_states)
+        return StateCache(batch, capacity, *self._cache_sizes())
+
+    def _cache_sizes(self) -> tuple[int, ...]:
+        return self.num_layers, self._num_slots, self._num_states
 
     def _start_cache(self, batch: int, capacity: int) -> None:
         super()._start_cache(batch, capacity)

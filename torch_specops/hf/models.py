@@ -216,7 +216,7 @@ class TransformersModel:
         self._prompt_lengths[slice(None) if rows is None else rows] = lengths
 
     def _start_cache(self, batch: int, capacity: int) -> None:
-        key = batch, capacity, self.num_layers
+        key = batch, capacity, *self._cache_sizes()
         if self._cache is None or self._cache_key != key:
             self._cache, self._cache_key = self._new_cache(batch, capacity), key
         self._cache.begin()
@@ -226,6 +226,9 @@ class TransformersModel:
 
     def _new_cache(self, batch: int, capacity: int) -> RaggedCache:
         return RaggedCache(batch, capacity, self.num_layers)
+
+    def _cache_sizes(self) -> tuple[int, ...]:
+        return (self.num_layers,)
 
     def _cache_holds(self) -> tuple[int, torch.dtype, torch.device]:
         return self.num_layers, self.dtype, self.device

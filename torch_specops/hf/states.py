@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,12 +44,22 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: one keeps keys too, and cannot read token by token.
     """
     for module in model.modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        names = set() if code is None else KEEPS_A_STATE & {*code.co_names} and {*code.co_names}
-        if KEEPS_KEYS in names:
+        forward = _keeps_a_state(type(module))
+        if forward is not None and KEEPS_KEYS in _names_in(forward):
             raise ValueError(f"model: {type(module).__name__} is attention and keeps a state in one forward")
-        if names:
+        if forward is not None:
             yield module
+
+
+@cache
+def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
+    """The forward that keeps a state: the one of a class, or the one that it has inherited and may call."""
+    forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    return next((each for each in forwards if KEEPS_A_STATE & _names_in(each)), None)
+
+
+def _names_in(forward: Callable[..., Any]) -> set[str]:
+    return set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))
 
 
 class StateLayer(RaggedLayer, LinearAttentionLayer):
@@ -89,6 +99,9 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             super().copy_rows(sources, width)
         for ring in self.rings.values():
             ring.copy_(ring[sources])
+
+    def static_tensors(self) -> list[Tensor]:
+        return [*super().static_tensors(), *self.rings.values()]
 
     def begin(self) -> None:
         """What is read next begins a text."""
@@ -182,12 +195,18 @@ class StateReader:
         self._forward = partial(_read, self)
         self._code: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied model makes its modules anew, and then its readers.
+        return {}
+
     def attach(self) -> None:
         """Read in place of the module, whose class and attributes a look has made anew."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:
-            self._code, self._names = code, list(inspect.signature(code).parameters)[1:]
+            kept = _keeps_a_state(type(module))
+            assert kept is not None
+            self._code, self._names = code, list(inspect.signature(kept).parameters)[1:]
             (self._cache_name,) = CACHE_NAMES & set(self._names)
             self._at_once = None if is_foreign(code) else step_forward(module)
             self._whole = partial(code, module)
