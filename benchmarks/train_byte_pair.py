@@ -1,16 +1,17 @@
 """Train the byte-level pair of `torch_specops/data/austen_bytes`: a target, and a draft that is cheaper and worse.
 
     python benchmarks/train_byte_pair.py TEXT... [--megabytes 10] [--draft-megabytes 6] [--max-minutes 40]
-                                         [--out DIR] [--heldout-sample FILE.txt]
+                                         [--model-type qwen3_5_text] [--out DIR] [--heldout-sample FILE.txt]
 
 TEXT    text files, or the `Rdata.rdb` of the Debian package r-cran-janeaustenr (six novels of Jane Austen, in the
         public domain): `apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb x`, then
         `x/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb`
 
-A token is a byte. Both models are plain Llamas with tied embeddings and no end token. The last 200 kB of the text are
-held out. Matrices are trained by Muon, embeddings and norms by AdamW, with a cosine schedule over the bytes or the
-minutes allowed, whichever end comes first. Contexts grow from 256 to 1024 bytes, because short ones are cheaper and
-the model still has to see long ones.
+A token is a byte. Both models have tied embeddings and no end token. They are plain Llamas; `--model-type qwen3_5_text`
+makes hybrids of the same shapes, with gated delta rules in three layers of four. The last 200 kB of the text are held
+out. Matrices are trained by Muon, embeddings and norms by AdamW, with a cosine schedule over the bytes or the minutes
+allowed, whichever end comes first. Contexts grow from 256 to 1024 bytes, because short ones are cheaper and the model
+still has to see long ones.
 
 What is measured on the held-out text, with the weights rounded to float16 as they are stored and computed in float32:
 nats per byte of both models, alpha = mean over positions of sum_x min(p(x), q(x)) at temperature 1, which is the
@@ -37,7 +38,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LENGTH = 1024
@@ -147,17 +148,25 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **how)
 
 
-def new_model(role: str) -> LlamaForCausalLM:
+def new_model(role: str, model_type: str = "llama") -> PreTrainedModel:
     torch.manual_seed(0)
+    shape = SHAPES[role]
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    how = {"vocab_size": 256, "max_position_embeddings": MAX_LENGTH, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**SHAPES[role], **how, **no_tokens))
+    how: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": MAX_LENGTH, "tie_word_embeddings": True}
+    if model_type == "qwen3_5_text":
+        num_heads, num_layers = shape["num_attention_heads"], shape["num_hidden_layers"]
+        numbers = ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+        sizes = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
+        how |= dict.fromkeys(numbers, num_heads) | dict.fromkeys(sizes, shape["hidden_size"] // num_heads)
+        # Every fourth layer attends, counted from the last one, so that a short model has such a layer too.
+        how["layer_types"] = (["linear_attention"] * 3 + ["full_attention"]) * -(-num_layers // 4)
+        how["layer_types"] = how["layer_types"][-num_layers:]
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape, **how, **no_tokens))
 
 
-def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple[LlamaForCausalLM, dict[str, Any]]:
-    """The model, and what its training took."""
+def train(model: PreTrainedModel, role: str, text: bytes, megabytes: float, max_minutes: float) -> dict[str, Any]:
+    """Train `model`; returns what it took."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    model = new_model(role)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = (Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0))
@@ -187,11 +196,11 @@ def train(role: str, text: bytes, megabytes: float, max_minutes: float) -> tuple
             recent = loss.item() if math.isnan(recent) else 0.98 * recent + 0.02 * loss.item()
             note = f"{role}, {trained['bytes_seen'] / 1e6:.2f} MB, context {context}, {recent:.3f} nats/byte"
             bar.update(task, completed=progress, description=note)
-    return model, trained
+    return trained
 
 
 @torch.no_grad()
-def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: bytes) -> dict[str, float]:
+def measure(target: PreTrainedModel, draft: PreTrainedModel, text: bytes) -> dict[str, float]:
     """Both models on the whole windows of `text`; every byte of a window but its first is predicted."""
     num_windows = len(text) // WINDOW
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: num_windows * WINDOW].view(-1, WINDOW).long()
@@ -210,7 +219,7 @@ def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, text: bytes) -> d
     return {"windows": num_windows, "window_bytes": WINDOW, **rates}
 
 
-def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
     """Store float16 weights, and return the model that a user gets from them: float32, because the config says so."""
     model.half().save_pretrained(folder)
     # safetensors writes a file that only its owner can read, and a package would be built with that mode.
@@ -219,7 +228,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -229,18 +238,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--draft-megabytes", type=float, default=6.0, help="text that the draft sees")
     parser.add_argument("--max-minutes", type=float, default=40.0, help="for each model; the schedule ends by then")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes")
+    parser.add_argument("--model-type", choices=("llama", "qwen3_5_text"), default="llama")
+    parser.add_argument("--out", type=Path, help="default for a Llama: the folder of the pair in the package")
     parser.add_argument("--heldout-sample", type=Path, default=ROOT / "tests/data/austen_heldout.txt")
     args = parser.parse_args(argv)
+    if args.out is None and args.model_type != "llama":
+        parser.error(f"--out: expected a folder for a pair of {args.model_type}, got none")
+    out = args.out or ROOT / "torch_specops/data/austen_bytes"
     torch.set_num_threads(args.threads)
 
     text = read_texts(args.texts)
     training_text, heldout_text = split(text)
     megabytes = {"target": args.megabytes, "draft": args.draft_megabytes}
-    trained = {role: train(role, training_text, megabytes[role], args.max_minutes) for role in SHAPES}
+    new = {role: new_model(role, args.model_type) for role in SHAPES}
+    trained = {role: train(new[role], role, training_text, megabytes[role], args.max_minutes) for role in SHAPES}
 
     tokenizer = byte_tokenizer()
-    target, draft = (write_model(trained[role][0], tokenizer, args.out / role) for role in SHAPES)
+    target, draft = (write_model(new[role], tokenizer, out / role) for role in SHAPES)
     sample = heldout_text[: heldout_text.index(b"\n", SAMPLE_BYTES) + 1]
     args.heldout_sample.parent.mkdir(parents=True, exist_ok=True)
     args.heldout_sample.write_bytes(sample)
@@ -250,12 +264,12 @@ def main(argv: list[str] | None = None) -> None:
         "transformers": transformers.__version__,
         "text_bytes": len(text),
         "heldout_bytes": len(heldout_text),
-        "target": {"parameters": target.num_parameters(), **trained["target"][1]},
-        "draft": {"parameters": draft.num_parameters(), **trained["draft"][1]},
+        "target": {"parameters": target.num_parameters(), **trained["target"]},
+        "draft": {"parameters": draft.num_parameters(), **trained["draft"]},
         "heldout": measure(target, draft, heldout_text),
         "heldout_sample": measure(target, draft, sample[: SAMPLE_WINDOWS * WINDOW]),
     }
-    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
 
 

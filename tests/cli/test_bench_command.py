@@ -182,6 +182,28 @@ def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: st
     assert len(texts[0][0]) == 9 and texts == texts[:1] * 3
 
 
+def test_assisted_generation_is_left_out_where_transformers_refuses_it(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = LlamaForCausalLM.generate
+
+    def stateful(model: LlamaForCausalLM, **options: Any) -> Any:
+        # The package would refuse the model itself.
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaForCausalLM, "_is_stateful", True)
+            return generate(model, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", stateful)
+    file = tmp_path / "out.json"
+    result = bench(target, "--draft", draft, "--num-draft-tokens", "3", "--batch-sizes", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    assert [row["provider"] for row in document["results"]] == [GENERATE, *OURS]
+    assert list(document["refused"]) == ASSISTED
+    for name, reason in document["refused"].items():
+        assert "stateful" in reason and f"{name} is left out: {reason}" in " ".join(result.stdout.split())
+
+
 def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(SpeculativeDecoder):
         def generate(self, *arguments: Any, **options: Any) -> Any:

@@ -104,7 +104,8 @@ def test_any_bytes_decode_as_python_does(tokenizer: PreTrainedTokenizerFast, raw
 
 
 @needs_benchmarks
-def test_training_writes_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text"])
+def test_training_writes_a_pair(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps: the loss falls, and the files are those of a pair that loads."""
     train = script("train_byte_pair")
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -114,8 +115,16 @@ def test_training_writes_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged, that a single man must be in want of a wife.\n" * 80)
     sizes = ["--megabytes", "0.05", "--draft-megabytes", "0.03", "--heldout-sample", str(tmp_path / "sample.txt")]
-    train.main([str(text), *sizes, "--out", str(tmp_path / "out")])
+    train.main([str(text), *sizes, "--model-type", model_type, "--out", str(tmp_path / "out")])
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["target"]["steps"] == 25 and metrics["draft"]["bytes_seen"] == 15 * 2048
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "target").config.model_type == model_type
     assert metrics["heldout"]["target_nats_per_byte"] < 0.8 * math.log(256)
     assert (tmp_path / "sample.txt").read_bytes() == text.read_bytes()[-len((tmp_path / "sample.txt").read_bytes()) :]
+
+
+@needs_benchmarks
+def test_another_pair_does_not_overwrite_the_one_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script("train_byte_pair").main(["text.txt", "--model-type", "qwen3_5_text"])
+    assert "--out: expected a folder for a pair of qwen3_5_text, got none" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from .loading import SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
-from .providers import make_providers
+from .providers import ASSISTED, make_providers, refusal
 from .results import (
     CATEGORIES_LEGEND,
     PROVIDERS_LEGEND,
@@ -124,6 +124,7 @@ def bench(
     Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
     and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
     and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of "prompt-lookup:2".
+    Where transformers refuses it, as for models that keep a recurrent state, it is left out.
     Prompts go through the model's chat template, if there is one.
 
     After a warm-up they take turns. A table comes as soon as it is measured; the lines below the last one explain the
@@ -172,6 +173,9 @@ def bench(
         default = "auto" if torch_device.type == "cuda" else False
         how = schedule, verify, default if compile is None else compile
         providers = make_providers(models, num_draft_tokens, *how)
+        reasons = {way.name: refusal(way) for way in providers if way.name.startswith(ASSISTED)}
+        refused = {name: reason for name, reason in reasons.items() if reason}
+        providers = [way for way in providers if way.name not in refused]
         comparison = Comparison(models.target, providers, cases, max_new_tokens, rounds, seed)
         where = device_name(torch_device)
         shown = ", ".join(f"{each:g}" for each in temperatures)
@@ -185,6 +189,8 @@ def bench(
             f"{max_new_tokens} new tokens per prompt, {median}, {dtype}, {where}, {torch.get_num_threads()} threads, "
             f"torch {torch.__version__}"
         )
+        for name, reason in refused.items():
+            console.print(f"{name} is left out: {reason}")
         results: list[Record] = []
         total: list[Record] = []
 
@@ -219,6 +225,7 @@ def bench(
                 "threads": torch.get_num_threads(),
                 "versions": versions(),
                 "arguments": arguments | chosen,
+                "refused": refused,
                 "prompt_tokens": [len(each) for each in tokens],
                 "interrupted": interrupted,
                 "error": str(ended_by) if isinstance(ended_by, Exception) else None,

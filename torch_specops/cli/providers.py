@@ -76,6 +76,18 @@ def make_providers(
     return providers
 
 
+def refusal(provider: Provider) -> str | None:
+    """Why transformers refuses to decode in this way, whatever the prompt: None if it does not. Its assisted generation
+    takes no model that keeps a recurrent state."""
+    device = next(provider.modules[0].parameters()).device
+    token = torch.ones(1, 1, dtype=torch.int64, device=device)
+    try:
+        provider.decode(token, token, 1, SamplingParams(temperature=0.0), 0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, options: dict[str, Any]) -> Provider:
     # Made from the model, not from its adapter, so that each decoder has its own cache.
     decoder = SpeculativeDecoder(target, draft, **options)
