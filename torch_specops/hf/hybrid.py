@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..ops.kv_cache import Window
 from .architecture import ATTENTION_OF, STATE_KINDS
 from .models import Check, Seen, TransformersModel
+from .recurrences import CACHE_NAMES
 from .states import StateCache, StateReader, state_modules
 
 __all__ = ["HybridModel"]
@@ -64,8 +65,8 @@ class HybridModel(TransformersModel):
         self._sees_all = False
         parameters = inspect.signature(type(self.model).forward).parameters
         # A model without attention reads neither positions nor a mask.
-        self._has_attention = self._cache_argument in parameters
-        self._cache_name = self._cache_argument if self._has_attention else "cache_params"
+        self._has_attention = "position_ids" in parameters
+        (self._cache_name,) = CACHE_NAMES & set(parameters)
         self._num_states = getattr(self._config, "number_of_conv_states", 1)
 
     def _new_cache(self, batch: int, capacity: int) -> StateCache:
