@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-@cache
 def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
     """The forward that keeps a state: the one of a class, or the one that it has inherited and may call."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
