@@ -8,21 +8,22 @@ processor time:
 transformers   its forward of one token, in its own cache
 at once        K + 1 tokens through `HybridModel.forward`
 one by one     the same, where modules with states read token after token, as those of an unknown recurrence
-economize      only Qwen3.5, and only if the package is installed: its copy of all states, its forward of K + 1 tokens
-               and its second forward of those that were accepted. "all accepted" has no second forward
+economize      Qwen3.5 only, if the package is installed: its copy of all states, its forward of K + 1 tokens and its
+               second forward of those that rows with a rejected draft keep. If all are accepted it has none
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from markdown_table import table
+from peers import economize_step
 from timing import Call, Report, environment, options_of, settings_of, spread, take_turns
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -39,7 +40,7 @@ def new_model(kind: str, hidden: int, layers: int) -> PreTrainedModel:
     fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 4096}
     # Three layers with a state for each with attention.
     kinds = ["conv" if kind == "lfm2" else "linear_attention"] * 3 + ["full_attention"]
-    fields |= {"layer_types": kinds * (layers // 4)} if kind != "jamba" else {}
+    fields |= {} if kind == "jamba" else {"layer_types": kinds * (layers // 4)}
     fields |= {
         "qwen3_5_text": {"head_dim": hidden // 8, "linear_num_value_heads": 8, "linear_num_key_heads": 4}
         | {"linear_key_head_dim": hidden // 4, "linear_value_head_dim": hidden // 4},
@@ -58,40 +59,17 @@ def step_of(model: PreTrainedModel, ids: Tensor, positions: Tensor, at_once: boo
     own.expect(positions.shape[1])
     own.start(len(ids), ids.shape[1])
     own.forward(ids[:, :LENGTH], torch.arange(LENGTH).expand(len(ids), -1), 1)
-    if not at_once:
-        for reader in own._readers.values():
-            reader._at_once = reader._read_step = None
+    for reader in () if at_once else own._readers.values():
+        reader._at_once = reader._read_step = None
     # A step reads its states from the slots of its positions, so it may be repeated.
     return lambda: own.forward(ids[:, LENGTH:], positions)
-
-
-def economize_step(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, accepted: Tensor
-) -> tuple[Call, Callable[[], None]]:
-    """A step that commits a token and `accepted` [B] drafts of each row, and what undoes it."""
-    from economize.arch import adapter_for
-    from economize.runtime import LayerRunner
-
-    runner = LayerRunner(adapter_for(model))
-    cache = runner.new_cache(ids.shape[1] + 1, len(ids))
-    runner.forward(ids[:, :LENGTH], runner.context(cache, torch.arange(LENGTH).expand(len(ids), -1)))
-    begun = cache.snapshot()
-
-    def step() -> Tensor:
-        snapshot = cache.snapshot()
-        exact = runner.forward(ids[:, LENGTH:], runner.context(cache, positions, trusted=True))
-        logits = runner.logits(exact.final)
-        runner.replay(cache, snapshot, ids[:, LENGTH:], positions[:, 0], accepted + 1)
-        return logits
-
-    return step, lambda: cache.restore(begun)
 
 
 @torch.inference_mode()
 def measure(kind: str, batch: int, options: Any) -> list[dict[str, Any]]:
     model, num_drafts = new_model(kind, options.hidden, options.layers), options.num_draft_tokens
     ids = torch.randint(3, VOCAB, (batch, LENGTH + num_drafts + 1))
-    positions = (LENGTH + torch.arange(num_drafts + 1)).expand(batch, -1)
+    positions = torch.arange(LENGTH, ids.shape[1]).expand(batch, -1)
     cache = DynamicCache(config=model.config)
     model(input_ids=ids[:, :LENGTH], past_key_values=cache)
 
@@ -100,37 +78,34 @@ def measure(kind: str, batch: int, options: Any) -> list[dict[str, Any]]:
             if getattr(layer, "keys", None) is not None:
                 layer.keys, layer.values = layer.keys[:, :, :LENGTH], layer.values[:, :, :LENGTH]
 
-    nothing = lambda: None  # noqa: E731
-    ways: dict[str, tuple[Call, Callable[[], None]]] = {
+    # Each with what undoes it, which is not timed.
+    ways: dict[str, tuple[Call, Call]] = {
         "transformers": (lambda: model(input_ids=ids[:, [LENGTH]], past_key_values=cache).logits, crop),
-        "at once": (step_of(model, ids, positions, True), nothing),
-        "one by one": (step_of(model, ids, positions, False), nothing),
+        "at once": (step_of(model, ids, positions, True), int),
+        "one by one": (step_of(model, ids, positions, False), int),
     }
     if kind == "qwen3_5_text" and importlib.util.find_spec("economize"):
         # Rows accept 0, 1, ... K drafts; a row alone, half of them.
         some = torch.arange(batch) % (num_drafts + 1) if batch > 1 else torch.tensor([num_drafts // 2])
-        ways["economize"] = economize_step(model, ids, positions, some)
-        ways["economize, all accepted"] = economize_step(model, ids, positions, torch.full((batch,), num_drafts))
+        for name, accepted in {"economize": some, "economize, all accepted": torch.full_like(some, num_drafts)}.items():
+            ways[name] = economize_step(model, ids, positions, accepted)
     expected = model(input_ids=ids).logits[:, LENGTH:]
     for name, (call, undo) in ways.items():
         found = call()
         undo()
         torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=1e-3, atol=1e-3, msg=f"{kind}: {name}")
 
-    def seconds(call: Call, undo: Callable[[], None], number: int) -> float:
+    def seconds(call: Call, undo: Call, number: int) -> float:
         start = time.process_time()
         call()
         elapsed = time.process_time() - start
         undo()
         return elapsed
 
-    times = take_turns({name: functools.partial(seconds, *way) for name, way in ways.items()}, options.rounds)
+    times = take_turns({name: partial(seconds, *way) for name, way in ways.items()}, options.rounds)
     base = statistics.median(times["transformers"])
-    described = {"model": kind, "batch": batch, "num_draft_tokens": num_drafts}
-    return [
-        described | {"way": name} | spread(own, "ms") | {"tokens_of_transformers": statistics.median(own) / base}
-        for name, own in times.items()
-    ]
+    records = [{"model": kind, "batch": batch, "way": name} | spread(own, "ms") for name, own in times.items()]
+    return [each | {"forwards_of_transformers": each["median_ms"] * 1e-3 / base} for each in records]
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -144,10 +119,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     report = Report(options.out, environment(torch.device("cpu")), arguments=settings_of(options))
-    for kind in options.models:
-        for batch in options.batch:
-            report.add(measure(kind, batch, options))
-    line = "{model} | {batch} | {way} | {median_ms:.2f} | {tokens_of_transformers:.2f}"
+    for kind, batch in product(options.models, options.batch):
+        report.add(measure(kind, batch, options))
+    line = "{model} | {batch} | {way} | {median_ms:.2f} | {forwards_of_transformers:.2f}"
     print(table("model | B | way | ms | forwards of transformers", line, report.records, padded=True))
     return report.records
 

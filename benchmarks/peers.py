@@ -1,4 +1,5 @@
-"""Other implementations of the verification step, where their packages are installed, for `bench_verify.py --peers`.
+"""Other implementations of the verification step, where their packages are installed, for `bench_verify.py --peers`,
+and of a step of a hybrid, for `bench_hybrid.py`.
 
     transformers     `_speculative_sampling`, for one sequence at a time, after a float32 copy of both sides. No CUDA
                      graph of it can be made, because it branches on the host
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from problems import Inputs, Result
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -135,3 +136,27 @@ def vllm(copied: bool = True) -> Peer:
         return lambda: rejection_sample(target.to(torch.float32, copy=True), **arguments)
 
     return Peer(prepare, lambda returned, _: padded(returned[0], returned[1] - 1))
+
+
+def economize_step(
+    model: nn.Module, ids: Tensor, positions: Tensor, accepted: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+    """A step of economize, which reads the last K + 1 of the tokens ids [B, n] at their positions [B, K + 1] and keeps
+    `accepted` [B] drafts of each row, and what undoes it. The tokens before are read at once."""
+    from economize.arch import adapter_for
+    from economize.runtime import LayerRunner
+
+    length = ids.shape[1] - positions.shape[1]
+    runner = LayerRunner(adapter_for(model))
+    cache = runner.new_cache(ids.shape[1] + 1, len(ids))
+    runner.forward(ids[:, :length], runner.context(cache, torch.arange(length).expand(len(ids), -1)))
+    begun = cache.snapshot()
+
+    def step() -> Tensor:
+        snapshot = cache.snapshot()
+        exact = runner.forward(ids[:, length:], runner.context(cache, positions, trusted=True))
+        logits = runner.logits(exact.final)
+        runner.replay(cache, snapshot, ids[:, length:], positions[:, 0], accepted + 1)
+        return logits
+
+    return step, lambda: cache.restore(begun)

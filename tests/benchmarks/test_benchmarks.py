@@ -132,6 +132,15 @@ def test_many() -> None:
     assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1
 
 
+def test_hybrid() -> None:
+    """Each way's logits are checked before it is timed."""
+    options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "2"]
+    records = script("bench_hybrid").main(options)
+    assert {each["model"] for each in records} == {"qwen3_5_text", "jamba"}
+    assert {each["way"] for each in records} == {"transformers", "at once", "one by one"}
+    assert all(each["forwards_of_transformers"] > 0 for each in records)
+
+
 def test_grammar() -> None:
     """With the schema the texts are transformers'; with a grammar of any text, those of none."""
     options = ["--target", "austen-bytes", "--prompts", "1", "--rounds", "1", "--new-tokens", "24"]

@@ -122,7 +122,8 @@ def _positions(starts, count):
     return [list(range(start, start + count)) for start in starts]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+# transformers 5.17 has no bailing_hybrid.
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in CONFIG_MAPPING])
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
 def test_tokens_at_once_equal_tokens_of_transformers(texts, kind, count):
     texts, starts = texts(kind), (0, 5, 3)
