@@ -239,6 +239,16 @@ class LanguageModel(Protocol):
     `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
     [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
 
+    Three are for a model that keeps a state of the text (linear attention, Mamba), from which a token cannot be taken
+    back:
+
+    - `keeps_states`: True = what a prompt's first forward reads must not go beyond the prompt's end, and begins at its
+      first token. Prompts of different lengths are then read apart. Without it, or False, shorter prompts are padded.
+    - `expect(num_tokens)` is called before `start`: no forward that may be undone has more tokens than these. A model
+      that keeps the states before that many positions can be rolled back to any of them. A position before the newest
+      forward, and one inside a prompt, is never read again.
+    - `state_bytes`, the memory of these states, is added to `stats.state_bytes`.
+
     Four are for a model that its owner may change between two calls, or while a session is open:
 
     - `look()` takes over what has changed since the last look. It is called before texts begin in rows: before `start`,
