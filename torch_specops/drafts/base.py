@@ -242,11 +242,10 @@ class LanguageModel(Protocol):
     Three are for a model that keeps a state of the text (linear attention, Mamba), from which a token cannot be taken
     back:
 
-    - `keeps_states`: True = what a prompt's first forward reads must not go beyond the prompt's end, and begins at its
-      first token. Prompts of different lengths are then read apart. Without it, or False, shorter prompts are padded.
-    - `expect(num_tokens)` is called before `start`: no forward that may be undone has more tokens than these. A model
-      that keeps the states before that many positions can be rolled back to any of them. A position before the newest
-      forward, and one inside a prompt, is never read again.
+    - `keeps_states`: True = the first forward of a text begins at its first token and ends within its prompt. Prompts of
+      different lengths are then read apart; otherwise a shorter one is read beyond its end.
+    - `expect(num_tokens)` is called before `start`: at most the newest `num_tokens` positions of a text are read again,
+      and none inside its prompt but the newest.
     - `state_bytes`, the memory of these states, is added to `stats.state_bytes`.
 
     Four are for a model that its owner may change between two calls, or while a session is open:
