@@ -239,6 +239,15 @@ class LanguageModel(Protocol):
     `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
     [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
 
+    Three are for a model that keeps a state of the text (linear attention, Mamba), from which a token cannot be taken
+    back:
+
+    - `keeps_states`: True = the first forward of a text begins at its first token and ends within its prompt. Prompts of
+      different lengths are then read apart; otherwise a shorter one is read beyond its end.
+    - `expect(num_tokens)` is called before `start`: at most the newest `num_tokens` positions of a text are read again,
+      and none inside its prompt but the newest.
+    - `state_bytes`, the memory of these states, is added to `stats.state_bytes`.
+
     Four are for a model that its owner may change between two calls, or while a session is open:
 
     - `look()` takes over what has changed since the last look. It is called before texts begin in rows: before `start`,
