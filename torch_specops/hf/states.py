@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,15 +43,16 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: one keeps keys too, and cannot read token by token.
     """
-    for module in model.modules():
-        forward = _keeps_a_state(type(module))
+    modules = list(model.modules())
+    forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
+    for module in modules:
+        forward = forwards[type(module)]
         if forward is not None and KEEPS_KEYS in _names_in(forward):
             raise ValueError(f"model: {type(module).__name__} is attention and keeps a state in one forward")
         if forward is not None:
             yield module
 
 
-@cache
 def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
     """The forward that keeps a state: the one of a class, or the one that it has inherited and may call."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
