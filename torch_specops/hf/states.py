@@ -43,8 +43,10 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: one keeps keys too, and cannot read token by token.
     """
-    for module in model.modules():
-        forward = _keeps_a_state(type(module))
+    modules = list(model.modules())
+    forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
+    for module in modules:
+        forward = forwards[type(module)]
         if forward is not None and KEEPS_KEYS in _names_in(forward):
             raise ValueError(f"model: {type(module).__name__} is attention and keeps a state in one forward")
         if forward is not None:
