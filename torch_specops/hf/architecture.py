@@ -37,9 +37,6 @@ OTHER_KINDS = ("mlp", "moe")
 UNREADABLE_STATES = {
     "zamba2": "transformers' own decoding computes other states for it than its reading of a prompt does",
     "minimax": "it keeps a state in a cache of its own",
-    **dict.fromkeys(
-        ("inkling_text", "inkling2_text"), "one forward of its layers has attention and states of convolutions"
-    ),
 }
 
 

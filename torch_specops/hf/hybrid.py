@@ -109,8 +109,8 @@ class HybridModel(TransformersModel):
     ) -> Tensor:
         """Raises ValueError: a tree would need a state for each of its nodes."""
         raise ValueError(
-            f"model: {type(self.model).__name__} keeps a state of its text, and beam search would need one for each node "
-            "of a tree; expected a model with attention alone"
+            f"model: {type(self.model).__name__} keeps a state of its text, and beam search would need one for each "
+            "node of a tree; expected a model with attention alone"
         )
 
     def decoded(self, tokens: Tensor) -> Tensor:
