@@ -31,7 +31,8 @@ PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_mod
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
     `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given. Calls
-    with another function see no difference. Drafts are allowed for models with a state of the text, too. Warns if the mixin has no method of that name and those parameters."""
+    with another function see no difference. Drafts are allowed for models with a state of the text, too. Warns if the
+    mixin has no method of that name and those parameters."""
     extract = getattr(mixin, METHOD, None)
     if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
         warnings.warn(

@@ -96,12 +96,23 @@ class HybridModel(TransformersModel):
         # Steps find nothing unread, and wait for nothing.
         if self._unread:
             members = set(range(len(tokens)) if rows is None else rows.tolist())
-            self._require_cache().begins_texts = members <= self._unread
+            cache = self._require_cache()
+            cache.begins_texts = members <= self._unread
+            cache.others_run = len(self._unread | members) < cache.batch
             self._unread -= members
         try:
             return super().read(tokens, positions, use_spans, num_logits, rows, width)
         finally:
             self._require_cache().begins_texts = False
+
+    def forward_tree(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
+    ) -> Tensor:
+        """Raises ValueError: a tree would need a state for each of its nodes."""
+        raise ValueError(
+            f"model: {type(self.model).__name__} keeps a state of its text, and beam search would need one for each "
+            "node of a tree; expected a model with attention alone"
+        )
 
     def decoded(self, tokens: Tensor) -> Tensor:
         """[1, n, V] logits of a text [1, n] that transformers reads one token after another, in a cache of its own."""

@@ -124,12 +124,18 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         """The states that a module has written since `begin`; those that are new get a ring.
 
         Raises:
-            RuntimeError: there is no memory for it.
+            RuntimeError: there is no memory for it; other texts have states of another kind.
         """
         found = tuple((kind, i) for kind in KINDS for i, state in getattr(self, kind).items() if state is not None)
         for kind, index in found:
             state = getattr(self, kind)[index]
             ring = self.rings.get((kind, index))
+            if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
+                (old_shape, old, _), (new_shape, new, _) = _kind(ring[0]), _kind(state)
+                raise RuntimeError(
+                    f"forward: what was read since start has {old} states {list(old_shape)}, and this forward gives "
+                    f"{new}, {list(new_shape)}; read all texts with the same layers under the same torch.autocast"
+                )
             if ring is None or _kind(ring[0]) != _kind(state):
                 self.rings[kind, index] = self._cache.new_ring(state)
         return found
@@ -145,13 +151,14 @@ class StateCache(RaggedCache):
 
     Attributes:
         begins_texts: True = what a forward reads begins texts.
+        others_run: True = texts of other rows have been read since `begin`.
     """
 
     def __init__(self, batch: int, capacity: int, num_layers: int, num_slots: int, num_states: int) -> None:
         super().__init__(batch, capacity, 0)
         self.layers = [StateLayer(self, num_states) for _ in range(num_layers)]
         self.num_slots = num_slots
-        self.begins_texts = False
+        self.begins_texts = self.others_run = False
 
     def begin(self) -> None:
         super().begin()
