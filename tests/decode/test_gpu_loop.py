@@ -14,6 +14,7 @@ import torch
 from gpu_suite import no_synchronisation, size
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
+from tiny_hybrids import tiny_hybrid
 from tiny_loops import limited, new_tokens
 from tiny_models import VOCAB, perturbed, tiny
 from tiny_requests import many
@@ -46,9 +47,13 @@ PROCESSED = SamplingParams(
 def decoder(
     device: str, kind: str, layers: int = 2, dtype: torch.dtype = torch.float64, **options: object
 ) -> SpeculativeDecoder:
-    model = tiny("llama", num_hidden_layers=layers).to(dtype)
+    if kind == "hybrid":
+        layer_types = ["linear_attention", "full_attention"]
+        model = tiny_hybrid("qwen3_5_text", num_hidden_layers=2, layer_types=layer_types).to(dtype)
+    else:
+        model = tiny("llama", num_hidden_layers=layers).to(dtype)
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
-    if kind == "model":
+    if kind in ("model", "hybrid"):
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
     if kind == "head":
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
@@ -80,7 +85,7 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
-        *((kind, MIXED) for kind in ("none", "lookup", "head")),
+        *((kind, MIXED) for kind in ("none", "lookup", "head", "hybrid")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         *((kind, PROCESSED) for kind in ("model", "head")),
     ],

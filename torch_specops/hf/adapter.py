@@ -181,7 +181,7 @@ def _difference(
         adapter.expect(count)
     adapter.start(2, capacity)
     _lower(adapter, lowered)
-    adapter.begin_texts(torch.full((2,), count, device=device))
+    adapter.begin_texts(torch.full((2,), 1 if isinstance(adapter, HybridModel) else count, device=device))
     # Some families with states decode other logits than they read in a prompt.
     expected = adapter.decoded(tokens).float() if isinstance(adapter, HybridModel) else _logits(adapter, tokens)
     if isinstance(adapter, RereadingModel) and adapter.switch < count:

@@ -1,7 +1,7 @@
 """Arguments of transformers' `generate` that it withholds when `custom_generate` is a function.
 
 `generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
-without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.23). One
+without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.24). One
 of its methods sees them all before the first token, and it gets an addition here. Another one refuses drafts for models
 that keep a state of the text, which this package rolls back.
 """
@@ -25,16 +25,23 @@ __all__ = ["hand_on_arguments"]
 
 METHOD = "_extract_generation_mode_kwargs"
 VALIDATE = "_validate_generation_mode"
-PARAMETERS = ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer")
+PARAMETERS = {
+    METHOD: ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
+    VALIDATE: ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+}
 
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
-    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given. Calls
-    with another function see no difference. Drafts are allowed for models with a state of the text, too. Warns if the
-    mixin has no method of that name and those parameters."""
-    extract = getattr(mixin, METHOD, None)
-    if extract is None or tuple(inspect.signature(extract).parameters) != PARAMETERS:
+    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given; and
+    allow it drafts for models that keep a state. Calls with another function see no difference. Warns if the mixin has
+    not both methods with those parameters."""
+    methods: dict[str, Any] = {name: getattr(mixin, name, None) for name in PARAMETERS}
+    extract, validate = methods.values()
+    if any(
+        method is None or tuple(inspect.signature(method).parameters) != PARAMETERS[name]
+        for name, method in methods.items()
+    ):
         warnings.warn(
             f"transformers {transformers.__version__} does not hand streamer= and assistant_model= on to "
             "custom_generate; pass token_streamer= and draft_model=",
@@ -68,18 +75,15 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
             more["has_mask"] = kwargs.get(mask) is not None
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
-    setattr(mixin, METHOD, extract_more)
-    validate = getattr(mixin, VALIDATE, None)
-    if validate is None:
-        return
-
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # Of our function alone.
-        if "has_mask" in mode_kwargs and getattr(self, "_is_stateful", False):
-            mode = GenerationMode.GREEDY_SEARCH if mode is GenerationMode.ASSISTED_GENERATION else mode
+        # What is refused to stateful models is assisted generation, and no other check goes by that. `extract_more`
+        # says `has_mask` to our function alone.
+        if mode is GenerationMode.ASSISTED_GENERATION and self._is_stateful and "has_mask" in mode_kwargs:
+            mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)
 
+    setattr(mixin, METHOD, extract_more)
     setattr(mixin, VALIDATE, validate_less)
 
 

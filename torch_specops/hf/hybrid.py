@@ -46,6 +46,7 @@ class HybridModel(TransformersModel):
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
         super().begin_texts(lengths, rows)
+        self._require_cache().prompt_lengths[slice(None) if rows is None else rows] = lengths
         self._unread.update(range(self._require_cache().batch) if rows is None else rows.tolist())
 
     @property
@@ -77,6 +78,10 @@ class HybridModel(TransformersModel):
 
     def _start_cache(self, batch: int, capacity: int) -> None:
         super()._start_cache(batch, capacity)
+        cache = self._require_cache()
+        # CUDA graphs know its address.
+        cache.prompt_lengths = cache.prompt_lengths.to(self.device)
+        cache.prompt_lengths.zero_()
         self._unread = set(range(batch))
 
     def _require_cache(self) -> StateCache:
@@ -124,6 +129,9 @@ class HybridModel(TransformersModel):
             cache = getattr(output, self._cache_name)
             logits.append(output.logits)
         return torch.cat(logits, 1)
+
+    def static_tensors(self) -> list[Tensor]:
+        return [*super().static_tensors(), self._require_cache().prompt_lengths]
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
         """Masks for the kinds of attention layer. A layer with a state gets none: all that it reads is text."""

@@ -27,6 +27,9 @@ from ..ops.tracing import is_eager_cpu
 __all__ = ["CACHE_NAMES", "StepStates", "slots_before", "step_forward"]
 
 
+UNLIMITED = (0.0, float("inf"))
+
+
 def slots_before(positions: Tensor, num_slots: int) -> Tensor:
     """The slots of the states before positions."""
     return positions % num_slots
@@ -45,9 +48,18 @@ class StepStates:
         positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
             earlier token of this call. A position may come twice.
         rows: [A] int64, which texts are read; None = all, A is B then.
+        in_prompt: [A, S] bool, the tokens of prompts; None = none. Mamba2 limits the time steps of a prompt alone.
     """
 
-    def __init__(self, conv: Tensor, recurrent: Tensor | None, positions: Tensor, rows: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        conv: Tensor,
+        recurrent: Tensor | None,
+        positions: Tensor,
+        rows: Tensor | None = None,
+        in_prompt: Tensor | None = None,
+    ) -> None:
+        self.in_prompt = in_prompt
         self.conv = conv
         self.recurrent = recurrent
         self.positions = positions
@@ -199,23 +211,32 @@ def mamba2(
     D: Tensor,
     dt_bias: Tensor,
     step: StepStates,
+    dt_limit: tuple[float, float] = UNLIMITED,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a tensor that
     is no state."""
+    limits: list[Tensor] = []
+    if step.in_prompt is not None and dt_limit != UNLIMITED:
+        limits = [
+            torch.where(step.in_prompt, limit, free)[..., None, None]
+            for limit, free in zip(dt_limit, UNLIMITED, strict=True)
+        ]
     groups = B.shape[2]
     # [..., G, H / G, ...]
     hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
     A, D, dt_bias = (each.unflatten(0, (groups, -1)) for each in (A, D.float(), dt_bias.to(dt.dtype)))
 
-    def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def update(state: Tensor, new: Tensor, hidden: Tensor, dt: Tensor, B: Tensor, C: Tensor, *limits: Tensor) -> Tensor:
         state, new = (each.unflatten(-3, (groups, -1)) for each in (state, new))
         dt = F.softplus(dt + dt_bias).float()
+        if limits:
+            dt = dt.clamp(*limits)
         torch.mul(state, (dt * A).exp()[..., None, None], out=new)
         new.addcmul_((hidden * dt.unsqueeze(-1)).unsqueeze(-1), B[..., None, None, :])
         return _products(C.unsqueeze(-2), new.flatten(-3, -2).transpose(-1, -2))
 
-    output = step.read(update, hidden, dt, B.float(), C.float()).view(hidden.shape)
+    output = step.read(update, hidden, dt, B.float(), C.float(), *limits).view(hidden.shape)
     output = (output + hidden * D.unsqueeze(2)).to(hidden_states.dtype)
     return output.reshape(hidden_states.shape).contiguous(), dt
 

@@ -152,6 +152,7 @@ class StateCache(RaggedCache):
     Attributes:
         begins_texts: True = what a forward reads begins texts.
         others_run: True = texts of other rows have been read since `begin`.
+        prompt_lengths: [B] int64.
     """
 
     def __init__(self, batch: int, capacity: int, num_layers: int, num_slots: int, num_states: int) -> None:
@@ -159,6 +160,7 @@ class StateCache(RaggedCache):
         self.layers = [StateLayer(self, num_states) for _ in range(num_layers)]
         self.num_slots = num_slots
         self.begins_texts = self.others_run = False
+        self.prompt_lengths = torch.zeros(batch, dtype=torch.int64)
 
     def begin(self) -> None:
         super().begin()
@@ -241,7 +243,8 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
     if reader._read_step is not None and reader._states in STATES_OF_STEPS:
         del arguments[reader._cache_name]
         conv, recurrent = layer.rings["conv_states", 0], layer.rings.get(("recurrent_states", 0))
-        return reader._read_step(StepStates(conv, recurrent, positions, rows), **arguments)
+        in_prompt = positions < cache.prompt_lengths[rows].unsqueeze(1)
+        return reader._read_step(StepStates(conv, recurrent, positions, rows, in_prompt), **arguments)
     hidden, outputs = arguments[reader._names[0]], []
     for index in range(hidden.shape[1]):
         layer.load(reader._states, rows, slots_before(positions[:, index], num_slots))
