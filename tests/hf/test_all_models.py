@@ -102,7 +102,18 @@ NOT_BUILT = (
     *("blenderbot", "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "gemma3"),
     *("gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2"),
     *("inkling2_loop_text", "inkling2_text", "llama4", "longcat_flash", "mllama", "moss_transcribe_diarize"),
-    *("musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer", "xglm", "xlm", "xlnet", "xlstm", "xmod"),
+    *(
+        "musicgen",
+        "musicgen_melody",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "reformer",
+        "xglm",
+        "xlm",
+        "xlnet",
+        "xlstm",
+        "xmod",
+    ),
 )
 # Types that read no longer texts than a length of their config, and the longest. Moshi's cache has a window, its masks
 # have none.

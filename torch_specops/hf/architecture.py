@@ -79,8 +79,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot be rolled back, one without a language head, and one that is offloaded, on several
-    devices or sharded by FSDP2 over several ranks."""
+    """Raise ValueError for a model that cannot be rolled back, one without a language head, and one that is offloaded,
+    on several devices or sharded by FSDP2 over several ranks."""
     _check_layers(model)
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
