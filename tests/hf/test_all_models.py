@@ -96,8 +96,8 @@ OWN: dict[str, dict[str, Any]] = PROMISED | {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Types that no small model is built of with transformers 5.23 and 5.24: they need more than these fields, have parts beside
-# text, or do not run in float64. The page lists none of them.
+# Types that no small model is built of with transformers 5.23 and 5.24: they need more than these fields, have parts
+# beside text, or do not run in float64. The page lists none of them.
 NOT_BUILT = (
     *("blenderbot", "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "gemma3"),
     *("gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2"),

@@ -242,8 +242,8 @@ class LanguageModel(Protocol):
     Three are for a model that keeps a state of the text (linear attention, Mamba), from which a token cannot be taken
     back:
 
-    - `keeps_states`: True = the first forward of a text begins at its first token and ends within its prompt. Prompts of
-      different lengths are then read apart; otherwise a shorter one is read beyond its end.
+    - `keeps_states`: True = the first forward of a text begins at its first token and ends within its prompt. Prompts
+      of different lengths are then read apart; otherwise a shorter one is read beyond its end.
     - `expect(num_tokens)` is called before `start`: at most the newest `num_tokens` positions of a text are read again,
       and none inside its prompt but the newest.
     - `state_bytes`, the memory of these states, is added to `stats.state_bytes`.

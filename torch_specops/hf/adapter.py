@@ -47,9 +47,10 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     Raises:
         TypeError: no transformers model.
         ValueError: a model that cannot be rolled back (states outside of transformers' cache, indexed attention), one
-            without a language head, offloaded or on several devices, an attention implementation that takes no mask, a `forward` set on a module that may run
-            modules in training mode, an encoder-decoder model other than Whisper and T5, or a model of an untested
-            family that takes no cache and masks, or whose logits with them differ from those without.
+            without a language head, offloaded or on several devices, an attention implementation that takes no mask, a
+            `forward` set on a module that may run modules in training mode, an encoder-decoder model other than Whisper
+            and T5, or a model of an untested family that takes no cache and masks, or whose logits with them differ
+            from those without.
     """
     model = unwrapped(model)
     if model.config.is_encoder_decoder:
