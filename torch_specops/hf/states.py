@@ -45,8 +45,8 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
     """
     for module in model.modules():
         # A script has no forward of Python.
-        forward = inspect.unwrap(getattr(type(module), "forward", None))
-        code = getattr(forward, "__code__", None)
+        forward: Any = getattr(type(module), "forward", None)
+        code = getattr(inspect.unwrap(forward), "__code__", None)
         names = set() if code is None else KEEPS_A_STATE & {*code.co_names} and {*code.co_names}
         if KEEPS_KEYS in names:
             raise ValueError(f"model: {type(module).__name__} is attention and keeps a state in one forward")
