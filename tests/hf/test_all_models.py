@@ -163,7 +163,10 @@ def decoded(model: PreTrainedModel, num_new: int) -> GenerationOutput:
 
 
 # They are given masks: Doge and Falcon have an attention of their own, the others wider keys than values.
-NO_SPANS = ("doge", "falcon", "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+NO_SPANS = (
+    *("doge", "falcon", "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
+    *("minicpm3", "sarvam_mla", "youtu"),
+)
 # One that rotates in float32, one that transformers decodes otherwise behind padding, one that is refused, and two with
 # and without spans.
 QUICK = ("gptj", "mpt", "mamba", "qwen3_moe", "falcon")
