@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import PromptLookup
-from torch_specops.hf import language_model, recurrences
+from torch_specops.hf import custom_generate, language_model, recurrences
 from torch_specops.hf.hybrid import HybridModel
 
 # One of each recurrence: gated delta rule, Mamba2, Mamba1, convolution.
@@ -48,6 +48,42 @@ def test_greedy_text_is_that_of_generate(kind: str) -> None:
         assert [output.new_tokens(row) for row in range(len(PROMPTS))] == expected
         assert output.stats.state_bytes > 0
     assert 0 < output.stats.num_accepted < output.stats.num_proposed
+
+
+def test_copies_of_a_prompt_go_on_by_themselves() -> None:
+    """Rows whose prompt was read in another row have read it too: those that go on alone begin no text."""
+    model, prompt, limits = shared("qwen3_5_text"), PROMPTS[0], [0, 0, 0, 12]
+    expected = greedy_alone(model, prompt, 12)
+    for draft in (None, PromptLookup(1, 1)):
+        decoder = SpeculativeDecoder(model, draft, num_draft_tokens=8, sampling=GREEDY)
+        output = decoder.generate(torch.tensor([prompt] * 4), max_new_tokens=limits, pad_token_id=0)
+        assert output.new_tokens(3) == expected
+
+
+def test_an_adapter_is_not_its_own_draft() -> None:
+    adapter = language_model(shared("lfm2"))
+    with pytest.raises(ValueError, match="draft: expected another adapter than the target's"):
+        SpeculativeDecoder(adapter, adapter).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+
+
+def test_a_model_without_attention_behind_generate() -> None:
+    model, prompt = shared("mamba2"), torch.tensor([[5, 6, 7, 8, 5, 6]])
+    output = model.generate(prompt, max_new_tokens=8, do_sample=False, custom_generate=custom_generate)
+    assert output[0, 6:].tolist() == greedy_alone(model, prompt[0].tolist(), 8)
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "qwen3_5_text"])
+def test_steps_run_under_autocast(kind: str) -> None:
+    """The loop without a draft is the oracle: near ties of 16 bits differ from `generate`."""
+    model, prompt = tiny_hybrid(kind).float(), torch.tensor([PROMPTS[0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        texts = [
+            SpeculativeDecoder(model, draft, num_draft_tokens=3, sampling=GREEDY)
+            .generate(prompt, max_new_tokens=8, pad_token_id=0)
+            .new_tokens(0)
+            for draft in (None, perturbed(model, 0.01))
+        ]
+    assert len(texts[0]) == len(texts[1]) == 8
 
 
 # The texts of two rows, and what a step reads behind them; of its drafts, 1 and 3 are accepted.
@@ -149,6 +185,8 @@ def sampling_hybrid() -> nn.Module:
 def test_sampled_text_has_the_law_of_the_model(wrong: Callable[..., Tensor] | None, report: Report) -> None:
     model = sampling_hybrid()
     draft, laws = perturbed(model, 0.2), model_laws(model, 0.8)
+    # The check at first use would refuse a wrong loop.
+    language_model(model)
     slots = recurrences.slots_before if wrong is None else wrong
     with mock.patch.object(recurrences, "slots_before", slots):
         found = p_values(first_tokens(model, draft, 1, 0.8, FEWER_TRIALS), laws)

@@ -60,9 +60,14 @@ def _named(name: str, error: Exception) -> str:
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
     """Raise ValueError if the vocabulary or device of the draft, or of a source inside, is known and differs from the
-    target's."""
+    target's, or if it drafts with an adapter of the target that keeps states, which both would write."""
     if draft is None:
         return
+    if getattr(target, "keeps_states", False) and any(model is target for model in models_of(draft)):
+        raise ValueError(
+            "draft: expected another adapter than the target's, whose states it would overwrite; "
+            "torch_specops.hf.language_model makes one"
+        )
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "

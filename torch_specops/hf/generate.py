@@ -248,8 +248,8 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# The cache has its second name since transformers 5.24.
-_CACHES = ("past_key_values", "cache")
+# The cache has its second name since transformers 5.24; the third is that of models without attention.
+_CACHES = ("past_key_values", "cache", "cache_params")
 # Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
 _PREPARED = {*_CACHES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 

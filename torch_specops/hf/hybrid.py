@@ -49,6 +49,10 @@ class HybridModel(TransformersModel):
         self._require_cache().prompt_lengths[slice(None) if rows is None else rows] = lengths
         self._unread.update(range(self._require_cache().batch) if rows is None else rows.tolist())
 
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        super().copy_rows(sources, width)
+        self._unread = {row for row, source in enumerate(sources.tolist()) if source in self._unread}
+
     @property
     def state_bytes(self) -> int:
         rings = () if self._cache is None else self._cache.rings

@@ -118,7 +118,8 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
 
     def store(self, states: tuple[State, ...], rows: Tensor, slots: Tensor) -> None:
         for kind, index in states:
-            self.rings[kind, index][rows, slots] = getattr(self, kind)[index]
+            ring = self.rings[kind, index]
+            ring[rows, slots] = getattr(self, kind)[index].to(ring.dtype)
 
     def written(self) -> tuple[State, ...]:
         """The states that a module has written since `begin`; those that are new get a ring.
@@ -129,6 +130,9 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         found = tuple((kind, i) for kind in KINDS for i, state in getattr(self, kind).items() if state is not None)
         for kind, index in found:
             state = getattr(self, kind)[index]
+            if kind == "recurrent_states":
+                # Under autocast a prompt's may have 16 bits. Those of a step never do.
+                state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
                 (old_shape, old, _), (new_shape, new, _) = _kind(ring[0]), _kind(state)
