@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from tiny_models import VOCAB
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from tiny_models import VOCAB, sharp_model
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -47,14 +46,4 @@ def tiny_hybrid(kind: str, seed: int = 0, vocab: int = VOCAB, **fields: Any) -> 
     """A model of a promised type whose next token depends on all of its context, without an eos."""
     ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     config = CONFIG_MAPPING[kind](**({"vocab_size": vocab} | ends | PROMISED[kind] | fields))
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).double().eval()
-    # The grouped product of experts knows no float64.
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3)
-    model.generation_config.eos_token_id = None
-    return model
+    return sharp_model(config, seed)

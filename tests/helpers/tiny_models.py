@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 VOCAB = 60
 POSITIONS = 96
@@ -73,6 +73,21 @@ def tiny(
                 parameter.normal_(0.0, 0.35)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def sharp_model(config: PreTrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """A model of any type, in float64 and without an eos, with weights that give sharp logits."""
+    torch.manual_seed(seed)
+    model = auto.from_config(config).double().eval()
+    # The grouped product of experts knows no float64.
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
     model.generation_config.eos_token_id = None
     return model
 

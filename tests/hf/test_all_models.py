@@ -11,7 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from tiny_hybrids import PROMISED
-from tiny_models import greedy_alone, padded
+from tiny_models import greedy_alone, padded, sharp_model
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -135,16 +135,7 @@ def small_model(kind: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in auto.from_config(config).parameters())
     assert weights < 3e7, "not made small by these fields"
-    torch.manual_seed(0)
-    model = auto.from_config(config).double().eval()
-    # The grouped product of experts knows no float64.
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3)
-    model.generation_config.eos_token_id = None
+    model = sharp_model(config, auto=auto)
     model.generation_config.use_cache = kind not in WITHOUT_CACHE
     return model
 

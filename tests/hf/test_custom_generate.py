@@ -31,7 +31,7 @@ from torch_specops.decode import Step
 from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import custom_generate
-from torch_specops.hf.architecture import cache_argument
+from torch_specops.hf.cache import cache_argument
 from torch_specops.hf.generate import _kept
 from torch_specops.laws import chi_square
 
@@ -332,7 +332,7 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"assistant_model": EarlyExit(1), "draft_model": EarlyExit(1)}, f"assistant_model: {BESIDE} draft_model"),
     ({"streamer": TokenStreamer(), "token_streamer": print}, f"streamer: {BESIDE} token_streamer"),
     (
-        {cache_argument(shared_tiny("llama")): DynamicCache()},
+        {cache_argument(shared_tiny("llama").forward): DynamicCache()},
         "(past_key_values|cache): the loop has a cache of its own",
     ),
     ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "position_ids: expected each row's tokens counted from 0"),

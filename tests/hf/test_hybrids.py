@@ -74,7 +74,7 @@ def test_a_model_without_attention_behind_generate() -> None:
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "qwen3_5_text"])
 def test_steps_run_under_autocast(kind: str) -> None:
-    """The loop without a draft is the oracle: near ties of 16 bits differ from `generate`."""
+    """A prompt may leave states of 16 bits, and steps compute in float32. Near ties of 16 bits are not compared."""
     model, prompt = tiny_hybrid(kind).float(), torch.tensor([PROMPTS[0]])
     with torch.autocast("cpu", torch.bfloat16):
         texts = [

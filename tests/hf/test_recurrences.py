@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from torch_specops.hf import recurrences
+from torch_specops.hf.cache import cache_argument
 from torch_specops.hf.recurrences import StepStates, step_forward
 
 SIZES = {
@@ -58,7 +59,7 @@ class Texts:
             for weights in self.module.parameters():
                 weights.normal_(0, 0.4)
         self.hidden = torch.randn(3, LENGTH, config.hidden_size, dtype=torch.float64)
-        name = next(iter(recurrences.CACHE_NAMES & inspect.signature(type(self.module).forward).parameters.keys()))
+        name = cache_argument(type(self.module).forward)
         states, outputs = [], []
         with torch.no_grad():
             for text in self.hidden:

@@ -16,7 +16,7 @@ import torch_specops
 from torch_specops import SamplingParams, hf
 from torch_specops.drafts import EarlyExit, PromptLookup
 from torch_specops.hf import TransformersModel
-from torch_specops.hf.architecture import cache_argument
+from torch_specops.hf.cache import cache_argument
 
 SWITCH = 24
 NEW = 14
@@ -87,7 +87,7 @@ def log_probabilities(kind: str, tokens: Tensor, prompt_length: int) -> Tensor:
     for length in range(prompt_length, len(tokens)):
         if kind == "phi3" and num_read <= SWITCH < length:
             past, num_read = DynamicCache(), 0
-        logits = model(tokens[None, num_read:length], **{cache_argument(model): past}).logits[0, -1]
+        logits = model(tokens[None, num_read:length], **{cache_argument(model.forward): past}).logits[0, -1]
         rows.append(logits.log_softmax(-1)[tokens[length]])
         num_read = length
     return torch.stack(rows)

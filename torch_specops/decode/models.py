@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..drafts import DraftSource, LanguageModel, TokenMap
+from ..drafts.ragged import keeps_states
 
 __all__ = ["check_pair", "evaluating", "look_at", "mode_of", "models_of", "modules_of"]
 
@@ -63,7 +64,7 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
     target's, or if it drafts with an adapter of the target that keeps states, which both would write."""
     if draft is None:
         return
-    if getattr(target, "keeps_states", False) and any(model is target for model in models_of(draft)):
+    if keeps_states(target) and any(model is target for model in models_of(draft)):
         raise ValueError(
             "draft: expected another adapter than the target's, whose states it would overwrite; "
             "torch_specops.hf.language_model makes one"

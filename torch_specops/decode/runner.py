@@ -109,6 +109,7 @@ class StepRunner:
 
     @property
     def _is_compiled(self) -> bool:
+        """Whether the next step is."""
         return self.compiled and self._set_aside is None
 
     def choose_compile(self, num_new_tokens: float) -> None:
@@ -170,7 +171,8 @@ class StepRunner:
         return self.state
 
     def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
-        """Let the draft read the batch that the target has begun, and drop CUDA graphs that do not fit it."""
+        """Let the draft read the batch that the target has begun, with `inputs` as in `DraftSource.start`; drop CUDA
+        graphs that do not fit it."""
         state, draft = self.state, self.draft
         self._compile_draft()
         if draft is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ __all__ = [
     "ATTENTION_OF",
     "STATE_KINDS",
     "Reading",
-    "cache_argument",
     "check_can_decode",
     "computes_positions",
     "layers_of",
@@ -70,12 +68,6 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers model, got {type(model)}")
     return model
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name of the cache in a forward. transformers renamed it in 5.24, code of others may not."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def check_can_decode(model: PreTrainedModel) -> None:

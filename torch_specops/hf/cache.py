@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +18,17 @@ from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["FeatureBuffer", "RaggedCache", "RaggedLayer", "first_slot"]
+__all__ = ["CACHE_NAMES", "FeatureBuffer", "RaggedCache", "RaggedLayer", "cache_argument", "first_slot"]
+
+# What forwards call their cache: up to transformers 5.23, from 5.24 on, and in models without attention. Code of others
+# may have the first and the second.
+CACHE_NAMES = ("past_key_values", "cache", "cache_params")
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The name of the cache in a forward."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 class RaggedCache(Cache):

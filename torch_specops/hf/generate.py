@@ -20,6 +20,7 @@ from ..drafts import AnyDraft, EarlyExit, PromptLookup
 from ..schedules import Schedule
 from .adapter import language_model
 from .assistant_settings import read_assistant_settings
+from .cache import CACHE_NAMES
 from .encoder_decoder import EncoderDecoderModel
 from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
@@ -248,15 +249,13 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# The cache has its second name since transformers 5.24; the third is that of models without attention.
-_CACHES = ("past_key_values", "cache", "cache_params")
 # Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
-_PREPARED = {*_CACHES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
+_PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
 def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
     """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
-    for name in _CACHES:
+    for name in CACHE_NAMES:
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ValueError(f"{name}: the loop has a cache of its own and would neither read nor fill this one")
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ..ops.kv_cache import Window
 from .architecture import ATTENTION_OF, STATE_KINDS
 from .models import Check, Seen, TransformersModel
-from .recurrences import CACHE_NAMES
 from .states import StateCache, StateReader, state_modules
 
 __all__ = ["HybridModel"]
@@ -71,7 +70,6 @@ class HybridModel(TransformersModel):
         parameters = inspect.signature(type(self.model).forward).parameters
         # A model without attention reads neither positions nor a mask.
         self._has_attention = "position_ids" in parameters
-        (self._cache_name,) = CACHE_NAMES & set(parameters)
         self._num_states = getattr(self._config, "number_of_conv_states", 1)
 
     def _new_cache(self, batch: int, capacity: int) -> StateCache:
@@ -128,9 +126,9 @@ class HybridModel(TransformersModel):
         logits, cache = [], None
         for position in range(tokens.shape[1]):
             at = torch.full((1, 1), position, device=tokens.device)
-            given = {"input_ids": tokens[:, position : position + 1], self._cache_name: cache}
+            given = {"input_ids": tokens[:, position : position + 1], self._cache_argument: cache}
             output = self.prepared(**given, **({"position_ids": at} if self._has_attention else {}), use_cache=True)
-            cache = getattr(output, self._cache_name)
+            cache = getattr(output, self._cache_argument)
             logits.append(output.logits)
         return torch.cat(logits, 1)
 
@@ -147,8 +145,6 @@ class HybridModel(TransformersModel):
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         arguments = super()._arguments(tokens, positions, mask, num_logits)
-        if self._has_attention:
-            return arguments
-        return {name: arguments[name] for name in ("input_ids", "logits_to_keep")} | {
-            self._cache_name: arguments[self._cache_argument]
-        }
+        if not self._has_attention:
+            del arguments["attention_mask"], arguments["position_ids"]
+        return arguments

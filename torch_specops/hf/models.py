@@ -15,7 +15,6 @@ from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import (
     Reading,
-    cache_argument,
     check_can_decode,
     computes_positions,
     layers_of,
@@ -24,7 +23,7 @@ from .architecture import (
     windows,
 )
 from .attention import use_grouped_attention
-from .cache import FeatureBuffer, RaggedCache, RaggedLayer
+from .cache import FeatureBuffer, RaggedCache, RaggedLayer, cache_argument
 from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
@@ -90,7 +89,7 @@ class TransformersModel:
         self._check = check
         # The version of the model that was understood.
         self._understood = 0
-        self._cache_argument = cache_argument(model)
+        self._cache_argument = cache_argument(type(model).forward)
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
         self._features: FeatureBuffer | None = None

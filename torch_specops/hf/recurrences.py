@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from ..ops.tracing import is_eager_cpu
+from .cache import cache_argument
 
-__all__ = ["CACHE_NAMES", "StepStates", "slots_before", "step_forward"]
+__all__ = ["StepStates", "slots_before", "step_forward"]
 
 
 UNLIMITED = (0.0, float("inf"))
@@ -48,7 +49,7 @@ class StepStates:
         positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
             earlier token of this call. A position may come twice.
         rows: [A] int64, which texts are read; None = all, A is B then.
-        in_prompt: [A, S] bool, the tokens of prompts; None = none. Mamba2 limits the time steps of a prompt alone.
+        prompt_lengths: [B] int64, the tokens of each text that are its prompt; None = none are.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class StepStates:
         recurrent: Tensor | None,
         positions: Tensor,
         rows: Tensor | None = None,
-        in_prompt: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
     ) -> None:
-        self.in_prompt = in_prompt
+        self._prompt_lengths = prompt_lengths
         self.conv = conv
         self.recurrent = recurrent
         self.positions = positions
@@ -69,6 +70,12 @@ class StepStates:
         # Of every token, the slots of the states before it, in [B * R], and behind it, in [R].
         self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
+
+    def limited_in_prompts(self, limit: float, free: float) -> Tensor:
+        """[A, S] float32: `limit` for the tokens of prompts, `free` for the others."""
+        lengths = self._prompt_lengths
+        in_prompt = self.positions < (0 if lengths is None else lengths[self.rows].unsqueeze(1))
+        return torch.where(in_prompt, limit, free)
 
     # transformers 5.17 asks `has_previous_state`, later versions call the getters.
 
@@ -140,7 +147,7 @@ def step_forward(module: nn.Module) -> Callable[..., Any] | None:
     # Zamba calls the recurrence of each head, and stacks their states.
     if "stack" in names:
         return None
-    function, (cache_name,) = _exchanged(forward), CACHE_NAMES & set(inspect.signature(forward).parameters)
+    function, cache_name = _exchanged(forward), cache_argument(forward)
     names_of_states = (cache_name, "step") if "update_recurrent_state" in names else (cache_name,)
 
     def read(states: StepStates, **arguments: Any) -> Any:
@@ -216,12 +223,9 @@ def mamba2(
 ) -> tuple[Tensor, Tensor]:
     """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a tensor that
     is no state."""
-    limits: list[Tensor] = []
-    if step.in_prompt is not None and dt_limit != UNLIMITED:
-        limits = [
-            torch.where(step.in_prompt, limit, free)[..., None, None]
-            for limit, free in zip(dt_limit, UNLIMITED, strict=True)
-        ]
+    # Time steps are limited in prompts, and not where transformers decodes.
+    pairs = zip(dt_limit, UNLIMITED, strict=True) if dt_limit != UNLIMITED else ()
+    limits = [step.limited_in_prompts(*pair)[..., None, None] for pair in pairs]
     groups = B.shape[2]
     # [..., G, H / G, ...]
     hidden, dt = (each.unflatten(2, (groups, -1)) for each in (hidden_states.float(), dt))
@@ -275,7 +279,6 @@ def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
     return vectors @ matrix if matrix.is_cpu else (vectors.unsqueeze(-1) * matrix.unsqueeze(-3)).sum(-2)
 
 
-CACHE_NAMES = {"cache", "cache_params", "past_key_values"}
 RECURRENCES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,

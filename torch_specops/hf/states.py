@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..ops.tracing import normal_tensors
-from .cache import RaggedCache, RaggedLayer
-from .recurrences import CACHE_NAMES, StepStates, slots_before, step_forward
+from .cache import RaggedCache, RaggedLayer, cache_argument
+from .recurrences import StepStates, slots_before, step_forward
 from .references import is_foreign
 
 __all__ = ["StateCache", "StateReader", "state_modules"]
@@ -84,8 +84,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         return recurrent_states
 
     def clear(self, rows: Tensor | None = None) -> None:
-        if self.is_initialized:
-            super().clear(rows)
+        super().clear(rows)
         self.clear_rings(rows)
 
     def clear_rings(self, rows: Tensor | None = None) -> None:
@@ -96,8 +95,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
                 ring.index_fill_(0, rows, 0)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
-        if self.is_initialized:
-            super().copy_rows(sources, width)
+        super().copy_rows(sources, width)
         for ring in self.rings.values():
             ring.copy_(ring[sources])
 
@@ -221,7 +219,7 @@ class StateReader:
             kept = _keeps_a_state(type(module))
             assert kept is not None
             self._code, self._names = code, list(inspect.signature(kept).parameters)[1:]
-            (self._cache_name,) = CACHE_NAMES & set(self._names)
+            self._cache_name = cache_argument(kept)
             self._at_once = None if is_foreign(code) else step_forward(module)
             self._whole = partial(code, module)
         self._read_whole: Callable[..., Any] = own or self._whole
@@ -247,8 +245,7 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
     if reader._read_step is not None and reader._states in STATES_OF_STEPS:
         del arguments[reader._cache_name]
         conv, recurrent = layer.rings["conv_states", 0], layer.rings.get(("recurrent_states", 0))
-        in_prompt = positions < cache.prompt_lengths[rows].unsqueeze(1)
-        return reader._read_step(StepStates(conv, recurrent, positions, rows, in_prompt), **arguments)
+        return reader._read_step(StepStates(conv, recurrent, positions, rows, cache.prompt_lengths), **arguments)
     hidden, outputs = arguments[reader._names[0]], []
     for index in range(hidden.shape[1]):
         layer.load(reader._states, rows, slots_before(positions[:, index], num_slots))
