@@ -1,7 +1,8 @@
-r"""Train an EAGLE-3 head for a transformers model, on text that the model writes itself.
+r"""Train an EAGLE-3 head or an MTP layer for a transformers model, on text that the model writes itself.
 
-    python benchmarks/train_eagle3.py [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
-    python benchmarks/train_eagle3.py --target smollm2-135m-instruct --out DIR --tokens 200000 --steps 1500 \
+    python benchmarks/train_head.py eagle3 [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
+    python benchmarks/train_head.py mtp --out DIR
+    python benchmarks/train_head.py eagle3 --target smollm2-135m-instruct --out DIR --tokens 200000 --steps 1500 \
         --prompt $'<|im_start|>user\n' --turn $'<|im_end|>\n<|im_start|>assistant\n' --row 256 --draft-vocab 4096
 
 The head is trained as it is used (Li et al. 2025, "training-time test"): from every position of a text it predicts
@@ -13,7 +14,8 @@ last ones, in float16.
 
 The text: half of the rows are sampled at temperature 1; the others begin with a piece of such a row, and go on at
 temperature 0 or 0.5. With `--turn`, the text by which a chat model's turn begins, they begin with the first tokens of
-such a row, and answer them. With `--draft-vocab` the head has the tokens that are commonest in the text. Measured on
+such a row, and answer them. With `--draft-vocab` an EAGLE-3 head has the tokens that are commonest in the text. An MTP
+layer is of the target's own kind, with the target's embeddings and output matrix. Measured on
 `--text` is the acceptance rate of each draft given that those before it were right, at temperature 1
 (sum_x min(p, q)) and 0 (the same argmax).
 """
@@ -24,7 +26,6 @@ import argparse
 import copy
 import json
 import math
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,11 +37,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_byte_pair import Muon
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import MtpLayer
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.cli.loading import AUSTEN, Tokenizer, load_model, load_tokenizer
-from torch_specops.drafts.eagle3_files import read_head
 from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +54,6 @@ TOKENS_PER_STEP = 2048
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
-SAVE_EVERY = 250
 WINDOWS_MEASURED = 8
 # Pairs that the head sees in training, and from which share of the run on as many as a row has.
 WINDOW, WHOLE_ROWS_FROM = 128, 0.8
@@ -88,7 +88,57 @@ class ChainAttention:
         return mixed
 
 
-def chain_logits(head: Eagle3Head, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
+def attend_in_chains(
+    module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, mask: None, *, chains: ChainAttention, **_: Any
+) -> tuple[Tensor, None]:
+    """`ChainAttention` as transformers calls it."""
+    return chains(queries, keys, values).transpose(1, 2), None
+
+
+AttentionInterface.register("chains", attend_in_chains)
+
+
+class Mtp(nn.Module):
+    """One MTP layer of a model, with what it has of the model's, behind the methods of `Eagle3Head`. It begins with the
+    model's last norm, and with the feature as its output."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = copy.deepcopy(model.config.get_text_config())
+        config._attn_implementation = "chains"
+        decoder = model.get_decoder()
+        self.layer = MtpLayer(config, type(decoder.layers[-1]), type(decoder.norm), 0).float()
+        # Not parameters of the layer.
+        self.shared = [decoder.rotary_emb, model.get_output_embeddings().weight.detach().float()]
+        begin(self.layer, self.layer.eh_proj, self.layer.post_norm, model)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
+        """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
+        angles = self.shared[0](hidden, positions + 1)
+        return self.layer(embedded, hidden, angles, None, positions + 1, None, chains=attention)
+
+    def feedback(self, output: Tensor) -> Tensor:
+        return output
+
+    def logits(self, output: Tensor) -> Tensor:
+        return F.linear(output, self.shared[1])
+
+
+def begin(head: nn.Module, fc: nn.Linear, norm: nn.Module, model: PreTrainedModel) -> None:
+    """The weights that a head begins with."""
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
+        width = fc.weight.shape[0]
+        fc.weight[:, -width:] += torch.eye(width)
+        norm.weight.copy_(model.get_decoder().norm.weight)
+
+
+def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
     """For each depth d the logits [B, N, draft_vocab_size] of token i + d + 2, given the features of tokens up to i and
     the tokens up to i + d + 1. The features are [B, N, F * H], the embeddings [B, >= N + depth, H]."""
     count, attention = features.shape[1], ChainAttention()
@@ -116,12 +166,17 @@ class Read(NamedTuple):
 
 
 class Target:
-    """The target of a head, which keeps in 16 bits what it has read, because every row is read many times."""
+    """The target of a head, which keeps in 16 bits what it has read, because every row is read many times.
 
-    def __init__(self, model: PreTrainedModel, head: Eagle3Head) -> None:
-        assert head.config.feature_layers is not None
-        self.model, self.layers = model, head.config.feature_layers
-        self.draft_of_target, self.tokens = head.draft_of_target, draft_tokens(head)
+    Args:
+        layers: whose inputs are the features; the number of layers stands for the output of the last norm.
+        tokens: [Vd], the head's, in ascending order.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], tokens: Tensor) -> None:
+        self.model, self.layers, self.tokens = model, layers, tokens
+        no_token = torch.full((model.config.get_text_config().vocab_size,), -1)
+        self.draft_of_target = no_token.scatter(0, tokens, torch.arange(len(tokens)))
         self._kept: dict[bytes, tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
@@ -141,17 +196,12 @@ class Target:
         return self._kept[key]
 
 
-def draft_tokens(head: Eagle3Head) -> Tensor:
-    """[Vd] int64, the target's token of each of the head's."""
-    return (head.draft_of_target >= 0).nonzero()[:, 0]
-
-
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """sum_x min(p(x), q(x)) of [.., V] log-probabilities."""
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-def losses(head: Eagle3Head, read: Read, window: int, divergence: float) -> Tensor:
+def losses(head: Eagle3Head | Mtp, read: Read, window: int, divergence: float) -> Tensor:
     """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
     # The target reads whole rows. The last chain of a window has to end inside of it.
     features, embedded, log_p = (
@@ -169,7 +219,7 @@ def losses(head: Eagle3Head, read: Read, window: int, divergence: float) -> Tens
 
 
 @torch.inference_mode()
-def measure(head: Eagle3Head, target: Target, rows: Tensor) -> dict[str, list[float]]:
+def measure(head: Eagle3Head | Mtp, target: Target, rows: Tensor) -> dict[str, list[float]]:
     """The acceptance rate of each draft, given that those before it were right."""
     count = rows.shape[1] - DEPTH
     features, embedded, log_p, best = target.read(rows)
@@ -187,31 +237,26 @@ def held_out(tokenizer: Tokenizer, path: Path) -> Tensor:
     return tokens[: WINDOWS_MEASURED * ROW].view(WINDOWS_MEASURED, ROW)
 
 
-def new_head(model: PreTrainedModel, layers: tuple[int, ...], tokens: Tensor) -> Eagle3Head:
-    """A head as wide as the target, with logits of tokens [Vd] in ascending order. It begins with the target's last
-    norm and output matrix, and with the feature of the last of the layers."""
-    config = model.config.get_text_config()
+def eagle3_head(target: Target) -> Eagle3Head:
+    """A head as wide as the target. It begins with the target's last norm and output matrix, and with the feature of
+    the last of the layers."""
+    model, config = target.model, target.model.config.get_text_config()
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim")
     own = Eagle3Config(
         **{name: getattr(config, name) for name in same},
-        draft_vocab_size=len(tokens),
+        draft_vocab_size=len(target.tokens),
         num_heads=config.num_attention_heads,
         target_hidden_size=config.hidden_size,
-        feature_layers=layers,
+        feature_layers=target.layers,
         norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_parameters["rope_theta"],
         # Hidden states may be a hundred times as large as what the layer adds to them.
         fc_norm=True,
     )
     head = Eagle3Head(own, has_embedding=False)
-    head.draft_of_target = torch.full((config.vocab_size,), -1).scatter(0, tokens, torch.arange(len(tokens)))
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
-        head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-        head.lm_head.weight.copy_(model.get_output_embeddings().weight[tokens])
-        head.norm.weight.copy_(model.get_decoder().norm.weight)
+    head.draft_of_target = target.draft_of_target
+    begin(head, head.fc, head.norm, model)
+    head.lm_head.weight.data.copy_(model.get_output_embeddings().weight[target.tokens])
     return head
 
 
@@ -238,10 +283,8 @@ def beginnings(rows: Tensor, turn: Tensor | None) -> Tensor:
     return rows.gather(1, starts + torch.arange(BEGINNING))
 
 
-def train(
-    head: Eagle3Head, target: Target, rows: Tensor, options: argparse.Namespace, progress: Progress
-) -> tuple[Eagle3Head, int]:
-    """The mean of the last weights, which is also stored from time to time, and the number of steps."""
+def train(head: Eagle3Head | Mtp, target: Target, rows: Tensor, steps: int, progress: Progress) -> Eagle3Head | Mtp:
+    """The mean of the last weights."""
     named = list(head.named_parameters())
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
     others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
@@ -250,9 +293,9 @@ def train(
     length, mean = rows.shape[1], copy.deepcopy(head)
     weights = DECAY ** torch.arange(DEPTH)
     order: Iterator[Tensor] = iter(())
-    task = progress.add_task("training", total=1.0)
-    step, share, start = 0, 0.0, time.monotonic()
-    while share < 1:
+    task = progress.add_task("training", total=steps)
+    for step in range(steps):
+        share = step / steps
         batch = next(order, None)
         if batch is None:
             order = iter(torch.randperm(len(rows)).split(max(TOKENS_PER_STEP // length, 1)))
@@ -270,23 +313,33 @@ def train(
         with torch.no_grad():
             for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
                 averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
-        step += 1
-        share = max(step / options.steps, (time.monotonic() - start) / (60 * options.minutes))
-        progress.update(task, completed=share, description=f"training, loss {found[0].item():.3f}")
-        if step % SAVE_EVERY == 0:
-            save(mean, options.out)
-    return mean, step
+        progress.update(task, advance=1, description=f"training, loss {found[0].item():.3f}")
+    return mean
 
 
-def save(head: Eagle3Head, folder: Path) -> None:
-    """config.json and model.safetensors as SpecForge writes them, in float16; embeddings are the target's."""
-    config = head.config
+def save(head: Eagle3Head | Mtp, folder: Path) -> None:
+    """config.json and model.safetensors in float16; the head then has the weights that were stored. Embeddings are the
+    target's."""
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(parameter.half())
+    content, weights = eagle3_files(head) if isinstance(head, Eagle3Head) else mtp_files(head)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float16"}, indent=2) + "\n")
+    path = folder / "model.safetensors"
+    save_file(weights, path)
+    # safetensors writes a file that only its owner can read, and a package would be built with that mode.
+    path.chmod(0o644)
+
+
+def eagle3_files(head: Eagle3Head) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As SpecForge writes them."""
+    config = head.config
     assert config.feature_layers is not None
     same = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
     # Here layers are counted by their outputs.
     layers = [layer - 1 for layer in config.feature_layers]
-    content: dict[str, Any] = {
+    content = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -295,36 +348,45 @@ def save(head: Eagle3Head, folder: Path) -> None:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": False,
-        "torch_dtype": "float16",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    path = folder / "model.safetensors"
     weights = {name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}
     if config.draft_vocab_size < config.vocab_size:
-        weights["d2t"] = draft_tokens(head) - torch.arange(config.draft_vocab_size)
+        tokens = (head.draft_of_target >= 0).nonzero()[:, 0]
+        weights["d2t"] = tokens - torch.arange(config.draft_vocab_size)
         weights["t2d"] = head.draft_of_target >= 0
-    save_file(weights, path)
-    # safetensors writes a file that only its owner can read, and a package would be built with that mode.
-    path.chmod(0o644)
+    return content, weights
+
+
+def mtp_files(head: Mtp) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As in the checkpoints of DeepSeek-V3 and GLM-4.5."""
+    config = head.layer.config
+    weights = {}
+    for name, tensor in head.layer.state_dict().items():
+        published = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        weights[f"model.layers.{config.num_hidden_layers}.{published}"] = tensor.half().contiguous()
+    return {"model_type": config.model_type, "num_nextn_predict_layers": 1}, weights
 
 
 def main(argv: list[str] | None = None) -> Tensor:
     """The text that the head was trained on, [N, row]."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["eagle3", "mtp"])
     parser.add_argument("--target", default=AUSTEN, help="a folder, a hub id, or a name that the command line knows")
     parser.add_argument("--prompt", default="\n", help="what the text begins with")
     parser.add_argument("--turn", help="ask for answers: what ends a turn of a chat and begins the model's")
     parser.add_argument("--row", type=int, default=ROW, help="tokens of a text")
     parser.add_argument("--tokens", type=int, default=400_000, help="of the target's own text")
     parser.add_argument("--steps", type=int, default=2500, help=f"of {TOKENS_PER_STEP} tokens")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of training at most; ends the schedule too")
-    parser.add_argument("--layers", type=int, nargs="+", help="whose inputs the head reads; default 2, L/2 and L-3")
-    parser.add_argument("--draft-vocab", type=int, help="the head's tokens; default: all")
+    parser.add_argument("--layers", type=int, nargs="+", help="whose inputs EAGLE-3 reads; default 2, L/2 and L-3")
+    parser.add_argument("--draft-vocab", type=int, help="the tokens of an EAGLE-3 head; default: all")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "torch_specops/data/austen_bytes/eagle3")
+    parser.add_argument("--out", type=Path, help="default: the package's, austen_bytes/eagle3 or mtp")
     args = parser.parse_args(argv)
+    if args.kind == "mtp" and (args.layers or args.draft_vocab):
+        parser.error("--layers, --draft-vocab: only EAGLE-3 heads have them")
+    args.out = args.out or ROOT / "torch_specops/data/austen_bytes" / args.kind
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
@@ -334,20 +396,19 @@ def main(argv: list[str] | None = None) -> Tensor:
     with Progress() as progress:
         rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
         common = rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices
-        head = new_head(model, tuple(args.layers or (2, count // 2, count - 3)), common.sort().values)
-        target = Target(model, head)
-        head, steps = train(head, target, rows, args, progress)
+        layers = tuple(args.layers or (2, count // 2, count - 3)) if args.kind == "eagle3" else (count,)
+        target = Target(model, layers, common.sort().values)
+        new = eagle3_head(target) if args.kind == "eagle3" else Mtp(model)
+        head = train(new, target, rows, args.steps, progress)
     save(head, args.out)
-    # As it is stored.
-    stored = read_head(args.out, torch.device("cpu"), torch.float32)
     metrics = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
-        "parameters": sum(parameter.numel() for parameter in stored.parameters()),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "text_tokens": rows.numel(),
-        "steps": steps,
+        "steps": args.steps,
         "held_out_windows": WINDOWS_MEASURED,
-        **measure(stored, target, held_out(tokenizer, args.text)),
+        **measure(head, target, held_out(tokenizer, args.text)),
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
