@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["checkpoint_folder", "read_json", "read_weights"]
+__all__ = ["checkpoint_folder", "read_json", "read_weights", "weight_files"]
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
@@ -46,19 +46,30 @@ def read_json(folder: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(folder: Path, is_wanted: Callable[[str], object] = bool) -> dict[str, Tensor]:
-    """The weights in a folder whose names are wanted; the others are not read. A ValueError if there is no file."""
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file of every weight in a folder; a ValueError if there is no file that can be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
         raise ValueError(f"draft: expected *.safetensors in {folder}, found {others}; pickled weights are not read")
     from safetensors import SafetensorError, safe_open
 
-    weights: dict[str, Tensor] = {}
+    names: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as content:
-                weights |= {name: content.get_tensor(name) for name in content.keys() if is_wanted(name)}  # noqa: SIM118
+                names |= dict.fromkeys(content.keys(), file)
         except SafetensorError as error:
             raise ValueError(f"draft: cannot read {file}: {error}") from error
+    return names
+
+
+def read_weights(names: Mapping[str, Path]) -> dict[str, Tensor]:
+    """These weights, each from its file."""
+    from safetensors import safe_open
+
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(names.values())):
+        with safe_open(file, "pt") as content:
+            weights |= {name: content.get_tensor(name) for name in names if names[name] == file}
     return weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class FeatureDraft(SampledDraft):
 
     # How many positions a step reads again, besides those that are new.
     num_reread = 0
+    head: Any
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
