@@ -47,6 +47,12 @@ def _language_model(model: Any) -> drafts.LanguageModel:
     return language_model(model)
 
 
+def _mtp_head(*arguments: Any) -> Any:
+    from .hf.mtp import read_mtp_head
+
+    return read_mtp_head(*arguments)
+
+
 def _stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> Callable[..., list[bool]]:
     from .hf import stop_string_rule
 
@@ -55,6 +61,7 @@ def _stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> Callable[.
 
 # Lower layers call these for objects of transformers, and `hf` is imported only then.
 drafts.base.language_model = _language_model
+drafts.mtp.read_head = _mtp_head
 decode.inputs.stop_string_rule = _stop_string_rule
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")

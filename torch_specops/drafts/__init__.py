@@ -21,11 +21,13 @@ from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import ModelDraft
+from .mtp import MTP
 from .ngram import NGram
 from .quantised import quantised_copy
 from .token_map import TokenMap
 
 __all__ = [
+    "MTP",
     "AnyDraft",
     "Draft",
     "DraftSource",

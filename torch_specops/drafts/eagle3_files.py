@@ -11,16 +11,15 @@ The formats differ in three points:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .checkpoint import checkpoint_folder, read_json, read_weights, weight_files
 from .eagle3_head import Eagle3Config, Eagle3Head, rope_frequencies
 
 __all__ = ["read_config", "read_head"]
@@ -31,16 +30,9 @@ NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
     """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
-    folder = _folder(folder_or_id)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"draft: expected config.json in {folder}, found none")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"draft: cannot read {path} as JSON: {error}") from error
-    config = read_config(raw)
-    weights = _read_weights(folder)
+    folder = checkpoint_folder(folder_or_id)
+    config = read_config(read_json(folder))
+    weights = _own_names(read_weights(weight_files(folder)))
     offsets = weights.pop("d2t", None)
     # Build on meta: `assign=True` supplies the tensors.
     with torch.device("meta"):
@@ -114,37 +106,8 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
-    folder = Path(folder_or_id)
-    if folder.is_dir():
-        return folder
-    name = str(folder_or_id)
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise ValueError(f"draft: there is no folder {name!r}, and it is no hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
-    # Offline, refused, unknown: each is an error of its own there.
-    except Exception as error:
-        raise ValueError(f"draft: cannot fetch {name!r}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under the names of `Eagle3Head`, and d2t."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
-        raise ValueError(f"draft: expected *.safetensors in {folder}, found {others}; pickled weights are not read")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"draft: cannot read {file}: {error}") from error
     own = {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): weights[name] for name in weights}
     return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
 

@@ -1,0 +1,165 @@
+"""MTP: the multi-token-prediction layers that ship inside a checkpoint (DeepSeek-AI 2024, arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..ops import sample
+from ..ops.kv_cache import RaggedKeyValues
+from ..sampling import SamplingTensors
+from .base import Draft, LanguageModel, as_language_model, feature_model
+from .feature import FeatureDraft
+
+__all__ = ["MTP"]
+
+# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
+read_head: Callable[..., Any] | None = None
+
+
+class MTP(FeatureDraft):
+    """Drafts with layers that were trained with the target, and share its embeddings and its head.
+
+    Pair i of layer k is a hidden state of position i (of the target after its last norm, of layer k - 1 for k > 0) and
+    the embedding of token i + 1 + k; from it the layer predicts token i + 2 + k. Every layer reads the new pairs of the
+    text, and again the last pairs of the step before, which had drafts behind them. More drafts than layers come from
+    the last layer, which reads its own output. K is the number of layers unless the decoder is told another.
+
+    Args:
+        head: what `from_pretrained` reads.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__(head)
+        self.vocab_size: int = head.vocab_size
+        self.default_draft_tokens = len(head.layers)
+        self.num_reread = len(head.layers) - 1
+        self._cache: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: LanguageModel | nn.Module,
+        folder_or_id: str | os.PathLike[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> MTP:
+        """The layers in the target's own checkpoint, which loading a model leaves out.
+
+        Read are the names of DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, after the last layer), of Qwen3-Next,
+        Qwen3.5 and Mellum (`mtp`), and of MiMo (`model.mtp_layers`).
+
+        Args:
+            target: a transformers model, on the device where the layers are to be.
+            folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub; None = where
+                the target came from. Nothing but the weights of these layers is read.
+            dtype: of the layers; None = the target's.
+
+        Raises:
+            TypeError: a target that is not of transformers.
+            ValueError: no such folder, or one without MTP weights; a weight that is missing, unknown, quantised or of
+                another shape. The message names it.
+        """
+        assert read_head is not None
+        model = as_language_model("target", target)
+        if not hasattr(model, "prepared"):
+            raise TypeError(f"target: MTP layers are those of a transformers model, got {type(model).__name__}")
+        draft = cls(read_head(model.model, folder_or_id, dtype))  # type: ignore[attr-defined]
+        draft.bind(model)
+        return draft
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return next(self.head.parameters()).device
+
+    def bind(self, target: LanguageModel) -> None:
+        model = feature_model(target)
+        for name in ("vocab_size", "hidden_size"):
+            own, expected = getattr(self.head, name), getattr(model, name)
+            if own != expected:
+                raise ValueError(f"draft: the layers are of another target: {name} {own}, the target has {expected}")
+        self.feature_layers = (model.num_layers,)
+        super().bind(target)
+
+    def _start_caches(self, batch: int, capacity: int) -> None:
+        self._cache = self.head.emptied(self._cache, batch, capacity)
+        # Allocates. What is written here is overwritten.
+        first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self._read_text(first, first + 1, first)
+
+    def _caches(self) -> Sequence[RaggedKeyValues]:
+        return [] if self._cache is None else self._cache.layers
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        text, ends = pad(tokens, (0, num_draft_tokens)), lengths.unsqueeze(1)
+        positions, last = self._new_positions(lengths), len(self.head.layers) - 1
+        hidden: Any = None
+        found = []
+        for index, draw in enumerate(draws):
+            if index > last:
+                # The last layer again, over the pair of the last draft.
+                hidden, positions = hidden[:, -1:].contiguous(), positions[:, -1:] + 1
+            read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index)
+            *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, draw, sampling)
+            found.append(drawn)
+        # The other layers have to read the new pairs too.
+        for index in range(num_draft_tokens, last + 1):
+            read = self._piece(self._read, positions.shape[1], index)
+            _, hidden = read(index, hidden, text, ends + num_draft_tokens, positions)
+        return Draft(*(torch.stack(each, 1) for each in zip(*found, strict=True)))
+
+    def _read_and_draw(
+        self,
+        index: int,
+        hidden: Tensor | None,
+        text: Tensor,
+        ends: Tensor,
+        positions: Tensor,
+        draws: Tensor,
+        sampling: SamplingTensors,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Draft `index` [B] with its logits [B, V] and logsumexp [B], what the next layer reads [B, n, H], and the text
+        with the draft."""
+        last = len(self.head.layers) - 1
+        raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
+        logits = self.head.logits(self._target, hidden[:, -1:])
+        if sampling.processors is not None:
+            logits = sampling.process(logits, text, ends)
+        logits = logits[:, -1]
+        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
+        # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
+        text = text.scatter(1, ends, token.clamp(min=0).unsqueeze(1))
+        return token, logits, lse, raw if index >= last and self.head.repeats_raw else hidden, text
+
+    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
+        """Of the last pairs the tokens are not all known yet; every step reads these pairs again."""
+        hidden = None
+        for layer in range(len(self.head.layers)):
+            _, hidden = self._read(layer, hidden, tokens, ends, positions, rows)
+
+    def _read(
+        self,
+        layer: int,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        ends: Tensor,
+        positions: Tensor,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output of a layer [A, n, H] at pairs [A, n], before and after its norm. `hidden` None = the target's."""
+        if hidden is None:
+            hidden = self._features(ends, positions, rows, next(self.head.parameters()).dtype)
+        following = tokens.gather(1, torch.minimum(positions + layer + 1, ends - 1))
+        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else self._cache.capacity
+        read: tuple[Tensor, Tensor] = self.head.read(
+            self._target, self._cache, layer, hidden, following, positions, width, rows
+        )
+        return read
