@@ -1,12 +1,12 @@
 """Drafts side by side: accepted length and speed.
 
     python benchmarks/bench_drafts.py lookup --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
-    python benchmarks/bench_drafts.py eagle3 --threads 2 [--head DIR] [--compile] [--out FILE.json]
+    python benchmarks/bench_drafts.py trained --threads 2 [--batch 8] [--compile] [--out FILE.json]
 
 lookup    drafts that are looked up in the text, greedy. The prompts are those of `torch-specops bench` and four more.
           "suffix lookup, memory" has the outputs of all prompts before; a round begins with an empty memory
-eagle3    the EAGLE-3 head of the byte-level target beside its draft model, at temperatures 0 and 1. The prompts are
-          pieces of held-out text
+trained   the drafts of the byte-level target: its MTP layer, EAGLE-3 head and draft model, and prompt lookup beside
+          them, at temperatures 0 and 1. The prompts are pieces of held-out text
 
 The drafts take turns. The first round compiles and warms up; times are medians of the others. Tokens per step are those
 of a row, over all steps; `by_prompt` has them for every call.
@@ -32,7 +32,7 @@ from torch_specops.cli.bench import PROMPTS
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, HEADS, load_model, load_tokenizer
 from torch_specops.cli.models import PROMPT_LOOKUP, encode, load_models
 from torch_specops.decode import GenerationStats
-from torch_specops.drafts import Eagle3, PromptLookup, SuffixLookup
+from torch_specops.drafts import MTP, Eagle3, PromptLookup, SuffixLookup
 from torch_specops.hf import TransformersModel
 
 HELDOUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -66,28 +66,34 @@ def lookup(options: argparse.Namespace, device: torch.device) -> Subject:
     return Subject(models.target, drafts | {"suffix lookup, memory": SuffixLookup}, prompts, (0.0,), [10])
 
 
-def eagle3(options: argparse.Namespace, device: torch.device) -> Subject:
+def trained(options: argparse.Namespace, device: torch.device) -> Subject:
     target, model = load_model(AUSTEN, device), load_model(AUSTEN_DRAFT, device).model
     text = load_tokenizer(AUSTEN)(HELDOUT.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
     pieces = text.to(device)[: len(text) // options.prompts * options.prompts].view(options.prompts, -1)
-    drafts = {"draft model": lambda: model, "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.head, target)}
+    drafts = {
+        "MTP layer": lambda: MTP.from_pretrained(target, options.mtp),
+        "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.eagle3, target),
+        "draft model": lambda: model,
+        "prompt lookup": PromptLookup,
+    }
     return Subject(target, drafts, list(pieces[:, :PROMPT_LENGTH].split(options.batch)), (0.0, 1.0), [2, 4, 6])
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=3)
-    parser.add_argument("kind", choices=["lookup", "eagle3"])
+    parser.add_argument("kind", choices=["lookup", "trained"])
     parser.add_argument("--target", default="smollm2-135m-instruct", help="of lookup")
-    parser.add_argument("--head", default=str(HEADS[AUSTEN]), help="of eagle3")
+    parser.add_argument("--eagle3", default=str(HEADS[AUSTEN]), help="a folder, of trained")
+    parser.add_argument("--mtp", help="a folder, of trained; default: the target's")
     parser.add_argument("--prompts", type=int, default=16, help="at most 12 for lookup")
-    parser.add_argument("--batch", type=int, default=1, help="prompts of eagle3 that are decoded together")
+    parser.add_argument("--batch", type=int, default=1, help="prompts of trained that are decoded together")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="default: 10 for lookup, 2 4 6 for eagle3")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="default: 10 for lookup, 2 4 6 for trained")
     parser.add_argument("--compile", action="store_true", help="compiled steps in place of eager ones")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    subject = {"lookup": lookup, "eagle3": eagle3}[options.kind](options, device)
+    subject = {"lookup": lookup, "trained": trained}[options.kind](options, device)
     max_length = max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens
     counts = options.num_draft_tokens or subject.num_draft_tokens
     decoders = {}

@@ -1,7 +1,7 @@
 r"""Train an EAGLE-3 head or an MTP layer for a transformers model, on text that the model writes itself.
 
     python benchmarks/train_head.py eagle3 [--target austen-bytes] [--out DIR] [--tokens 400000] [--steps 2500]
-    python benchmarks/train_head.py mtp --out DIR
+    python benchmarks/train_head.py mtp --target FOLDER --out FOLDER
     python benchmarks/train_head.py eagle3 --target smollm2-135m-instruct --out DIR --tokens 200000 --steps 1500 \
         --prompt $'<|im_start|>user\n' --turn $'<|im_end|>\n<|im_start|>assistant\n' --row 256 --draft-vocab 4096
 
@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from train_byte_pair import Muon
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_layers import MtpLayer
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.cli.loading import AUSTEN, Tokenizer, load_model, load_tokenizer
 from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
+from torch_specops.hf.mtp import LAYOUTS, MtpLayer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 4
@@ -107,18 +107,20 @@ class Mtp(nn.Module):
         config = copy.deepcopy(model.config.get_text_config())
         config._attn_implementation = "chains"
         decoder = model.get_decoder()
-        self.layer = MtpLayer(config, type(decoder.layers[-1]), type(decoder.norm), 0).float()
+        self.layer = MtpLayer(config, decoder.layers[-1], 0).float()
         # Not parameters of the layer.
         self.shared = [decoder.rotary_emb, model.get_output_embeddings().weight.detach().float()]
-        begin(self.layer, self.layer.eh_proj, self.layer.post_norm, model)
+        begin(self.layer, self.layer.eh_proj, self.layer.norm, model)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
         """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
-        angles = self.shared[0](hidden, positions + 1)
-        return self.layer(embedded, hidden, angles, None, positions + 1, None, chains=attention)
+        layer, places = self.layer, positions + 1
+        read = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
+        named = {"position_ids": places, "position_embeddings": self.shared[0](read, places)}
+        return layer.norm(layer.block(read, attention_mask=None, **named, chains=attention))
 
     def feedback(self, output: Tensor) -> Tensor:
         return output
@@ -318,28 +320,29 @@ def train(head: Eagle3Head | Mtp, target: Target, rows: Tensor, steps: int, prog
 
 
 def save(head: Eagle3Head | Mtp, folder: Path) -> None:
-    """config.json and model.safetensors in float16; the head then has the weights that were stored. Embeddings are the
-    target's."""
+    """Write model.safetensors and config.json of an EAGLE-3 head, or mtp.safetensors, which belongs into the folder of
+    the target. The weights are stored, and then used, in float16. Embeddings are the target's."""
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(parameter.half())
-    content, weights = eagle3_files(head) if isinstance(head, Eagle3Head) else mtp_files(head)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float16"}, indent=2) + "\n")
-    path = folder / "model.safetensors"
+    if isinstance(head, Eagle3Head):
+        (folder / "config.json").write_text(json.dumps(eagle3_config(head.config), indent=2) + "\n")
+        path, weights = folder / "model.safetensors", eagle3_weights(head)
+    else:
+        path, weights = folder / "mtp.safetensors", mtp_weights(head)
     save_file(weights, path)
     # safetensors writes a file that only its owner can read, and a package would be built with that mode.
     path.chmod(0o644)
 
 
-def eagle3_files(head: Eagle3Head) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As SpecForge writes them."""
-    config = head.config
+def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
+    """As SpecForge writes it."""
     assert config.feature_layers is not None
     same = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
     # Here layers are counted by their outputs.
     layers = [layer - 1 for layer in config.feature_layers]
-    content = {
+    return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -348,24 +351,29 @@ def eagle3_files(head: Eagle3Head) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": False,
+        "torch_dtype": "float16",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
+
+
+def eagle3_weights(head: Eagle3Head) -> dict[str, Tensor]:
+    """As SpecForge names them."""
     weights = {name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}
-    if config.draft_vocab_size < config.vocab_size:
+    if head.config.draft_vocab_size < head.config.vocab_size:
         tokens = (head.draft_of_target >= 0).nonzero()[:, 0]
-        weights["d2t"] = tokens - torch.arange(config.draft_vocab_size)
+        weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["t2d"] = head.draft_of_target >= 0
-    return content, weights
+    return weights
 
 
-def mtp_files(head: Mtp) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As in the checkpoints of DeepSeek-V3 and GLM-4.5."""
-    config = head.layer.config
+def mtp_weights(head: Mtp) -> dict[str, Tensor]:
+    """As Qwen3-Next's checkpoints name them."""
+    names = next(layout.names for layout in LAYOUTS if layout.root == "mtp.")
     weights = {}
     for name, tensor in head.layer.state_dict().items():
-        published = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
-        weights[f"model.layers.{config.num_hidden_layers}.{published}"] = tensor.half().contiguous()
-    return {"model_type": config.model_type, "num_nextn_predict_layers": 1}, weights
+        part, rest = name.split(".", 1)
+        weights[f"{names[part].format(k=0)}.{rest}"] = tensor.half().contiguous()
+    return weights
 
 
 def main(argv: list[str] | None = None) -> Tensor:
@@ -382,11 +390,13 @@ def main(argv: list[str] | None = None) -> Tensor:
     parser.add_argument("--draft-vocab", type=int, help="the tokens of an EAGLE-3 head; default: all")
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/austen_heldout.txt", help="to measure on")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="default: the package's, austen_bytes/eagle3 or mtp")
+    parser.add_argument("--out", type=Path, help="default: the folder in the package")
     args = parser.parse_args(argv)
     if args.kind == "mtp" and (args.layers or args.draft_vocab):
         parser.error("--layers, --draft-vocab: only EAGLE-3 heads have them")
-    args.out = args.out or ROOT / "torch_specops/data/austen_bytes" / args.kind
+    own = {"eagle3": ("eagle3", "metrics.json"), "mtp": ("target", "mtp_metrics.json")}
+    folder, metrics_name = own[args.kind]
+    args.out = args.out or ROOT / "torch_specops/data/austen_bytes" / folder
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
@@ -410,7 +420,7 @@ def main(argv: list[str] | None = None) -> Tensor:
         "held_out_windows": WINDOWS_MEASURED,
         **measure(head, target, held_out(tokenizer, args.text)),
     }
-    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (args.out / metrics_name).write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
     return rows
 

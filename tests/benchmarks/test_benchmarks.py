@@ -152,10 +152,10 @@ def test_grammar() -> None:
     assert records["no draft", "llguidance"]["tokens_per_step"] > 1 == records["no draft", "none"]["tokens_per_step"]
 
 
-def test_a_head_and_a_draft_model_are_compared(tmp_path: Path) -> None:
+def test_trained_drafts_are_compared(tmp_path: Path) -> None:
     save_head(new_head(vocab_size=256, draft_vocab_size=256, target_hidden_size=128), tmp_path / "head")
     options = ["--prompts", "4", "--batch", "2", "--new-tokens", "24", "--rounds", "1", "--num-draft-tokens", "3"]
-    records = script("bench_drafts").main(["eagle3", "--head", str(tmp_path / "head"), *options])
+    records = script("bench_drafts").main(["trained", "--eagle3", str(tmp_path / "head"), *options])
     found = {(each["draft"], each["temperature"]): each["mean_acceptance_length"] for each in records}
-    assert len(found) == 6 and found["no draft", 0.0] == found["no draft", 1.0] == 1.0
-    assert min(found["draft model", temperature] for temperature in (0.0, 1.0)) > 2
+    assert len(found) == 10 and found["no draft", 0.0] == found["no draft", 1.0] == 1.0
+    assert min(found[draft, temperature] for draft in ("draft model", "MTP layer") for temperature in (0.0, 1.0)) > 2
