@@ -111,6 +111,7 @@ class TinyMtp:
         """[K, V]: what each of K drafts was drawn from, after a text [N], from nothing but whole texts."""
         decoder, size = self.whole.model, self.whole.config.hidden_size
         hidden = self.model.model(text.unsqueeze(0)).last_hidden_state[:, :-1].double()
+        before = after = hidden
         tokens = torch.cat([text, drafts]).unsqueeze(0)
         logits = []
         for depth in range(len(drafts)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,9 +137,9 @@ class MtpHead(nn.Module):
         seen = visible_slots(positions, slots, self._windows[self._types[index]])
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=read.dtype).masked_fill(~seen, torch.finfo(read.dtype).min)
-        rotary = target.prepared.get_decoder().rotary_emb
-        by_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
-        angles = rotary(read, places, self._types[index]) if by_kind else rotary(read, places)
+        # Each kind of layer may have angles of its own.
+        kind = [self._types[index]] if self._types[index] in self.config.rope_parameters else []
+        angles = target.prepared.get_decoder().rotary_emb(read, places, *kind)
         named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
@@ -157,7 +156,10 @@ def read_mtp_head(
 ) -> MtpHead:
     """The MTP layers of a model, with the errors of `MTP.from_pretrained`."""
     text = model.config.get_text_config(decoder=True)
-    folder = checkpoint_folder(model.config.name_or_path if folder_or_id is None else folder_or_id)
+    source = model.config.name_or_path if folder_or_id is None else folder_or_id
+    if not source:
+        raise ValueError("folder_or_id: expected the checkpoint, because the target does not say where it came from")
+    folder = checkpoint_folder(source)
     files = weight_files(folder)
     layout, prefix, count = _found(files, text.num_hidden_layers, folder)
 
