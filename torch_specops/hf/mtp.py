@@ -137,9 +137,10 @@ class MtpHead(nn.Module):
         seen = visible_slots(positions, slots, self._windows[self._types[index]])
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=read.dtype).masked_fill(~seen, torch.finfo(read.dtype).min)
-        # Each kind of layer may have angles of its own.
+        rotary = target.prepared.get_decoder().rotary_emb
+        # Each kind of layer may have angles of its own, and so may time, height and width.
         kind = [self._types[index]] if self._types[index] in self.config.rope_parameters else []
-        angles = target.prepared.get_decoder().rotary_emb(read, places, *kind)
+        angles = rotary(read, places.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places, *kind)
         named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
@@ -228,6 +229,8 @@ def _layer_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()
     else:
+        if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+            raise ValueError(f"target: the config of {text.model_type} does not say what its MTP layers attend to")
         own = copy.deepcopy(text)
         own.num_hidden_layers = count
         fields = {"layer_types": ["full_attention"] * count, "mlp_only_layers": [], "decoder_sparse_step": 1}
