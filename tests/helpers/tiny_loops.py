@@ -154,17 +154,26 @@ class Late(RecordReader[Any]):
         return None if len(self._queue) < (1 if early else 2) else super().pop()
 
 
-class Pauses(Schedule):
-    """Three drafts in every third step, and none in the others."""
+class Given(Schedule):
+    """These numbers of drafts, again and again."""
 
-    buckets = (0, 3)
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.buckets = tuple(sorted(set(counts)))
+        self._counts = counts
 
     def first(self) -> int:
-        self._coming = cycle([0, 3, 0])
-        return 0
+        self._coming = cycle(self._counts)
+        return next(self._coming)
 
     def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
         return next(self._coming)
 
     def reset(self) -> None:
         pass
+
+
+class Pauses(Given):
+    """Three drafts in every third step, and none in the others."""
+
+    def __init__(self) -> None:
+        super().__init__([0, 3, 0])

@@ -49,6 +49,11 @@ def names_of(kind: str) -> tuple[dict[str, str], bool]:
     return (_MIMO if kind == "qwen2" else _QWEN), False
 
 
+def is_known(kind: str) -> bool:
+    """Whether this transformers has MTP of its own for a family."""
+    return hasattr(CONFIG_MAPPING[kind](), "num_mtp_layers")
+
+
 class TinyMtp:
     """A target, loaded from `folder`, and its MTP layers as layers of the larger model that both were cut from."""
 
@@ -111,6 +116,7 @@ class TinyMtp:
         """[K, V]: what each of K drafts was drawn from, after a text [N], from nothing but whole texts."""
         decoder, size = self.whole.model, self.whole.config.hidden_size
         hidden = self.model.model(text.unsqueeze(0)).last_hidden_state[:, :-1].double()
+        before = after = hidden
         tokens = torch.cat([text, drafts]).unsqueeze(0)
         logits = []
         for depth in range(len(drafts)):
@@ -127,7 +133,8 @@ class TinyMtp:
             distance = torch.arange(count).unsqueeze(1) - torch.arange(count)
             seen = (distance >= 0) & (distance < (4 if self.kind == "mellum" else size**2))
             kind = ("sliding_attention",) if self.kind == "mellum" else ()
-            angles = decoder.rotary_emb(read, places, *kind)
+            grid = places.expand(3, -1, -1) if self.kind.startswith("qwen3_5") else places
+            angles = decoder.rotary_emb(read, grid, *kind)
             raw = block(read, position_embeddings=angles, position_ids=places, attention_mask=seen[None, None])
             normed = self._norm(raw, parts["norm"])
             # What the next one reads: for a layer of its own as it is below; for the same layer, its newest output.

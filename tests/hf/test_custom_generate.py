@@ -313,7 +313,6 @@ NOT_DONE: list[tuple[dict[str, Any], str]] = [
         {"num_beams": 2},
         "generation_config: expected greedy decoding or sampling, got beam_search .*torch_specops.beam.beam_search",
     ),
-    ({"use_mtp": True}, "use_mtp: expected None"),
     ({"speculation_type": "dflash"}, "speculation_type: expected None"),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
     (ENSEMBLE, "assistant_ensemble_weight: .* got 0.5"),

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
+from ..drafts import MTP, DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .loading import (
     HEADS,
     SMOLLM2,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # Followed by the longest match: prompt lookup as transformers has it.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
-NGRAM, EARLY_EXIT, EAGLE3, INT8 = "ngram:", "early-exit:", "eagle3:", "int8"
+NGRAM, EARLY_EXIT, EAGLE3, INT8, OWN_MTP = "ngram:", "early-exit:", "eagle3:", "int8", "mtp"
 
 # Most of the answer can be copied from the question.
 PROMPT = """Here is a Python class:
@@ -65,16 +65,17 @@ class Models:
     target: TransformersModel
     draft: DraftSource | nn.Module
     # From K to the arguments of transformers' `generate` for this draft; None = it has no such draft.
-    assistance: Callable[[int], dict[str, Any]] | None = None
+    assistance: Callable[[int], dict[str, Any] | None] = lambda count: None
 
 
-def default_num_draft_tokens(draft: str) -> int:
-    """K if the user gives none.
+def default_num_draft_tokens(draft: str, source: object) -> int:
+    """K if the user gives none: the draft's own, if it has one.
 
     On a CPU a forward over 4 tokens costs about as much as two forwards over one token, and more tokens cost little
     more. Looked-up drafts are free, so many of them pay. A model's drafts cost forwards of their own.
     """
-    return 10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2
+    own: int | None = getattr(source, "default_draft_tokens", None)
+    return own or (10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2)
 
 
 def load_models(
@@ -83,7 +84,7 @@ def load_models(
     """The target, the draft and the target's tokenizer; the console shows what takes time."""
     check_name("target", target)
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
-        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
+        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
         check_name("draft", draft, others)
     elif draft.startswith(EAGLE3) and draft.removeprefix(EAGLE3) not in HEADS:
         check_hub("draft", draft.removeprefix(EAGLE3))
@@ -126,6 +127,11 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
     if draft.startswith(EAGLE3):
         name = draft.removeprefix(EAGLE3)
         return Models(target, Eagle3.from_pretrained(HEADS.get(name, name), target))
+    if draft == OWN_MTP:
+        # transformers knows the layers of some families, and uses each of them once.
+        depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
+        own = MTP.from_pretrained(target)
+        return Models(target, own, lambda count: {"use_mtp": True} if count == depth else None)
     smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
     return Models(target, smaller, lambda count: {"assistant_model": smaller})
 
@@ -149,7 +155,7 @@ def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
-    is_here = name == INT8 or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
+    is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
     return console.status(f"loading {name}") if is_here else nullcontext()
 
 

@@ -59,8 +59,8 @@ def make_providers(
     out."""
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
-    if models.assistance is not None:
-        fields = models.assistance(num_draft_tokens)
+    fields = models.assistance(num_draft_tokens)
+    if fields is not None:
         same_number = {
             "num_assistant_tokens": num_draft_tokens,
             "num_assistant_tokens_schedule": "constant",
@@ -68,7 +68,7 @@ def make_providers(
         }
         name = f"{ASSISTED}, K = {num_draft_tokens}"
         providers.append(_transformers(name, target, fields, same_number))
-        if "prompt_lookup_num_tokens" not in fields:
+        if not fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}:
             providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))
     options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
     providers.append(_own(PLAIN, target, None, options))

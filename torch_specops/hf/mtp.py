@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,8 +138,9 @@ class MtpHead(nn.Module):
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=read.dtype).masked_fill(~seen, torch.finfo(read.dtype).min)
         rotary = target.prepared.get_decoder().rotary_emb
-        by_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
-        angles = rotary(read, places, self._types[index]) if by_kind else rotary(read, places)
+        # Each kind of layer may have angles of its own, and so may time, height and width.
+        kind = [self._types[index]] if self._types[index] in self.config.rope_parameters else []
+        angles = rotary(read, places.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places, *kind)
         named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
@@ -157,7 +157,10 @@ def read_mtp_head(
 ) -> MtpHead:
     """The MTP layers of a model, with the errors of `MTP.from_pretrained`."""
     text = model.config.get_text_config(decoder=True)
-    folder = checkpoint_folder(model.config.name_or_path if folder_or_id is None else folder_or_id)
+    source = model.config.name_or_path if folder_or_id is None else folder_or_id
+    if not source:
+        raise ValueError("folder_or_id: expected the checkpoint, because the target does not say where it came from")
+    folder = checkpoint_folder(source)
     files = weight_files(folder)
     layout, prefix, count = _found(files, text.num_hidden_layers, folder)
 
@@ -226,6 +229,8 @@ def _layer_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()
     else:
+        if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+            raise ValueError(f"target: the config of {text.model_type} does not say what its MTP layers attend to")
         own = copy.deepcopy(text)
         own.num_hidden_layers = count
         fields = {"layer_types": ["full_attention"] * count, "mlp_only_layers": [], "decoder_sparse_step": 1}

@@ -1,0 +1,321 @@
+"""MTP layers of a checkpoint in the loop: what they draft is what a plain computation over the whole text gives, and
+what transformers drafts with them; no weight is left out without a word; and nothing but speed depends on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from safetensors.torch import load_file, save_file
+from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
+from tiny_loops import GREEDY, Given, new_tokens
+from tiny_models import PairModel, padded, raised, random_table, shared_tiny
+from tiny_mtp import TinyMtp, is_known, tiny_mtp
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+import torch_specops
+from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation
+from torch_specops.compilation import compile_piece
+from torch_specops.decode import GenerationOutput
+from torch_specops.drafts import MTP, Draft
+from torch_specops.hf import custom_generate
+from torch_specops.hf import generate as door
+
+# So few tokens that some drafts of random layers are accepted.
+TOKENS = 8
+PROMPTS = ([1, 3, 5, 2, 3, 5, 4], [1], [1, 6, 4, 7])
+INPUT_IDS, MASK = padded(PROMPTS, "left")
+MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
+
+
+class Recorder(MTP):
+    """Keeps the texts and drafts of every step."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Draft:
+        draft = super().propose(tokens, lengths, *rest)
+        self.seen.append((tokens.clone(), lengths.clone(), draft))
+        return draft
+
+    def start(self, *arguments: Any) -> None:
+        super().start(*arguments)
+        self.seen: list[tuple[Tensor, Tensor, Draft]] = []
+
+
+def check_drafts(tiny: TinyMtp, draft: Recorder, ends: list[int]) -> int:
+    """Compare all that was drafted within texts of these lengths; the number of drafts."""
+    # The states of hybrids are float32 inside transformers.
+    tolerance = 1e-3 if "linear_attention" in getattr(tiny.model.config, "layer_types", []) else 1e-4
+    checked = 0
+    for tokens, lengths, proposed in draft.seen:
+        assert proposed.logits is not None and proposed.lse is not None
+        for row, length in enumerate(lengths.tolist()):
+            if 2 <= length < ends[row]:
+                expected = tiny.plain_logits(tokens[row, :length], proposed.tokens[row])
+                torch.testing.assert_close(proposed.logits[row], expected, rtol=tolerance, atol=tolerance)
+                checked += len(expected)
+    return checked
+
+
+def decoded(tiny: TinyMtp, draft: Any, compile: bool = False, **options: Any) -> GenerationOutput:
+    decoder = SpeculativeDecoder(tiny.model, draft, compile=compile, **({"sampling": MIXED} | options))
+    return decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=(30, 12, 21), seed=4)
+
+
+PAUSES = [3, 1, 5, 0, 0, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "counts", "compiled"),
+    [
+        ("deepseek_v3", 2, PAUSES, False),
+        ("glm4_moe", 1, [1], True),
+        ("glm4_moe", 3, PAUSES, False),
+        ("mellum", 1, [3], False),
+        ("qwen2", 3, PAUSES, True),
+        ("qwen3_next", 1, [2], False),
+        ("qwen3_5_text", 2, PAUSES, False),
+        ("qwen3_5_moe_text", 1, [1, 0], False),
+    ],
+)
+def test_drafts_are_those_of_a_plain_computation(
+    kind: str, depth: int, counts: list[int], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's, in every step, from nothing but its text: K below, at and above the number of layers, and after
+    steps without drafts."""
+    monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+    tiny = tiny_mtp(kind, depth, vocab=TOKENS)
+    if kind == "mellum" and not is_known(kind):
+        with pytest.raises(ValueError, match="the config of mellum does not say what its MTP layers attend to"):
+            MTP.from_pretrained(tiny.model)
+        return
+    draft = Recorder.from_pretrained(tiny.model)
+    # The second batch begins with what the first one left.
+    for _ in range(2):
+        output = decoded(tiny, draft, compiled, schedule=Given(counts))
+        assert output.stats.num_accepted > 0
+        assert check_drafts(tiny, draft, output.lengths.tolist()) > 20
+        # No draft reads what is left, whatever it is.
+        for layer in draft._caches():
+            layer.keys.fill_(torch.nan)
+
+
+def test_drafts_of_refilled_rows() -> None:
+    tiny = tiny_mtp("glm4_moe", 3, vocab=TOKENS)
+    draft = Recorder.from_pretrained(tiny.model)
+    decoder = SpeculativeDecoder(tiny.model, draft, compile=False, sampling=GREEDY)
+    assert decoder.schedule.buckets == (3,)
+    requests = [Request(torch.tensor([*PROMPTS[i % 3], 1 + i]), 5 + 3 * i) for i in range(6)]
+    for done in decoder.generate_many(requests, batch_size=2, max_length=40):
+        prompt = torch.tensor([[*PROMPTS[done.index % 3], 1 + done.index]])
+        expected = tiny.model.generate(prompt, do_sample=False, max_new_tokens=5 + 3 * done.index)
+        assert torch.equal(done.tokens, expected[0])
+    assert check_drafts(tiny, draft, [30, 30]) > 20
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)])
+def test_drafts_are_those_of_transformers(kind: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ragged batch, and each of its rows alone with `use_mtp` of transformers."""
+    if not is_known(kind):
+        pytest.skip("before transformers had MTP of this family")
+    tiny, theirs = tiny_mtp(kind, depth, vocab=TOKENS), {}
+    get_candidates = MTPCandidateGenerator.get_candidates
+
+    def recorded(self: Any, input_ids: Tensor, *arguments: Any, **named: Any) -> Any:
+        candidates, logits = get_candidates(self, input_ids, *arguments, **named)
+        if logits is not None:
+            theirs[tuple(input_ids[0].tolist())] = candidates[0, input_ids.shape[1] :], logits[0]
+        return candidates, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
+    # transformers reads no prompt that is shorter than there are layers.
+    prompts = [[*prompt, *[2] * (depth - len(prompt))] for prompt in PROMPTS]
+    expected = []
+    for prompt in prompts:
+        alone = tiny.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, use_mtp=True)
+        expected.append(alone[0, len(prompt) :].tolist())
+    input_ids, mask = padded(prompts, "left")
+    draft = Recorder.from_pretrained(tiny.model)
+    decoder = SpeculativeDecoder(tiny.model, draft, compile=False, sampling=GREEDY)
+    output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=20)
+    assert new_tokens(output) == expected
+    found = 0
+    for tokens, lengths, proposed in draft.seen:
+        assert proposed.logits is not None
+        for row, length in enumerate(lengths.tolist()):
+            own = theirs.get(tuple(tokens[row, :length].tolist()))
+            if own is None or length > output.lengths[row]:
+                continue
+            # At the end of a text ours drafts fewer.
+            count = proposed.tokens.shape[1]
+            assert torch.equal(proposed.tokens[row], own[0][:count])
+            torch.testing.assert_close(proposed.logits[row], own[1][:count].float(), rtol=1e-4, atol=1e-4)
+            found += 1
+    assert found > 20
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("one_graph", [False, True])
+def test_compiled_steps_give_the_eager_tokens(one_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second batch compiles nothing."""
+    backend = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
+    tiny, found, counts = tiny_mtp("qwen2", 2, vocab=TOKENS), [], []
+    for compile in (False, True, True):
+        if not (compile and found[1:]):
+            options: dict[str, Any] = {"num_draft_tokens": 3, "sampling": MIXED, "one_graph": one_graph}
+            decoder = SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), compile=compile, **options)
+        output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=15, seed=5)
+        found.append((output.sequences.tolist(), output.stats.accepted_at))
+        counts.append(backend.frame_count)
+    assert found[0] == found[1] == found[2]
+    assert counts[0] == 0 < counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5_text"])
+def test_bfloat16(kind: str) -> None:
+    """Logits are close to those of float64, and greedy text is the target's own."""
+    tiny = TinyMtp(kind, 1, vocab=TOKENS, dtype=torch.bfloat16)
+    draft = Recorder.from_pretrained(tiny.model)
+    assert draft.head.layers[0].eh_proj.weight.dtype == torch.bfloat16
+    output = decoded(tiny, draft, sampling=GREEDY)
+    assert new_tokens(output) == new_tokens(decoded(tiny, None, sampling=GREEDY))
+    wide = TinyMtp(kind, 1, vocab=TOKENS)
+    exact = Recorder.from_pretrained(wide.model)
+    decoded(wide, exact, sampling=GREEDY)
+    own, expected = draft.seen[0][2].logits, exact.seen[0][2].logits
+    assert own is not None and expected is not None and own.dtype == torch.bfloat16
+    torch.testing.assert_close(own.float(), expected, rtol=0.1, atol=0.1 * float(expected.std()))
+    # Layers may be wider than their target.
+    assert MTP.from_pretrained(tiny.model, dtype=torch.float32).head.layers[0].eh_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_a_quantised_target() -> None:
+    from torch_specops.drafts import quantised_copy
+
+    tiny = TinyMtp("qwen2", 1, vocab=TOKENS, dtype=torch.float32)
+    tiny.model = quantised_copy(tiny.model, "int8")
+    output = decoded(tiny, MTP.from_pretrained(tiny.model), sampling=GREEDY)
+    assert new_tokens(output) == new_tokens(decoded(tiny, None, sampling=GREEDY))
+
+
+# The law.
+
+
+class OfOtherDepth(MTP):
+    """Its first two drafts have each other's logits."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.logits is not None and draft.lse is not None
+        return Draft(draft.tokens, draft.logits.flip(1), draft.lse.flip(1))
+
+
+def test_sampled_text_has_the_law_of_the_target(report: Report) -> None:
+    tiny = tiny_mtp("qwen2", 1, vocab=V)
+    laws = model_laws(tiny.model, 0.8)
+    for draft, expect in ((MTP, expect_laws), (OfOtherDepth, expect_caught)):
+        tokens = first_tokens(tiny.model, draft.from_pretrained(tiny.model), 2, 0.8, FEWER_TRIALS)
+        expect(report, f"loop, {draft.__name__}", p_values(tokens, laws))
+
+
+# Checkpoints.
+
+
+def changed(tiny: TinyMtp, folder: Path, change: Any) -> Path:
+    shutil.copytree(tiny.folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_no_weight_is_left_out(tmp_path: Path) -> None:
+    deepseek, qwen = tiny_mtp("deepseek_v3", 2, vocab=TOKENS), tiny_mtp("qwen3_next", 1, vocab=TOKENS)
+    name = "model.layers.3.mlp.experts.1.up_proj.weight"
+    cases: list[tuple[TinyMtp, Any, str]] = [
+        (
+            deepseek,
+            lambda w: w.pop("model.layers.2.enorm.weight"),
+            r".* lacks MTP weights: model.layers.2.enorm.weight \(",
+        ),
+        (deepseek, lambda w: w.pop(name), f".* lacks MTP weights: {name} "),
+        (
+            deepseek,
+            lambda w: w.update({f"{name}_scale_inv": torch.ones(1)}),
+            f".* has unknown MTP weights: {name}_scale_inv ",
+        ),
+        (
+            deepseek,
+            lambda w: w.update({name: w[name].to(torch.float8_e4m3fn)}),
+            rf".* the weight {name} in .* is quantised \(torch.float8_e4m3fn\)",
+        ),
+        (qwen, lambda w: w.pop("mtp.norm.weight"), ".* lacks MTP weights: mtp.norm.weight "),
+        (qwen, lambda w: w.update({"mtp.gate": torch.ones(1)}), ".* has unknown MTP weights: mtp.gate "),
+        (qwen, lambda w: w.update({"mtp.fc.weight": torch.ones(2, 2)}), r"(?s).*do not fit Qwen3Next.*eh_proj"),
+        (
+            qwen,
+            lambda w: [w.pop(each) for each in list(w) if each.startswith("mtp.")],
+            r".* has no MTP weights that this reads; expected model.layers.2.\*, mtp.\*",
+        ),
+    ]
+    wrong = []
+    for index, (tiny, change, message) in enumerate(cases):
+        folder = changed(tiny, tmp_path / str(index), change)
+        wrong += raised(lambda given: MTP.from_pretrained(*given), [((tiny.model, folder), ValueError, message)])
+    assert wrong == []
+
+
+def test_which_targets_have_layers(tmp_path: Path) -> None:
+    tiny = tiny_mtp("qwen2", 1, vocab=TOKENS)
+    cases = [
+        (shared_tiny("llama"), ValueError, "folder_or_id: expected the checkpoint, because the target does not say"),
+        (
+            PairModel(random_table(8, seed=5)),
+            TypeError,
+            "target: MTP layers are those of a transformers model, got",
+        ),
+    ]
+    assert raised(MTP.from_pretrained, cases) == []
+    with pytest.raises(ValueError, match="vocab_size 8, the target has 60"):
+        SpeculativeDecoder(shared_tiny("llama"), MTP.from_pretrained(tiny.model))
+    # Weights in several files, as large models have them, with the names of a model inside another.
+    weights = load_file(tiny.folder / "model.safetensors")
+    own = {f"language_model.{name}": weights.pop(name) for name in list(weights) if "mtp" in name}
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    save_file(weights, folder / "model-1.safetensors")
+    for part in range(2):
+        save_file(dict(list(own.items())[part::2]), folder / f"model-{part + 2}.safetensors")
+    first, second = (MTP.from_pretrained(tiny.model, each).head.state_dict() for each in (None, folder))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# transformers' own generate.
+
+
+def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any batch, with layers that are read once per model."""
+    for kind in ("glm4_moe", "qwen3_5_text"):
+        tiny, num_reads = tiny_mtp(kind, 2, vocab=TOKENS), []
+        read = door.read_mtp_head
+        monkeypatch.setattr(door, "read_mtp_head", lambda *given, read=read, n=num_reads: n.append(1) or read(*given))
+        options: dict[str, Any] = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 12}
+        expected = tiny.model.generate(INPUT_IDS, **options)
+        options |= {"custom_generate": custom_generate, "use_mtp": True, "return_dict_in_generate": True}
+        for _ in range(2):
+            output = tiny.model.generate(INPUT_IDS, **options)
+            assert torch.equal(output.sequences, expected)
+            assert output.stats.num_proposed > 0 and len(output.stats.accepted_at) == 2
+        assert len(num_reads) == 1
+    with pytest.raises(ValueError, match="use_mtp: expected None beside draft_model, got True"):
+        tiny.model.generate(INPUT_IDS, **options, draft_model=torch_specops.drafts.PromptLookup())
