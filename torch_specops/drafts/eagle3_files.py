@@ -11,17 +11,17 @@ The formats differ in three points:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .eagle3_head import Eagle3Config, Eagle3Head, rope_frequencies
+from .eagle3_head import Eagle3Config, Eagle3Head
+from .files import check_known, filled, layer_sizes, open_checkpoint, read_weights, size_of
+from .layers import rope_frequencies
 
 __all__ = ["read_config", "read_head"]
 
@@ -31,28 +31,15 @@ NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
     """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
-    folder = _folder(folder_or_id)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"draft: expected config.json in {folder}, found none")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"draft: cannot read {path} as JSON: {error}") from error
+    folder, raw = open_checkpoint(folder_or_id)
     config = read_config(raw)
-    weights = _read_weights(folder)
+    own = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in read_weights(folder).items()}
+    weights = {name: tensor for name, tensor in own.items() if name not in NOT_NEEDED}
     offsets = weights.pop("d2t", None)
-    # Build on meta: `assign=True` supplies the tensors.
-    with torch.device("meta"):
-        head = Eagle3Head(config, "embed_tokens.weight" in weights)
-    try:
-        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"draft: the weights in {folder} are not those of its config: {error}") from error
-    head.requires_grad_(False)
+    head = filled(lambda: Eagle3Head(config, "embed_tokens.weight" in weights), weights, folder, device, dtype)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)
     head.frequencies = rope_frequencies(config).to(device)
-    return head.eval()
+    return head
 
 
 def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -68,36 +55,23 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
     layer = (raw.get("transformer_layer_config") or {}) if is_speculators else raw
     own = raw if is_speculators else raw.get("eagle_config") or {}
     model_type = layer.get("model_type", "llama") if is_speculators else "llama"
-    for name, value, known in (
+    check_known(
         ("use_aux_hidden_state", own.get("use_aux_hidden_state", True), (True,)),
         ("model_type", model_type, ("llama", "qwen3")),
         ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
-        ("hidden_act", layer.get("hidden_act", "silu"), ("silu",)),
-    ):
-        if value not in known:
-            raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
+    )
     ids = own.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids)):
         raise ValueError(f"config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got {ids!r}")
-    rope = (layer.get("rope_scaling") or {}) | (layer.get("rope_parameters") or {})
     has_window = is_speculators and (layer.get("layer_types") or [None])[0] == "sliding_attention"
-    hidden, num_heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
+    sizes = layer_sizes(layer)
     return Eagle3Config(
-        vocab_size=_size(layer, "vocab_size"),
-        draft_vocab_size=_size(raw, "draft_vocab_size", layer.get("vocab_size")),
-        hidden_size=hidden,
-        intermediate_size=_size(layer, "intermediate_size"),
-        num_heads=num_heads,
-        num_key_value_heads=_size(layer, "num_key_value_heads", num_heads),
-        head_dim=_size(layer, "head_dim", hidden // num_heads),
-        target_hidden_size=_size(raw, "target_hidden_size", hidden),
+        **sizes,
+        vocab_size=size_of(layer, "vocab_size"),
+        draft_vocab_size=size_of(raw, "draft_vocab_size", layer.get("vocab_size")),
+        target_hidden_size=size_of(raw, "target_hidden_size", sizes["hidden_size"]),
         feature_layers=None if ids is None else tuple(each if is_speculators else each + 1 for each in ids),
-        norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", layer.get("rope_theta", 10000.0))),
-        rope={"rope_type": rope.get("type", "default")} | rope,
         window=layer.get("sliding_window") if has_window else None,
-        attention_bias=bool(layer.get("attention_bias", False)),
-        mlp_bias=bool(layer.get("mlp_bias", False)),
         normalises_queries=model_type == "qwen3",
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
@@ -105,48 +79,6 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         norm_before_logits=is_speculators or bool(raw.get("norm_output", True)),
         norm_before_feedback=is_speculators and bool(raw.get("norm_output", False)),
     )
-
-
-def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
-    return value
-
-
-def _folder(folder_or_id: str | os.PathLike[str]) -> Path:
-    folder = Path(folder_or_id)
-    if folder.is_dir():
-        return folder
-    name = str(folder_or_id)
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise ValueError(f"draft: there is no folder {name!r}, and it is no hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
-    # Offline, refused, unknown: each is an error of its own there.
-    except Exception as error:
-        raise ValueError(f"draft: cannot fetch {name!r}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights under the names of `Eagle3Head`, and d2t."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
-        raise ValueError(f"draft: expected *.safetensors in {folder}, found {others}; pickled weights are not read")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"draft: cannot read {file}: {error}") from error
-    own = {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): weights[name] for name in weights}
-    return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
 
 
 def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
