@@ -76,14 +76,26 @@ class Schedule(ABC):
         """Forget every step reported."""
 
 
-def as_schedule(schedule: str | Schedule, num_draft_tokens: int) -> Schedule:
-    """The schedule itself, or a new one: "constant" (K), "heuristic" (K at first) or "optimal" (K at most)."""
+def as_schedule(schedule: str | Schedule, num_draft_tokens: int, limit: int | None = None) -> Schedule:
+    """The schedule itself, or a new one: "constant" (K), "heuristic" (K at first) or "optimal" (K at most).
+
+    Raises:
+        ValueError: another name; more drafts than the `limit` of the source.
+    """
+    chosen = _as_schedule(schedule, num_draft_tokens, limit)
+    if limit is not None and max(chosen.buckets) > limit:
+        name = "num_draft_tokens" if isinstance(schedule, str) else "schedule"
+        raise ValueError(f"{name}: this draft has at most {limit} tokens per step, got {max(chosen.buckets)}")
+    return chosen
+
+
+def _as_schedule(schedule: str | Schedule, num_draft_tokens: int, limit: int | None) -> Schedule:
     if isinstance(schedule, Schedule):
         return schedule
     if schedule == "constant":
         return Constant(num_draft_tokens)
     if schedule == "heuristic":
-        return Heuristic(num_draft_tokens, maximum=max(20, num_draft_tokens))
+        return Heuristic(num_draft_tokens, maximum=max(min(limit or 20, 20), num_draft_tokens))
     if schedule == "optimal":
         # The decoder measures the cost ratio and replaces this one.
         return Optimal(0.1, buckets=(0, *_buckets_up_to(num_draft_tokens)))

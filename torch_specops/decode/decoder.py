@@ -38,7 +38,7 @@ def generate(
     input_ids: Tensor,
     *,
     draft: AnyDraft = None,
-    num_draft_tokens: int = 5,
+    num_draft_tokens: int | None = None,
     schedule: str | Schedule = "constant",
     verify: str = "exact",
     lenience: float = 1.0,
@@ -101,8 +101,9 @@ class SpeculativeDecoder:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, in the same loop. One that can read less than the target drafts for each row as far as it can.
-        num_draft_tokens: K >= 1, drafts per step. A `Schedule` object overrides it. If no row has room for K, an eager
-            step drafts fewer, and a compiled step uses the smallest sufficient K that is already compiled.
+        num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
+            `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
+            uses the smallest sufficient K that is already compiled.
         schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
             fewer; at most 20, or K if that is more; compiled steps round down, as `schedules.Heuristic` says);
             "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the cost of a
@@ -144,7 +145,7 @@ class SpeculativeDecoder:
         target: LanguageModel | nn.Module,
         draft: AnyDraft = None,
         *,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: int | None = None,
         schedule: str | Schedule = "constant",
         sampling: SamplingParams | None = None,
         verify: str = "exact",
@@ -160,8 +161,10 @@ class SpeculativeDecoder:
         self.draft = as_draft_source(draft)
         if self.draft is not None:
             self.draft.bind(self.target)
+        if num_draft_tokens is None:
+            num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5
         checks.check_int("num_draft_tokens", num_draft_tokens, 1)
-        chosen = schedules.as_schedule(schedule, num_draft_tokens)
+        chosen = schedules.as_schedule(schedule, num_draft_tokens, getattr(self.draft, "max_draft_tokens", None))
         if draft is None:
             chosen = schedules.Constant(0)
         self.sampling = checked_sampling(sampling) or SamplingParams()

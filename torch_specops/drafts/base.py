@@ -62,10 +62,13 @@ class DraftSource(ABC):
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known. A longer row gets no drafts any more: in
             every method but `end`, its length is then 1.
+        default_draft_tokens: K where the caller names none; None = 5.
+        max_draft_tokens: the largest K that it can be asked for; None = any.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
             compiled loop compiles `propose` as a whole.
-        feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`; () = none,
-            and then the target keeps none.
+        feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`, counted
+            from 0; the number of layers stands for what the head reads, after the last norm. () = none, and then the
+            target keeps none.
         is_checked: True = the loop checks proposals. Set for each class: True for a `propose` outside this package.
     """
 
@@ -73,6 +76,8 @@ class DraftSource(ABC):
     vocab_size: int | None = None
     device: torch.device | None = None
     max_length: int | None = None
+    default_draft_tokens: int | None = None
+    max_draft_tokens: int | None = None
     compiles_itself: bool = False
     feature_layers: Sequence[int] = ()
     is_checked: bool = True
@@ -307,7 +312,8 @@ class FeatureModel(LanguageModel, Protocol):
         ...
 
     def keep_features(self, layers: Sequence[int]) -> None:
-        """From the next `start` on, keep the inputs of these layers; () = none. Called before every `start`."""
+        """From the next `start` on, keep the inputs of these layers, and for `num_layers` the input of the head; () =
+        none. Called before every `start`."""
         ...
 
     @property

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attend, attend_masked, attention_dtype, spans_of, spans_serve
-from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
-from ..ops.tracing import is_eager_cpu
-from .base import FeatureModel, LanguageModel, as_language_model, feature_model
+from ..ops.kv_cache import RaggedKeyValues, Window, emptied, visible_slots
+from .base import LanguageModel, as_language_model, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
+from .feature import FeatureDraft
 from .model import SequentialDraft
 
 __all__ = ["Eagle3"]
 
 
-class Eagle3(SequentialDraft):
+class Eagle3(FeatureDraft, SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
 
     Pair i is the feature of token i (the inputs of three of the target's layers) and the embedding of token i + 1; from
@@ -43,15 +43,12 @@ class Eagle3(SequentialDraft):
         tensor([11])
     """
 
+    head: Eagle3Head
+
     def __init__(self, head: Eagle3Head) -> None:
-        super().__init__()
-        self.head = head
+        super().__init__(head)
         self.vocab_size = head.config.vocab_size
-        self._target: FeatureModel | None = None
         self._cache: RaggedKeyValues | None = None
-        # The number of pairs that each row had read at the last look. Only steps on a CPU look.
-        self._num_read: Tensor | None = None
-        self._most_drafts = 0
 
     @classmethod
     def from_pretrained(
@@ -106,42 +103,18 @@ class Eagle3(SequentialDraft):
                 f"expected {config.hidden_size}"
             )
         self.feature_layers = layers
-        self._target = model
+        super().bind(target)
 
-    def expect(self, num_draft_tokens: int) -> None:
-        self._most_drafts = num_draft_tokens
+    def _start_caches(self, batch: int, capacity: int) -> None:
+        config, weight = self.head.config, self.head.fc.weight
+        shape = (batch, config.num_key_value_heads, 0, config.head_dim)
+        self._cache = emptied(self._cache, weight.new_zeros(shape, dtype=attention_dtype(weight)), capacity)
 
-    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        config, batch = self.head.config, tokens.shape[0]
-        weight, shape = self.head.fc.weight, (batch, config.num_key_value_heads, 0, config.head_dim)
-        empty = weight.new_zeros(shape, dtype=attention_dtype(weight))
-        cache = self._cache
-        if cache is not None and cache.keys.shape[:3:2] == (batch, capacity) and cache.fits(empty, empty):
-            cache.clear()
-        else:
-            self._cache = RaggedKeyValues(empty, empty, capacity)
-        self._num_read = lengths - 2
-        self.restart(tokens, lengths, torch.arange(batch, device=tokens.device))
-
-    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        assert self._num_read is not None
-        tokens, ends = tokens[rows], lengths[rows].unsqueeze(1)
-        # All pairs of the longest prompt but its last one.
-        width = max(int(ends.max()) - 2, 0)
-        if width > 0:
-            self._read_pairs(tokens, ends, torch.arange(width, device=tokens.device).expand(len(rows), -1), rows)
-        self._num_read = self._num_read.index_copy(0, rows, lengths[rows] - 2)
-
-    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        self._read_pairs(tokens, lengths.unsqueeze(1), self._new_pairs(lengths, num_steps + self._most_drafts + 1))
-
-    def static_tensors(self) -> Sequence[Tensor]:
-        cache = [] if self._cache is None else [self._cache.keys, self._cache.values]
-        return [*self.head.parameters(), *self.head.buffers(), *cache]
+    def _caches(self) -> Sequence[RaggedKeyValues]:
+        return [] if self._cache is None else [self._cache]
 
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-        # A step may have fewer drafts than the one before, all of whose drafts may have been accepted.
-        return tokens, self._new_pairs(lengths, max(self._most_drafts, num_draft_tokens) + 1)
+        return tokens, self._new_positions(lengths)
 
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
@@ -149,33 +122,15 @@ class Eagle3(SequentialDraft):
         """The logits, and the head's output [B, 1, H] that gave them."""
         if output is None:
             # Its strides are those of the outputs that follow, so that the graph that reads it is the same.
-            output = self._read_pairs(tokens, ends, positions)[:, -1:].contiguous()
+            output = self._read_text(tokens, ends, positions)[:, -1:].contiguous()
         else:
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
-    def _is_eager_cpu(self, lengths: Tensor) -> bool:
-        """True = a step looks at its lengths, to read no more than it has to."""
-        return self._shape is None and is_eager_cpu(lengths)
-
-    def _new_pairs(self, lengths: Tensor, count: int) -> Tensor:
-        """[B, n] the newest pairs, among them all since the last call; n is `count` if the step cannot look at its
-        lengths. Pair 0 stands for those before it. A text of one token has no pair; its token with a feature of zeros
-        is read in its place."""
-        if self._is_eager_cpu(lengths):
-            assert self._num_read is not None
-            count = max(int((lengths - 1 - self._num_read).max()), 1)
-            self._num_read = lengths - 1
-        return (lengths.unsqueeze(1) - 1 + torch.arange(-count, 0, device=lengths.device)).clamp(min=0)
-
-    def _read_pairs(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] at pairs [A, n] of the rows `rows` [A], None = all, whose texts are `ends` [A, 1]
-        long."""
-        assert self._target is not None
-        batch_rows = torch.arange(tokens.shape[0], device=tokens.device) if rows is None else rows
-        features = self._target.features[batch_rows.unsqueeze(1), positions].to(self.head.fc.weight.dtype)
-        # The target may not have read a text of one token.
-        features = torch.where(ends.unsqueeze(2) > 1, features, 0.0)
+    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The head's output [A, n, H] at pairs [A, n]. A text of one token has no pair; its token with a feature of
+        zeros is read in its place."""
+        features = self._features(ends, positions, rows, self.head.fc.weight.dtype)
         following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
         return self._read(self.head.fuse(features), following, positions, rows)
 

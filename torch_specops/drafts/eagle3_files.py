@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checkpoint import checkpoint_folder, read_json, read_weights
 from .eagle3_head import Eagle3Config, Eagle3Head
-from .files import check_known, filled, layer_sizes, open_checkpoint, read_weights, size_of
-from .layers import rope_frequencies
+from .layers import check_known, filled, layer_sizes, size_of
 
 __all__ = ["read_config", "read_head"]
 
@@ -31,14 +31,12 @@ NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
     """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
-    folder, raw = open_checkpoint(folder_or_id)
-    config = read_config(raw)
-    own = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in read_weights(folder).items()}
-    weights = {name: tensor for name, tensor in own.items() if name not in NOT_NEEDED}
+    folder = checkpoint_folder(folder_or_id)
+    config = read_config(read_json(folder))
+    weights = _own_names(read_weights(folder))
     offsets = weights.pop("d2t", None)
     head = filled(lambda: Eagle3Head(config, "embed_tokens.weight" in weights), weights, folder, device, dtype)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)
-    head.frequencies = rope_frequencies(config).to(device)
     return head
 
 
@@ -79,6 +77,12 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         norm_before_logits=is_speculators or bool(raw.get("norm_output", True)),
         norm_before_feedback=is_speculators and bool(raw.get("norm_output", False)),
     )
+
+
+def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of `Eagle3Head`, and d2t."""
+    own = {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): weights[name] for name in weights}
+    return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
 
 
 def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:

@@ -1,19 +1,33 @@
-"""What the networks of EAGLE-3 and DFlash have in common: norms, attention, feed-forward, rotary embeddings."""
+"""What the networks of EAGLE-3 and DFlash have in common: layers, the sizes in a config, and filling in weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Attention", "AttentionLayer", "LayerConfig", "Mlp", "Norm", "rope_frequencies", "rotation"]
+__all__ = [
+    "Attention",
+    "AttentionLayer",
+    "LayerConfig",
+    "Mlp",
+    "Norm",
+    "check_known",
+    "filled",
+    "layer_sizes",
+    "rope_frequencies",
+    "rotation",
+    "size_of",
+]
 
 ROPE_TYPES = ("default", "linear", "llama3")
+
+Head = TypeVar("Head", bound=Any)
 
 # Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -117,3 +131,58 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+
+
+def filled(
+    build: Callable[[], Head], weights: Mapping[str, Tensor], source: object, device: torch.device, dtype: torch.dtype
+) -> Head:
+    """The network that `build` makes, with the weights from `source`.
+
+    Raises:
+        ValueError: a weight that is missing, unknown, of another shape or quantised, by name.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"draft: {name} in {source} is {tensor.dtype}: quantised weights are not read")
+    # Build on meta: `assign=True` supplies the tensors.
+    with torch.device("meta"):
+        head = build()
+    try:
+        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"draft: the weights in {source} are not those of its config: {error}") from error
+    head.frequencies = rope_frequencies(head.config).to(device)
+    return head.requires_grad_(False).eval()
+
+
+def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
+    """Refuse a value of a config that is none of the known values; each comes with its name."""
+    for name, value, known in values:
+        if value not in known:
+            raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
+
+
+def size_of(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
+    return value
+
+
+def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `LayerConfig` but `normalises_queries`, as transformers names them."""
+    check_known(("hidden_act", raw.get("hidden_act", "silu"), ("silu",)))
+    rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+    hidden, num_heads = size_of(raw, "hidden_size"), size_of(raw, "num_attention_heads")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size_of(raw, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_key_value_heads": size_of(raw, "num_key_value_heads", num_heads),
+        "head_dim": size_of(raw, "head_dim", hidden // num_heads),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "rope": {"rope_type": rope.get("type", "default")} | rope,
+        "attention_bias": bool(raw.get("attention_bias", False)),
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+    }

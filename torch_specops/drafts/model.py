@@ -27,12 +27,11 @@ from .base import (
 )
 from .ragged import expect_tokens, read_beginnings, read_texts
 
-__all__ = ["ModelDraft", "SequentialDraft", "as_draft_source"]
+__all__ = ["ModelDraft", "SampledDraft", "SequentialDraft", "as_draft_source"]
 
 
-class SequentialDraft(DraftSource):
-    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
-    unread tokens of the text, and the forward over the previous draft."""
+class SampledDraft(DraftSource):
+    """A source that samples its drafts, and compiles pieces of its own."""
 
     deterministic = False
     compiles_itself = True
@@ -52,6 +51,11 @@ class SequentialDraft(DraftSource):
         if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(seeds.shape[0], num_draft_tokens, dtype=torch.float32, device=seeds.device)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
+
+
+class SequentialDraft(SampledDraft):
+    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
+    unread tokens of the text, and the forward over the previous draft."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor

@@ -27,8 +27,8 @@ def read_assistant_settings(
     num_draft_tokens: int | None,
     schedule: str | Schedule | None,
     **given: Any,
-) -> tuple[int, str | Schedule]:
-    """K and the schedule of a call.
+) -> tuple[int | None, str | Schedule]:
+    """K and the schedule of a call; None = the draft's own K.
 
     Args:
         config: as `generate` prepared it.
@@ -61,7 +61,7 @@ def read_assistant_settings(
         raise ValueError(f"num_assistant_tokens_schedule: expected one of {', '.join(SCHEDULES)}, got {plan!r}")
     if count is not None:
         check_int("num_assistant_tokens", count, 1)
-    chosen = next(each for each in (num_draft_tokens, lookup, count, 5) if each is not None)
+    chosen = next((each for each in (num_draft_tokens, lookup, count) if each is not None), None)
     return chosen, SCHEDULES[plan or "constant"] if schedule is None else schedule
 
 

@@ -119,7 +119,8 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 
 
 class FeatureBuffer:
-    """The inputs of the layers `layers` of a model, in a buffer whose address and shape never change.
+    """The inputs of the layers `layers` of a model, and for the number of its layers the result of its last norm, in a
+    buffer whose address and shape never change.
 
     A forward writes it as it writes the cache: the feature of the token at position j stands in slot j.
 
@@ -153,11 +154,15 @@ class FeatureBuffer:
         """Go by the slots and rows of another cache of the same batch."""
         self._cache = cache
 
-    def attach(self, layers: nn.ModuleList) -> None:
-        """Let these layers hand out what they read. They must be the copies of a `ShadowModel`."""
+    def attach(self, layers: nn.ModuleList, decoder: nn.Module) -> None:
+        """Let these layers, and the decoder that they are in, hand out what they read and give. They must be the copies
+        of a `ShadowModel`."""
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
-            layer = layers[index]
             # The copies share the hooks of the model itself.
+            if index == len(layers):
+                decoder._forward_hooks = OrderedDict(decoder._forward_hooks, **{name: hook})
+                continue
+            layer = layers[index]
             layer._forward_pre_hooks = OrderedDict(layer._forward_pre_hooks, **{name: hook})
             with_arguments = layer._forward_pre_hooks_with_kwargs
             layer._forward_pre_hooks_with_kwargs = OrderedDict(with_arguments, **{name: True})
@@ -167,9 +172,13 @@ class FeatureBuffer:
         assert self.values is not None
         self.values[:, :width] = self.values[sources, :width]
 
-    def _keep(self, part: int, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Write the input of a layer [A, n, H] at the slots and rows that the cache is writing at."""
-        hidden = arguments[0] if arguments else named["hidden_states"]
+    def _keep(self, part: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Write the input of a layer, or the result of a decoder [A, n, H], at the slots and rows that the cache is
+        writing at. `named` are the arguments by name, or the result."""
+        if "last_hidden_state" in named:
+            hidden = named["last_hidden_state"]
+        else:
+            hidden = arguments[0] if arguments else named["hidden_states"]
         assert self.values is not None and self._cache is not None and self._cache.slots is not None
         slots, rows = self._cache.slots, self._cache.rows
         if rows is None:

@@ -77,7 +77,8 @@ def custom_generate(
             with transformers' meaning.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
-            None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else 5 and "constant".
+            None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else "constant" with the
+            draft's own number.
         num_assistant_tokens, num_assistant_tokens_schedule: transformers' names of the two; "heuristic" and
             "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
             transformers' default (20, "constant"), else what the generation config of a draft model says.

@@ -131,7 +131,7 @@ class TransformersModel:
             del layers[self._first_layers :]
         compile_once(self._large_layers)
         if self._features is not None:
-            self._features.attach(layers_of(self.prepared))
+            self._features.attach(layers_of(self.prepared), self.prepared.get_decoder())
         follow_lengths(self._rotaries, self._read_lengths)
 
     def _understand(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .tracing import normal_tensors
 
-__all__ = ["RaggedKeyValues", "Window", "fold_groups", "visible_slots"]
+__all__ = ["RaggedKeyValues", "Window", "emptied", "fold_groups", "visible_slots"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,15 @@ class RaggedKeyValues:
         width = self.keys.shape[2] if width is None else width
         keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
+
+
+def emptied(cache: RaggedKeyValues | None, keys: Tensor, capacity: int) -> RaggedKeyValues:
+    """A cache without texts for keys and values like `keys`: the same one, if it has the shape [B, heads, capacity,
+    head_dim], so that its address stays."""
+    if cache is not None and cache.keys.shape[:3:2] == (keys.shape[0], capacity) and cache.fits(keys, keys):
+        cache.clear()
+        return cache
+    return RaggedKeyValues(keys, keys, capacity)
 
 
 def visible_slots(
