@@ -3,9 +3,7 @@ speed depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from chains import expect_caught, expect_laws
 from report import Report
 from tiny_eagle3 import new_head, plain_logits, trained_head
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
-from tiny_loops import GREEDY, LENGTH, decode, expected_rows, new_tokens
+from tiny_loops import GREEDY, LENGTH, Given, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, random_table, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,7 +22,6 @@ from torch_specops.compilation import compile_piece
 from torch_specops.drafts import Draft, DraftSource, Eagle3, LanguageModel
 from torch_specops.drafts.base import static_tensors_of
 from torch_specops.hf import language_model, regions
-from torch_specops.schedules import Schedule
 
 INPUT_IDS, MASK = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
@@ -41,24 +38,6 @@ class Recorder(Eagle3):
     def start(self, *arguments: Any) -> None:
         super().start(*arguments)
         self.seen: list[tuple[Tensor, Tensor, Draft]] = []
-
-
-class Given(Schedule):
-    """These numbers of drafts, again and again."""
-
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.buckets = tuple(sorted(set(counts)))
-        self._counts = counts
-
-    def first(self) -> int:
-        self._coming = cycle(self._counts)
-        return next(self._coming)
-
-    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        return next(self._coming)
-
-    def reset(self) -> None:
-        pass
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -145,14 +145,14 @@ def bench(
         sizes = _numbers("batch_sizes", batch_sizes or default_sizes, int)
         temperatures = _numbers("temperature", temperature or default_temperatures, float)
         rounds = default_rounds if rounds is None else rounds
-        if num_draft_tokens is None:
-            num_draft_tokens = default_num_draft_tokens(draft)
         for name, number in {"batch_sizes": min(sizes), "rounds": rounds, "max_new_tokens": max_new_tokens}.items():
             checks.check_int(name, number, 1)
         torch_device = options.compute_on(device, threads)
         _check_files(json_file, plot_file)
         samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
+        if num_draft_tokens is None:
+            num_draft_tokens = default_num_draft_tokens(draft, models.draft)
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
         for question, own in zip(questions, tokens, strict=True):

@@ -76,11 +76,11 @@ def demo(
     with options.errors_in_one_line():
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         torch_device = options.compute_on(device, threads)
-        if num_draft_tokens is None:
-            num_draft_tokens = default_num_draft_tokens(draft)
         if prompt is None:
             prompt = AUSTEN_PROMPT if target == AUSTEN else PROMPT
         models, tokenizer = load_models(console, target, draft, torch_device)
+        if num_draft_tokens is None:
+            num_draft_tokens = default_num_draft_tokens(draft, models.draft)
         decode_text = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         input_ids = encode(tokenizer, prompt).to(torch_device)
         readable = models.target.max_length

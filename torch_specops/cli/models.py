@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
+from ..drafts import DFlash, DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .loading import (
     HEADS,
     SMOLLM2,
@@ -36,6 +36,7 @@ PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # Followed by the longest match: prompt lookup as transformers has it.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, INT8 = "ngram:", "early-exit:", "eagle3:", "int8"
+DFLASH = "dflash:"
 
 # Most of the answer can be copied from the question.
 PROMPT = """Here is a Python class:
@@ -68,13 +69,14 @@ class Models:
     assistance: Callable[[int], dict[str, Any]] | None = None
 
 
-def default_num_draft_tokens(draft: str) -> int:
-    """K if the user gives none.
+def default_num_draft_tokens(draft: str, source: object) -> int:
+    """K if the user gives none: the draft's own, if it has one.
 
     On a CPU a forward over 4 tokens costs about as much as two forwards over one token, and more tokens cost little
     more. Looked-up drafts are free, so many of them pay. A model's drafts cost forwards of their own.
     """
-    return 10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2
+    own: int | None = getattr(source, "default_draft_tokens", None)
+    return own or (10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2)
 
 
 def load_models(
@@ -82,11 +84,11 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console shows what takes time."""
     check_name("target", target)
-    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
+    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
-        check_name("draft", draft, others)
-    elif draft.startswith(EAGLE3) and draft.removeprefix(EAGLE3) not in HEADS:
-        check_hub("draft", draft.removeprefix(EAGLE3))
+        check_name("draft", draft, (*others, f"{DFLASH}FOLDER"))
+    elif draft.startswith((EAGLE3, DFLASH)) and (name := draft.partition(":")[2]) not in HEADS:
+        check_hub("draft", name)
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -126,6 +128,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
     if draft.startswith(EAGLE3):
         name = draft.removeprefix(EAGLE3)
         return Models(target, Eagle3.from_pretrained(HEADS.get(name, name), target))
+    if draft.startswith(DFLASH):
+        return Models(target, DFlash.from_pretrained(draft.removeprefix(DFLASH), target))
     smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
     return Models(target, smaller, lambda count: {"assistant_model": smaller})
 
@@ -149,7 +153,7 @@ def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
-    is_here = name == INT8 or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
+    is_here = name == INT8 or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3).removeprefix(DFLASH))
     return console.status(f"loading {name}") if is_here else nullcontext()
 
 

@@ -326,6 +326,17 @@ class FeatureModel(LanguageModel, Protocol):
         """The model's own embeddings [B, n, H] of tokens [B, n]."""
         ...
 
+    # DFlash needs these two.
+
+    @property
+    def embeddings(self) -> Tensor:
+        """[V, H], the weights of the embeddings, before any scale or norm."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The head alone: logits [B, n, V], as those of `forward`, from what it reads [B, n, H]."""
+        ...
+
 
 # The kinds of draft that a loop accepts.
 AnyDraft = DraftSource | LanguageModel | nn.Module | None
@@ -362,10 +373,10 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     )
 
 
-def feature_model(target: LanguageModel) -> FeatureModel:
-    """The target, which must expose its hidden states."""
+def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
+    """The target, which must expose its hidden states, and have these other members."""
     # `features` has no value before the first `start`.
-    names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed")
+    names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed", *others)
     missing = [name for name in names if not hasattr(target, name)]
     if missing:
         raise TypeError(

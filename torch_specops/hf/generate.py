@@ -16,7 +16,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ..decode.rows import BatchRules
-from ..drafts import AnyDraft, EarlyExit, PromptLookup
+from ..drafts import AnyDraft, DFlash, EarlyExit, PromptLookup
+from ..drafts.dflash_head import DFlashHead, read_drafter
 from ..schedules import Schedule
 from .adapter import language_model
 from .assistant_settings import read_assistant_settings
@@ -74,7 +75,8 @@ def custom_generate(
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=` and `assistant_early_exit=` are drafts as well,
-            with transformers' meaning.
+            with transformers' meaning. With `speculation_type="dflash"` it is a drafter of transformers, whose network
+            is kept for the model's next call with it, or a `DFlash`.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
             None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else "constant" with the
@@ -98,7 +100,7 @@ def custom_generate(
 
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
-            of `use_mtp` and `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
+            of `use_mtp` and other `speculation_type`s, attentions or hidden states, an `assistant_tokenizer`, an
             `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model. With a draft or
             `output_scores`, a processor that remembers its calls (classifier-free guidance, SynthID, other grammars) or
             that raises on a later text, by name. `output_scores` with `grammar`.
@@ -121,6 +123,8 @@ def custom_generate(
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
     if generation_config.assistant_early_exit is not None:
         draft_model = EarlyExit(generation_config.assistant_early_exit)
+    if getattr(generation_config, "speculation_type", None) and isinstance(draft_model, PreTrainedModel):
+        draft_model = DFlash(_dflash_head(model, draft_model))
     num_draft_tokens, schedule = read_assistant_settings(
         generation_config,
         draft_model,
@@ -205,11 +209,13 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 def _kept_decoder(
     model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
 ) -> _Kept:
-    # A name stands for the model itself, because an entry must not keep its own key alive, and for an early exit, which
-    # is made anew for every call.
+    # A name stands for the model itself, because an entry must not keep its own key alive, and for drafts that
+    # are made anew for every call.
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
+    if type(draft_model) is DFlash:
+        draft = "DFlash", draft_model.head
     # A graph of another device or dtype cannot be used again.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _kept.get(model)
@@ -224,6 +230,18 @@ def _kept_decoder(
     return _Kept(made_for, shadow, SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices))
 
 
+# The network of each model's DFlash drafter, and what it was made for.
+_dflash_heads: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], DFlashHead]] = WeakKeyDictionary()
+
+
+def _dflash_head(model: PreTrainedModel, drafter: PreTrainedModel) -> DFlashHead:
+    made_for = drafter, model.device, model.dtype
+    kept = _dflash_heads.get(model)
+    if kept is None or kept[0] != made_for:
+        kept = _dflash_heads[model] = made_for, read_drafter(drafter, model.device, model.dtype)
+    return kept[1]
+
+
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
@@ -232,9 +250,12 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
-    for name in ("use_mtp", "speculation_type"):
-        if getattr(config, name, None):
-            raise NotImplementedError(f"{name}: expected None, because this loop does not have such drafts")
+    if getattr(config, "use_mtp", None):
+        raise NotImplementedError("use_mtp: expected None, because this loop does not have such drafts")
+    if (kind := getattr(config, "speculation_type", None)) not in (None, "dflash"):
+        raise NotImplementedError(f"speculation_type: expected None or 'dflash', got {kind!r}")
+    if kind is not None and not isinstance(draft_model, DFlash | PreTrainedModel):
+        raise TypeError(f"assistant_model: expected a DFlash drafter of transformers or ours, got {type(draft_model)}")
     drafts = ["draft_model"] if draft_model is not None else []
     drafts += [n for n in ("prompt_lookup_num_tokens", "assistant_early_exit") if getattr(config, n) is not None]
     if len(drafts) > 1:
