@@ -326,15 +326,13 @@ class FeatureModel(LanguageModel, Protocol):
         """The model's own embeddings [B, n, H] of tokens [B, n]."""
         ...
 
-    # DFlash needs these two.
-
     @property
     def embeddings(self) -> Tensor:
-        """[V, H], the weights of the embeddings, before any scale or norm."""
+        """[V, H], their weights, before any scale or norm. DFlash alone needs these and `head`."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The head alone: logits [B, n, V], as those of `forward`, from what it reads [B, n, H]."""
+        """The head alone: logits [B, n, V] in the dtype of `forward`, from what it reads [B, n, H]."""
         ...
 
 

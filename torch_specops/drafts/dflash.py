@@ -28,18 +28,6 @@ class DFlash(FeatureDraft):
     which see the text and each other; embeddings and head are the target's. Its keys and values are overwritten once
     the tokens in their places are known. The whole block is read whatever K is, and its first K tokens are the drafts:
     at each place the likeliest token, at any temperature.
-
-    Examples:
-        >>> import torch, transformers, torch_specops
-        >>> from torch_specops.drafts.dflash_head import DFlashConfig, DFlashHead
-        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, eos_token_id=None)
-        >>> target = transformers.GPT2LMHeadModel(config).eval()
-        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_heads=4, num_key_value_heads=2, head_dim=8,
-        ...     block_size=4, mask_token_id=63, feature_layers=(1, 3), sees=((None, None),))
-        >>> draft = torch_specops.drafts.DFlash(DFlashHead(DFlashConfig(**sizes)))
-        >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
-        >>> output.lengths
-        tensor([11])
     """
 
     deterministic = True
@@ -62,17 +50,14 @@ class DFlash(FeatureDraft):
         """A drafter as z-lab publishes it (`architectures: ["DFlashDraftModel"]`), or a `MuseGlimmerAssistantModel`.
 
         Args:
-            folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
-                (HF_HUB_OFFLINE is respected), from which no pickles and no code are read; or a model of transformers,
-                whose weights are shared where device and dtype allow it.
+            folder_or_id: as `Eagle3.from_pretrained` takes it; or a model of transformers, whose weights are shared
+                where device and dtype allow it.
             target: the model that it was trained for, on the device where the drafter is to be.
             dtype: of the drafter; None = the target's.
 
         Raises:
             TypeError: a target that does not expose its hidden states.
-            ValueError: no such folder; a config of another method (DFlash2, DSpark, the speculators library) or with an
-                unknown value; a weight that is missing, unknown, of another shape or quantised; a drafter for another
-                target. The message names it.
+            ValueError: as `Eagle3.from_pretrained`; a drafter of another method, or quantised.
         """
         model = feature_model(as_language_model("target", target))
         draft = cls(read_drafter(folder_or_id, model.device, dtype or model.dtype))
@@ -100,9 +85,8 @@ class DFlash(FeatureDraft):
     ) -> Draft:
         """K tokens [B, K], the likeliest of each place after processors."""
         ends, positions = lengths.unsqueeze(1), self._new_positions(lengths)
-        logits = self._piece(self._logits, num_draft_tokens, positions.shape[1])(
-            tokens, ends, positions, num_draft_tokens
-        )
+        piece = self._piece(self._logits, num_draft_tokens, positions.shape[1])
+        logits = piece(tokens, ends, positions, num_draft_tokens)
         if sampling.processors is None:
             return Draft(logits.argmax(-1))
         text = F.pad(tokens, (0, num_draft_tokens))
@@ -127,10 +111,10 @@ class DFlash(FeatureDraft):
     def _layer_attention(self, index: int, places: Tensor) -> Attention:
         """The attention of a layer over the text and the block at places [B, n]."""
         before, after = self.head.config.sees[index]
+        first = torch.zeros_like(places) if before is None else (places - before).clamp(min=0)
         last = places[:, -1:].expand_as(places)
-        spans = [torch.zeros_like(places) if before is None else (places - before).clamp(min=0)]
-        spans += [last if after is None else torch.minimum(places + after, last)]
-        return self._attention(self._layer_caches[index], torch.stack(spans, -1), places)
+        last = last if after is None else last.minimum(places + after)
+        return self._attention(self._layer_caches[index], torch.stack([first, last], -1), places)
 
     def _start_caches(self, batch: int, capacity: int) -> None:
         config, weight = self.head.config, self.head.fc.weight

@@ -40,7 +40,7 @@ FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcappin
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayerConfig):
-    """The sizes of a drafter, and the switches in which drafters differ.
+    """The sizes of a drafter, and the points in which drafters differ.
 
     Args:
         block_size: the newest token of the text, and the masks behind it.
