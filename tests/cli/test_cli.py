@@ -17,6 +17,8 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_cli import TEXT, bench, demo, row, run, save_model
+from tiny_dflash import BLOCK, save_drafter
+from tiny_dflash import new_head as new_drafter
 from tiny_eagle3 import new_head, save_head
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
@@ -125,17 +127,21 @@ def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) ->
     assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "int8"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "int8"])
 def test_demo_with_other_drafts(target: str, tmp_path: Path, kind: str) -> None:
     """The tests of `bench` have the others."""
     if kind == "int8":
         pytest.importorskip("torchao")
     vocab_size = loading.load_model(target).vocab_size
-    save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
-    name = kind if kind == "int8" else f"eagle3:{tmp_path / 'head'}"
+    if kind == "dflash":
+        save_drafter(new_drafter(vocab_size=vocab_size), tmp_path / "head", vocab_size=vocab_size)
+    else:
+        save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
+    name = kind if kind == "int8" else f"{kind}:{tmp_path / 'head'}"
     result = demo(target, "--draft", name, "--threads", str(torch.get_num_threads()))
     assert "check: identical" in result.stdout, result.output
     assert row(result, "acceptance rate").endswith("draft tokens)")
+    assert kind != "dflash" or f"{BLOCK - 1} tokens per step" in result.stdout
     assert kind != "int8" or float(row(result, "acceptance rate").split("%")[0]) > 50
 
 
@@ -231,6 +237,7 @@ BAD = {
         (["--target", "nosuch"], "target: 'nosuch' is no folder and not in the cache of the hub, and the hub cannot"),
         (["--draft", "no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and the hub cannot"),
         (["--draft", "eagle3:no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and"),
+        (["--draft", "dflash:no/such"], "draft: 'no/such' is no folder and not in the cache of the hub, and"),
         (["--max-new-tokens", "9999"], "max_new_tokens: expected prompt and new tokens within the 256 that the target"),
         (["--temperature", "nan"], "temperature: expected 0 (greedy) or finite numbers >= 1e-30, got nan"),
         (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from gpu_suite import no_synchronisation, size
+from tiny_dflash import trained_drafter
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
-from torch_specops.drafts import DraftSource, Eagle3, ModelDraft, PromptLookup
+from torch_specops.drafts import DFlash, DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
@@ -57,6 +58,8 @@ def decoder(
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
     if kind == "head":
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
+    if kind == "block":
+        draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
     settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": MIXED} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
@@ -85,9 +88,9 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
-        *((kind, MIXED) for kind in ("none", "lookup", "head", "hybrid")),
+        *((kind, MIXED) for kind in ("none", "lookup", "head", "block", "hybrid")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
-        *((kind, PROCESSED) for kind in ("model", "head")),
+        *((kind, PROCESSED) for kind in ("model", "head", "block")),
     ],
 )
 def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: SamplingParams) -> None:
@@ -121,7 +124,7 @@ def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", ["lookup", "head"])
+@pytest.mark.parametrize("kind", ["lookup", "head", "block"])
 def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
     """The models of the other tests are float64, which always has a mask."""
     expected = run(decoder("cpu", kind, compile=False, sampling=GREEDY))

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torch_specops.drafts import Eagle3
 from torch_specops.drafts.eagle3_files import read_config, read_head
-from torch_specops.drafts.eagle3_head import rope_frequencies
+from torch_specops.drafts.layers import rope_frequencies
 from torch_specops.hf import language_model
 
 DATA = Path(__file__).parents[1] / "data"

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from torch_specops.drafts.eagle3_head import Attention, Eagle3Config, Eagle3Head
+from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
+from torch_specops.drafts.layers import Attention
 
 # The tiny models have two layers.
 LAYERS = (0, 1, 1)

@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from tiny_dflash import trained_drafter
 from tiny_eagle3 import trained_head
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, greedy_rows, padded, perturbed, shared_tiny
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.output import RecordReader
-from torch_specops.drafts import Draft, DraftSource, Eagle3, EarlyExit, LanguageModel, NGram, PromptLookup
+from torch_specops.drafts import DFlash, Draft, DraftSource, Eagle3, EarlyExit, LanguageModel, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.sampling import SamplingTensors
@@ -61,6 +62,7 @@ DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "over a model": lambda family: HierarchicalDraft(perturbed(shared_tiny(family)), shared_tiny(family, seed=3)),
     "token map": without_some_tokens,
     "eagle 3": lambda family: Eagle3(trained_head(family)),
+    "dflash": lambda family: DFlash(trained_drafter(family)),
 }
 
 

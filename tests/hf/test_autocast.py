@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_dflash import trained_drafter
 from tiny_eagle3 import trained_head
 from tiny_loops import GREEDY
 from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, shared_tiny, tiny
@@ -19,7 +20,7 @@ from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, shared_tiny,
 from torch_specops import Request, SpeculativeDecoder, hf
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import GenerationOutput
-from torch_specops.drafts import Eagle3
+from torch_specops.drafts import DFlash, Eagle3
 
 # More tokens than `attend` reads with a mask, and a row of one.
 LONG = [[1, *range(3, 43)], [7], [5, 6, 7, 5, 6]]
@@ -149,14 +150,15 @@ def test_compiled_pieces_are_of_one_autocast(draft: str, monkeypatch: pytest.Mon
             assert torch.equal(decoder.generate(**CALL).sequences, eager.sequences)
 
 
-def test_an_eagle_head_under_autocast() -> None:
-    model, head = (copy.deepcopy(module).float() for module in (shared_tiny("llama"), trained_head()))
+@pytest.mark.parametrize(("kind", "trained"), [(Eagle3, trained_head), (DFlash, trained_drafter)])
+def test_heads_under_autocast(kind: Callable[[Any], Any], trained: Callable[[], Any]) -> None:
+    model, head = (copy.deepcopy(module).float() for module in (shared_tiny("llama"), trained()))
     # The head was trained on their texts.
     call = CALL | dict(zip(("input_ids", "attention_mask"), padded(PROMPTS, "left"), strict=True))
     call |= {"sampling": GREEDY, "max_new_tokens": 20}
     new_decoder = partial(SpeculativeDecoder, model, num_draft_tokens=3)
-    decoder = new_decoder(Eagle3(head))
-    outputs = in_both_states(lambda: new_decoder(Eagle3(head)), **call)
+    decoder = new_decoder(kind(head))
+    outputs = in_both_states(lambda: new_decoder(kind(head)), **call)
     for state, expected in zip(STATES, [*outputs, outputs[0]], strict=True):
         with state():
             found, alone = decoder.generate(**call), new_decoder().generate(**call)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from chains import expect_caught, expect_laws
 from report import Report
+from tiny_dflash import BLOCK, new_muse
 from tiny_loops import TokenStreamer, streamed
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raised, shared_tiny, tiny
 from transformers import (
@@ -26,11 +27,11 @@ from transformers import (
 )
 
 import torch_specops
-from torch_specops import SamplingParams
+from torch_specops import SamplingParams, compilation
 from torch_specops.decode import Step
-from torch_specops.drafts import PromptLookup
+from torch_specops.drafts import DFlash, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
-from torch_specops.hf import custom_generate
+from torch_specops.hf import custom_generate, generate
 from torch_specops.hf.cache import cache_argument
 from torch_specops.hf.generate import _kept
 from torch_specops.laws import chi_square
@@ -307,13 +308,39 @@ def test_two_threads_do_not_share_a_decoder() -> None:
     assert _kept[target].decoder is kept
 
 
+def test_a_drafter_of_transformers_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any batch, eager and compiled."""
+    calls: list[Any] = []
+    own = generate.read_drafter
+    monkeypatch.setattr(generate, "read_drafter", lambda *given: calls.append(given) or own(*given))
+    monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+    target, muse = tiny("llama"), new_muse()
+    batch = arguments("llama") | {"max_new_tokens": 14}
+    options = {"assistant_model": muse, "speculation_type": "dflash", "return_dict_in_generate": True}
+    expected = ours(target, **batch)
+    for compile in (False, True, True):
+        output = ours(target, **batch, **options, compile=compile)
+        assert torch.equal(output.sequences, expected)
+        assert len(output.stats.accepted_at) == BLOCK - 1
+        kept = _kept.get(target)
+    assert len(calls) == 1 and kept is not None
+    draft = kept.decoder.draft
+    assert isinstance(draft, DFlash) and draft.head.fc.weight.data_ptr() == muse.encoder.fc.weight.data_ptr()
+    assert torch.equal(ours(target, **batch, assistant_model=DFlash(draft.head), speculation_type="dflash"), expected)
+    assert len(ours(target, **batch, **options, num_draft_tokens=2).stats.accepted_at) == 2
+    with pytest.raises(ValueError, match="num_draft_tokens: this draft has at most 8 tokens per step, got 9"):
+        ours(target, **batch, **options, num_draft_tokens=9)
+    with pytest.raises(ValueError, match=r"config: expected architectures .* got None and 'llama'"):
+        ours(target, **batch, assistant_model=tiny("llama"), speculation_type="dflash")
+
+
 ENSEMBLE = {"assistant_model": EarlyExit(1), "assistant_ensemble_weight": 0.5}
 NOT_DONE: list[tuple[dict[str, Any], str]] = [
     (
         {"num_beams": 2},
         "generation_config: expected greedy decoding or sampling, got beam_search .*torch_specops.beam.beam_search",
     ),
-    ({"speculation_type": "dflash"}, "speculation_type: expected None"),
+    ({"speculation_type": "medusa"}, "speculation_type: expected None or 'dflash', got 'medusa'"),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions: expected False"),
     (ENSEMBLE, "assistant_ensemble_weight: .* got 0.5"),
     ({"assistant_model": EarlyExit(1), "assistant_tokenizer": 1}, "assistant_tokenizer: .*TokenMap"),
@@ -322,6 +349,7 @@ NOT_DONE: list[tuple[dict[str, Any], str]] = [
 WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"draft": PromptLookup()}, "draft: custom_generate has no such argument; pass assistant_model="),
     ({"stop": "a"}, "stop: custom_generate has no such argument; pass stop_strings="),
+    ({"speculation_type": "dflash"}, "assistant_model: expected a DFlash drafter of .*, got <class 'NoneType'>"),
     ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'> \(.*PromptLookup\(\)"),
 ]
 BESIDE = "expected None beside"

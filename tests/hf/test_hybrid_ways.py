@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_dflash import new_head as new_drafter
 from tiny_eagle3 import new_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from torch_specops import Request, SpeculativeDecoder
 from torch_specops.beam import beam_search
-from torch_specops.drafts import Eagle3, EarlyExit, PromptLookup, SuffixLookup
+from torch_specops.drafts import DFlash, Eagle3, EarlyExit, PromptLookup, SuffixLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.hf import custom_generate, language_model
@@ -75,6 +76,7 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "hierarchical": lambda: HierarchicalDraft(draft(), draft(0.05)),
     "over attention": lambda: HierarchicalDraft(tiny("llama", seed=3), draft()),
     "eagle 3": lambda: Eagle3(new_head()),
+    "dflash": lambda: DFlash(new_drafter(num_target_layers=None)),
     "token map": lambda: TokenMap(draft(), torch.where(torch.arange(VOCAB) % 3 == 0, -1, torch.arange(VOCAB)), 5),
 }
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import MTP, DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
+from ..drafts import MTP, DFlash, DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
 from .loading import (
     HEADS,
     SMOLLM2,
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # Followed by the longest match: prompt lookup as transformers has it.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
-NGRAM, EARLY_EXIT, EAGLE3, INT8, OWN_MTP = "ngram:", "early-exit:", "eagle3:", "int8", "mtp"
+NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
+INT8, OWN_MTP = "int8", "mtp"
 
 # Most of the answer can be copied from the question.
 PROMPT = """Here is a Python class:
@@ -83,11 +84,11 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """The target, the draft and the target's tokenizer; the console shows what takes time."""
     check_name("target", target)
-    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3)):
-        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N", f"{EAGLE3}FOLDER")
-        check_name("draft", draft, others)
-    elif draft.startswith(EAGLE3) and draft.removeprefix(EAGLE3) not in HEADS:
-        check_hub("draft", draft.removeprefix(EAGLE3))
+    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
+        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
+        check_name("draft", draft, (*others, f"{EAGLE3}FOLDER", f"{DFLASH}FOLDER"))
+    elif draft.startswith((EAGLE3, DFLASH)) and (name := draft.partition(":")[2]) not in HEADS:
+        check_hub("draft", name)
     with console.status("loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
@@ -127,6 +128,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
     if draft.startswith(EAGLE3):
         name = draft.removeprefix(EAGLE3)
         return Models(target, Eagle3.from_pretrained(HEADS.get(name, name), target))
+    if draft.startswith(DFLASH):
+        return Models(target, DFlash.from_pretrained(draft.removeprefix(DFLASH), target))
     if draft == OWN_MTP:
         # transformers knows the layers of some families, and uses each of them once.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
@@ -155,7 +158,8 @@ def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
-    is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM) or is_folder(name.removeprefix(EAGLE3))
+    is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM)
+    is_here = is_here or is_folder(name.removeprefix(EAGLE3).removeprefix(DFLASH))
     return console.status(f"loading {name}") if is_here else nullcontext()
 
 

@@ -16,6 +16,7 @@ that it sampled from, as `ModelDraft` in model.py does.
 """
 
 from .base import AnyDraft, Draft, DraftSource, FeatureModel, LanguageModel
+from .dflash import DFlash
 from .eagle3 import Eagle3
 from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
@@ -29,6 +30,7 @@ from .token_map import TokenMap
 __all__ = [
     "MTP",
     "AnyDraft",
+    "DFlash",
     "Draft",
     "DraftSource",
     "Eagle3",

@@ -326,6 +326,15 @@ class FeatureModel(LanguageModel, Protocol):
         """The model's own embeddings [B, n, H] of tokens [B, n]."""
         ...
 
+    @property
+    def embeddings(self) -> Tensor:
+        """[V, H], their weights, before any scale or norm. DFlash alone needs these and `head`."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The head alone: logits [B, n, V] in the dtype of `forward`, from what it reads [B, n, H]."""
+        ...
+
 
 # The kinds of draft that a loop accepts.
 AnyDraft = DraftSource | LanguageModel | nn.Module | None
@@ -362,10 +371,10 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     )
 
 
-def feature_model(target: LanguageModel) -> FeatureModel:
-    """The target, which must expose its hidden states."""
+def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
+    """The target, which must expose its hidden states, and have these other members."""
     # `features` has no value before the first `start`.
-    names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed")
+    names = ("num_layers", "hidden_size", "dtype", "keep_features", "embed", *others)
     missing = [name for name in names if not hasattr(target, name)]
     if missing:
         raise TypeError(

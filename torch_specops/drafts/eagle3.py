@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import attend, attend_masked, attention_dtype, spans_of, spans_serve
-from ..ops.kv_cache import RaggedKeyValues, Window, emptied, visible_slots
+from ..ops.attention import attention_dtype, spans_of
+from ..ops.kv_cache import RaggedKeyValues, Window, emptied
 from .base import LanguageModel, as_language_model, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
-from .feature import FeatureDraft
+from .feature import FeatureDraft, check_target
 from .model import SequentialDraft
 
 __all__ = ["Eagle3"]
@@ -86,17 +86,9 @@ class Eagle3(FeatureDraft, SequentialDraft):
         layers = config.feature_layers
         if layers is None:
             layers = (2, model.num_layers // 2, model.num_layers - 3)
-        for name, own, expected in (
-            ("vocab_size", config.vocab_size, model.vocab_size),
-            ("target_hidden_size", config.target_hidden_size, model.hidden_size),
-        ):
-            if own != expected:
-                raise ValueError(f"draft: the head is for another target: {name} {own}, the target has {expected}")
-        if not all(0 <= layer < model.num_layers for layer in layers):
-            raise ValueError(
-                f"draft: the head is for another target: it reads layers {list(layers)}, "
-                f"the target has layers 0 to {model.num_layers - 1}"
-            )
+        sizes = {"vocab_size": (config.vocab_size, model.vocab_size)}
+        sizes |= {"target_hidden_size": (config.target_hidden_size, model.hidden_size)}
+        check_target(sizes, layers, model.num_layers - 1)
         if self.head.embed_tokens is None and config.hidden_size != model.hidden_size:
             raise ValueError(
                 f"draft: the head has no embed_tokens, and the target's are {model.hidden_size} wide; "
@@ -137,23 +129,7 @@ class Eagle3(FeatureDraft, SequentialDraft):
     def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
         assert self._target is not None and self._cache is not None
-        cache = self._cache
-        capacity, size = cache.keys.shape[2], self.head.config.window
-        window = None if size is None else Window(size)
-        # Eager CPU steps read only slots that may hold text, like the target.
-        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
-        by_spans = spans_serve(positions, capacity, cache.keys.dtype)
-        if by_spans:
-            seen = spans_of(positions, window)
-        else:
-            seen = visible_slots(positions, torch.arange(width, device=positions.device).unsqueeze(0), window)
-
-        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # Under autocast they may differ: a norm or a residual branch is computed in float32.
-            queries, keys, values = (each.to(cache.keys.dtype) for each in (queries, keys, values))
-            cache.write(keys, values, positions, rows)
-            read = attend if by_spans else attend_masked
-            return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)
-
+        window = None if self.head.config.window is None else Window(self.head.config.window)
+        attention = self._attention(self._cache, spans_of(positions, window), positions, rows)
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
         return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .checkpoint import checkpoint_folder, read_json, read_weights, weight_files
-from .eagle3_head import Eagle3Config, Eagle3Head, rope_frequencies
+from .eagle3_head import Eagle3Config, Eagle3Head
+from .layers import check_known, filled, layer_sizes, size_of
 
 __all__ = ["read_config", "read_head"]
 
@@ -34,17 +35,9 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     config = read_config(read_json(folder))
     weights = _own_names(read_weights(weight_files(folder)))
     offsets = weights.pop("d2t", None)
-    # Build on meta: `assign=True` supplies the tensors.
-    with torch.device("meta"):
-        head = Eagle3Head(config, "embed_tokens.weight" in weights)
-    try:
-        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"draft: the weights in {folder} are not those of its config: {error}") from error
-    head.requires_grad_(False)
+    head = filled(lambda: Eagle3Head(config, "embed_tokens.weight" in weights), weights, folder, device, dtype)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)
-    head.frequencies = rope_frequencies(config).to(device)
-    return head.eval()
+    return head
 
 
 def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -60,36 +53,23 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
     layer = (raw.get("transformer_layer_config") or {}) if is_speculators else raw
     own = raw if is_speculators else raw.get("eagle_config") or {}
     model_type = layer.get("model_type", "llama") if is_speculators else "llama"
-    for name, value, known in (
+    check_known(
         ("use_aux_hidden_state", own.get("use_aux_hidden_state", True), (True,)),
         ("model_type", model_type, ("llama", "qwen3")),
         ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
-        ("hidden_act", layer.get("hidden_act", "silu"), ("silu",)),
-    ):
-        if value not in known:
-            raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
+    )
     ids = own.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids)):
         raise ValueError(f"config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got {ids!r}")
-    rope = (layer.get("rope_scaling") or {}) | (layer.get("rope_parameters") or {})
     has_window = is_speculators and (layer.get("layer_types") or [None])[0] == "sliding_attention"
-    hidden, num_heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
+    sizes = layer_sizes(layer)
     return Eagle3Config(
-        vocab_size=_size(layer, "vocab_size"),
-        draft_vocab_size=_size(raw, "draft_vocab_size", layer.get("vocab_size")),
-        hidden_size=hidden,
-        intermediate_size=_size(layer, "intermediate_size"),
-        num_heads=num_heads,
-        num_key_value_heads=_size(layer, "num_key_value_heads", num_heads),
-        head_dim=_size(layer, "head_dim", hidden // num_heads),
-        target_hidden_size=_size(raw, "target_hidden_size", hidden),
+        **sizes,
+        vocab_size=size_of(layer, "vocab_size"),
+        draft_vocab_size=size_of(raw, "draft_vocab_size", layer.get("vocab_size")),
+        target_hidden_size=size_of(raw, "target_hidden_size", sizes["hidden_size"]),
         feature_layers=None if ids is None else tuple(each if is_speculators else each + 1 for each in ids),
-        norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", layer.get("rope_theta", 10000.0))),
-        rope={"rope_type": rope.get("type", "default")} | rope,
         window=layer.get("sliding_window") if has_window else None,
-        attention_bias=bool(layer.get("attention_bias", False)),
-        mlp_bias=bool(layer.get("mlp_bias", False)),
         normalises_queries=model_type == "qwen3",
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
@@ -97,13 +77,6 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         norm_before_logits=is_speculators or bool(raw.get("norm_output", True)),
         norm_before_feedback=is_speculators and bool(raw.get("norm_output", False)),
     )
-
-
-def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
-    return value
 
 
 def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.attention import attend, attend_masked, spans_serve
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 from .base import FeatureModel, LanguageModel, feature_model
+from .layers import Attention
 from .model import SampledDraft
 
-__all__ = ["FeatureDraft"]
+__all__ = ["FeatureDraft", "check_target"]
+
+
+def check_target(sizes: Mapping[str, tuple[int | None, int]], feature_layers: Iterable[int], last_layer: int) -> None:
+    """Refuse a head whose sizes, None = not known, are not the target's, or that reads layers beyond the last."""
+    for name, (own, expected) in sizes.items():
+        if own not in (None, expected):
+            raise ValueError(f"draft: the head is for another target: {name} {own}, the target has {expected}")
+    if not all(0 <= layer <= last_layer for layer in feature_layers):
+        raise ValueError(
+            f"draft: the head is for another target: it reads layers {list(feature_layers)}, "
+            f"the target has layers 0 to {last_layer}"
+        )
 
 
 class FeatureDraft(SampledDraft):
@@ -90,6 +104,29 @@ class FeatureDraft(SampledDraft):
         rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         features = self._target.features[rows.unsqueeze(1), positions].to(dtype)
         return torch.where(ends.unsqueeze(2) > 1, features, 0.0)
+
+    def _attention(
+        self, cache: RaggedKeyValues, spans: Tensor, positions: Tensor, rows: Tensor | None = None
+    ) -> Attention:
+        """Attention over a cache for positions [A, n] of the rows `rows` [A], None = all. It writes keys and values
+        there. Each token sees the slots of its span [A, n, 2]."""
+        capacity = cache.keys.shape[2]
+        # Eager CPU steps read only slots that may hold text, like the target.
+        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
+        by_spans = spans_serve(positions, capacity, cache.keys.dtype)
+        seen = spans
+        if not by_spans:
+            slots = torch.arange(width, device=positions.device)
+            seen = ((slots >= spans[..., :1]) & (slots <= spans[..., 1:])).unsqueeze(1)
+
+        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # Under autocast they may differ: a norm or a residual branch is computed in float32.
+            queries, keys, values = (each.to(cache.keys.dtype) for each in (queries, keys, values))
+            cache.write(keys, values, positions, rows)
+            read = attend if by_spans else attend_masked
+            return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)
+
+        return attention
 
     @abstractmethod
     def _start_caches(self, batch: int, capacity: int) -> None:

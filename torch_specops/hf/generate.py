@@ -16,7 +16,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..decode import SpeculativeDecoder
 from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ..decode.rows import BatchRules
-from ..drafts import MTP, AnyDraft, EarlyExit, PromptLookup
+from ..drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
+from ..drafts.dflash_head import read_drafter
 from ..schedules import Schedule
 from .adapter import language_model
 from .assistant_settings import read_assistant_settings
@@ -24,7 +25,7 @@ from .cache import CACHE_NAMES
 from .encoder_decoder import EncoderDecoderModel
 from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
-from .mtp import MtpHead, read_mtp_head
+from .mtp import read_mtp_head
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
 from .processors import read_processors
 from .shadow_model import ShadowModel
@@ -75,7 +76,8 @@ def custom_generate(
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True` are
-            drafts as well, with transformers' meaning. The layers of `use_mtp` are read once per model.
+            drafts as well, with transformers' meaning; with `speculation_type="dflash"` it is a drafter of
+            transformers or a `DFlash`. MTP layers are read once per model, and so is a drafter for calls with it.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
             None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else "constant" with the
@@ -99,7 +101,7 @@ def custom_generate(
 
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
-            of `speculation_type`, attentions or hidden states, an `assistant_tokenizer`, an
+            of another `speculation_type` than "dflash", attentions or hidden states, an `assistant_tokenizer`, an
             `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model. With a draft or
             `output_scores`, a processor that remembers its calls (classifier-free guidance, SynthID, other grammars) or
             that raises on a later text, by name. `output_scores` with `grammar`.
@@ -122,8 +124,9 @@ def custom_generate(
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
     if generation_config.assistant_early_exit is not None:
         draft_model = EarlyExit(generation_config.assistant_early_exit)
-    if getattr(generation_config, "use_mtp", None):
-        draft_model = MTP(_mtp_head(model))
+    uses_mtp = getattr(generation_config, "use_mtp", None)
+    if uses_mtp or (getattr(generation_config, "speculation_type", None) and isinstance(draft_model, PreTrainedModel)):
+        draft_model = _head_draft(model, None if uses_mtp else draft_model)
     num_draft_tokens, schedule = read_assistant_settings(
         generation_config,
         draft_model,
@@ -213,8 +216,8 @@ def _kept_decoder(
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
-    if type(draft_model) is MTP:
-        draft = "MTP", draft_model.head
+    if isinstance(draft_model, MTP | DFlash):
+        draft = type(draft_model), draft_model.head
     # A graph of another device or dtype cannot be used again.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _kept.get(model)
@@ -229,16 +232,19 @@ def _kept_decoder(
     return _Kept(made_for, shadow, SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices))
 
 
-# The MTP layers of each model, and what they were read for.
-_mtp_heads: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], MtpHead]] = WeakKeyDictionary()
+# The network of each model's MTP layers or DFlash drafter, and what it was made for.
+_heads: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
-def _mtp_head(model: PreTrainedModel) -> MtpHead:
-    made_for = model.config.name_or_path, model.device, model.dtype, model.config._attn_implementation
-    kept = _mtp_heads.get(model)
+def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
+    """The draft of a DFlash drafter, or of the model's own MTP layers."""
+    source = drafter or model.config.name_or_path
+    made_for = source, model.device, model.dtype, model.config._attn_implementation
+    kept = _heads.get(model)
     if kept is None or kept[0] != made_for:
-        kept = _mtp_heads[model] = made_for, read_mtp_head(model)
-    return kept[1]
+        head: Any = read_mtp_head(model) if drafter is None else read_drafter(drafter, model.device, model.dtype)
+        kept = _heads[model] = made_for, head
+    return MTP(kept[1]) if drafter is None else DFlash(kept[1])
 
 
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
@@ -249,8 +255,10 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
-    if getattr(config, "speculation_type", None):
-        raise NotImplementedError("speculation_type: expected None, because this loop does not have such drafts")
+    if (kind := getattr(config, "speculation_type", None)) not in (None, "dflash"):
+        raise NotImplementedError(f"speculation_type: expected None or 'dflash', got {kind!r}")
+    if kind is not None and not isinstance(draft_model, DFlash | PreTrainedModel):
+        raise TypeError(f"assistant_model: expected a DFlash drafter of transformers or ours, got {type(draft_model)}")
     drafts = ["draft_model"] if draft_model is not None else []
     others = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
     drafts += [name for name in others if getattr(config, name, None) not in (None, False)]

@@ -258,6 +258,15 @@ class TransformersModel:
         embedded: Tensor = self.prepared.get_input_embeddings()(tokens)
         return embedded
 
+    @property
+    def embeddings(self) -> Tensor:
+        weights: Tensor = self.prepared.get_input_embeddings().weight
+        return weights
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.prepared.get_output_embeddings()(hidden)
+        return logits.float() if logits.dtype == torch.float64 else logits
+
     def keep_features(self, layers: Sequence[int]) -> None:
         kept = () if self._features is None else self._features.layers
         if kept != tuple(layers):
@@ -272,10 +281,8 @@ class TransformersModel:
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
-        """The cache of every layer, once a forward has allocated it.
-
-        Its tensors may be replaced by others of the same shape, such as the buffers of a module to be exported.
-        """
+        """The cache of every layer, once a forward has allocated it. Its tensors may be replaced by others of the same
+        shape, such as the buffers of a module to be exported."""
         return [layer for layer in self._cache_layers if layer.is_initialized]
 
     @property

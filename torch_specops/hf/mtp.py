@@ -148,8 +148,7 @@ class MtpHead(nn.Module):
 
     def logits(self, target: TransformersModel, hidden: Tensor) -> Tensor:
         """[A, n, V] in float32 or less."""
-        logits: Tensor = target.prepared.get_output_embeddings()(hidden.to(target.dtype))
-        return logits.float() if logits.dtype == torch.float64 else logits
+        return target.head(hidden.to(target.dtype))
 
 
 def read_mtp_head(

@@ -1,0 +1,169 @@
+"""The network of a DFlash drafter (Chen et al. 2026, arXiv:2602.06036), and published drafters in two layouts.
+
+z-lab's layout and that of transformers' Muse Glimmer assistant differ in the names of two weights, in where the config
+has its fields, and in windows of w tokens. In z-lab's a token sees itself and w - 1 before it, and w - 1 after it if
+`is_causal` is False; in Muse's, w on each side.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import checkpoint_folder, read_json, read_weights, weight_files
+from .layers import (
+    Attention,
+    AttentionLayer,
+    LayerConfig,
+    Mlp,
+    Norm,
+    check_known,
+    filled,
+    layer_sizes,
+    rope_frequencies,
+    rotation,
+    size_of,
+)
+
+__all__ = ["DFlashConfig", "DFlashHead", "read_drafter", "read_drafter_config"]
+
+MUSE = "muse_glimmer_assistant"
+MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}
+FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LayerConfig):
+    """The sizes of a drafter, and the points in which drafters differ.
+
+    Args:
+        block_size: the newest token of the text, and the masks behind it.
+        mask_token_id: the target's token that stands for a mask.
+        feature_layers: the target's layers whose inputs are the features.
+        sees: for each layer, how many tokens before and after itself a token sees, up to the block's end; None = all.
+        vocab_size, num_target_layers: the target's; None = not known.
+        embedding_scale: a factor of the target's embeddings.
+        output_multiplier, softcap: the logits are softcap * tanh(output_multiplier * head / softcap); None = no cap.
+    """
+
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    sees: tuple[tuple[int | None, int | None], ...]
+    vocab_size: int | None = None
+    num_target_layers: int | None = None
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+
+class DFlashHead(nn.Module):
+    """Reads features of the text and embeddings of a block. The names of parameters are those of z-lab."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Norm(hidden, eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in config.sees)
+        self.norm = Norm(hidden, eps)
+        self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
+
+    def context(self, features: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [B, heads, n, D] for each layer, of positions [B, n] with features [B, n, F * H]."""
+        read = self.hidden_norm(self.fc(features))
+        cos, sin = rotation(positions, self.frequencies, read)
+        attentions: Any = [layer.self_attn for layer in self.layers]
+        return (attention.keys_values(read, cos, sin) for attention in attentions)
+
+    def forward(self, embedded: Tensor, positions: Tensor, attentions: Sequence[Attention]) -> Tensor:
+        """What the target's head reads [B, n, H], given embeddings [B, n, H] of a block at positions [B, n]."""
+        hidden, (cos, sin) = embedded, rotation(positions, self.frequencies, embedded)
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            hidden = layer(hidden, cos, sin, attention)
+        return self.norm(hidden)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = Norm(hidden, eps)
+        self.post_attention_layernorm = Norm(hidden, eps)
+        self.self_attn = AttentionLayer(config, hidden)
+        self.mlp = Mlp(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
+    """The drafter in a folder, in a repository of the hub, or in a model of transformers, with the errors of
+    `DFlash.from_pretrained`."""
+    if isinstance(source, nn.Module):
+        raw = getattr(source, "config").to_dict()  # noqa: B009
+        config, weights, place = read_drafter_config(raw), source.state_dict(), type(source).__name__
+    else:
+        folder = checkpoint_folder(source)
+        config, weights, place = read_drafter_config(read_json(folder)), read_weights(weight_files(folder)), str(folder)
+    own = {MUSE_NAMES.get(name, name): tensor for name, tensor in weights.items()}
+    return filled(lambda: DFlashHead(config), own, place, device, dtype)
+
+
+def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
+    """The config of a drafter, given the content of config.json in either layout."""
+    is_muse, architectures = raw.get("model_type") == MUSE, raw.get("architectures")
+    if "speculators_model_type" in raw or not (is_muse or architectures == ["DFlashDraftModel"]):
+        raise ValueError(
+            f"config: expected architectures ['DFlashDraftModel'] or model_type {MUSE!r}, got {architectures} and "
+            f"{raw.get('speculators_model_type', raw.get('model_type'))!r}; DFlash2, DSpark and drafters of the "
+            "speculators library compute otherwise, and are not read"
+        )
+    inner = {} if is_muse else raw.get("dflash_config") or {}
+    own, unknown = {**raw, **inner}, sorted(inner.keys() - FIELDS)
+    if unknown:
+        raise ValueError(f"config: dflash_config has {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
+    num_layers = size_of(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types") or ["full_attention"] * num_layers
+    check_known(
+        ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
+        # Quantised weights are not read.
+        ("quantization_config", raw.get("quantization_config"), (None,)),
+        ("layer_types of length", len(kinds), (num_layers,)),
+        *(("layer_types", kind, ("full_attention", "sliding_attention")) for kind in kinds),
+    )
+    ids = own.get("target_layer_ids")
+    if not (isinstance(ids, list) and ids and all(isinstance(each, int) and each >= 0 for each in ids)):
+        raise ValueError(f"config: expected a list of layers as target_layer_ids, got {ids!r}")
+
+    def sees(kind: str) -> tuple[int | None, int | None]:
+        slides, causal = kind == "sliding_attention", raw.get("is_causal")
+        window = size_of(raw, "sliding_window") if slides else None
+        if is_muse or window is None:
+            return window, 0 if causal else window
+        return window - 1, 0 if causal is not False else window - 1
+
+    return DFlashConfig(
+        **layer_sizes(raw),
+        normalises_queries=True,
+        block_size=size_of(own, "block_size"),
+        mask_token_id=size_of(own, "mask_token_id"),
+        # Layers are counted by their outputs.
+        feature_layers=tuple(each + 1 for each in ids),
+        sees=tuple(sees(kind) for kind in kinds),
+        vocab_size=raw.get("vocab_size"),
+        num_target_layers=raw.get("num_target_layers"),
+        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        output_multiplier=float(own.get("output_multiplier") or 1.0),
+        softcap=own.get("final_logit_softcapping") or None,
+    )

@@ -1,0 +1,188 @@
+"""What the networks of EAGLE-3 and DFlash have in common: layers, the sizes in a config, and filling in weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "Attention",
+    "AttentionLayer",
+    "LayerConfig",
+    "Mlp",
+    "Norm",
+    "check_known",
+    "filled",
+    "layer_sizes",
+    "rope_frequencies",
+    "rotation",
+    "size_of",
+]
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+Head = TypeVar("Head", bound=Any)
+
+# Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """The sizes of a layer.
+
+    Args:
+        rope: `rope_type` ("default", "linear" or "llama3") and the numbers that it needs.
+        attention_bias, mlp_bias: True = these projections have biases.
+        normalises_queries: queries and keys of each head go through a norm, as in Qwen 3.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    normalises_queries: bool = False
+
+
+class Norm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        # Autocast leaves the input in another dtype than the weight.
+        return super().forward(x.to(self.weight.dtype))
+
+
+class AttentionLayer(nn.Module):
+    """Projections to queries, keys and values from inputs of this width, and back."""
+
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim, bias = config.head_dim, config.attention_bias
+        of_queries, of_keys = config.num_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, of_queries, bias=bias)
+        self.k_proj = nn.Linear(width, of_keys, bias=bias)
+        self.v_proj = nn.Linear(width, of_keys, bias=bias)
+        self.o_proj = nn.Linear(of_queries, config.hidden_size, bias=bias)
+        norm = Norm if config.normalises_queries else nn.Identity
+        self.q_norm, self.k_norm = norm(self.head_dim, config.norm_eps), norm(self.head_dim, config.norm_eps)
+
+    def keys_values(self, read: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self.k_norm(self._heads(self.k_proj(read))).transpose(1, 2)
+        return _rotated(keys, cos, sin), self._heads(self.v_proj(read)).transpose(1, 2)
+
+    def forward(self, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        queries = self.q_norm(self._heads(self.q_proj(read))).transpose(1, 2)
+        mixed = attention(_rotated(queries, cos, sin), *self.keys_values(read, cos, sin))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def rotation(positions: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, n, D] of the angles at positions [B, n], in the dtype of `like`."""
+    angles = positions.unsqueeze(-1) * frequencies
+    # Use float32: 16-bit floats cannot represent large positions.
+    angles = torch.cat([angles, angles], -1).unsqueeze(1)
+    return angles.cos().to(like), angles.sin().to(like)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat([-second, first], -1) * sin
+
+
+def rope_frequencies(config: LayerConfig) -> Tensor:
+    """[head_dim / 2] float32, radians per position."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    rope = config.rope
+    kind = rope["rope_type"]
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    if kind != "llama3":
+        raise ValueError(f"config: expected a rope_type of {', '.join(ROPE_TYPES)}, got {kind!r}")
+    # Llama 3.1 slows slow rotations down by the factor, keeps fast ones, and blends in between.
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+
+
+def filled(
+    build: Callable[[], Head], weights: Mapping[str, Tensor], source: object, device: torch.device, dtype: torch.dtype
+) -> Head:
+    """The network that `build` makes, with the weights from `source`.
+
+    Raises:
+        ValueError: a weight that is missing, unknown, of another shape or quantised, by name.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"draft: {name} in {source} is {tensor.dtype}: quantised weights are not read")
+    # Build on meta: `assign=True` supplies the tensors.
+    with torch.device("meta"):
+        head = build()
+    try:
+        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"draft: the weights in {source} are not those of its config: {error}") from error
+    head.frequencies = rope_frequencies(head.config).to(device)
+    return head.requires_grad_(False).eval()
+
+
+def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
+    """Refuse a value of a config that is none of the known values; each comes with its name."""
+    for name, value, known in values:
+        if value not in known:
+            raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
+
+
+def size_of(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
+    return value
+
+
+def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `LayerConfig` but `normalises_queries`, as transformers names them."""
+    check_known(("hidden_act", raw.get("hidden_act", "silu"), ("silu",)))
+    rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+    hidden, num_heads = size_of(raw, "hidden_size"), size_of(raw, "num_attention_heads")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size_of(raw, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_key_value_heads": size_of(raw, "num_key_value_heads", num_heads),
+        "head_dim": size_of(raw, "head_dim", hidden // num_heads),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "rope": {"rope_type": rope.get("type", "default")} | rope,
+        "attention_bias": bool(raw.get("attention_bias", False)),
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+    }
