@@ -286,7 +286,7 @@ def test_which_targets_have_layers(tmp_path: Path) -> None:
         ),
     ]
     assert raised(MTP.from_pretrained, cases) == []
-    with pytest.raises(ValueError, match="vocab_size 8, the target has 60"):
+    with pytest.raises(ValueError, match="vocab"):
         SpeculativeDecoder(shared_tiny("llama"), MTP.from_pretrained(tiny.model))
     # Weights in several files, as large models have them, with the names of a model inside another.
     weights = load_file(tiny.folder / "model.safetensors")
