@@ -186,6 +186,8 @@ def test_bfloat16(kind: str) -> None:
     tiny = TinyMtp(kind, 1, vocab=TOKENS, dtype=torch.bfloat16)
     draft = Recorder.from_pretrained(tiny.model)
     assert draft.head.layers[0].eh_proj.weight.dtype == torch.bfloat16
+    # As in the target's own layers.
+    assert kind != "glm4_moe" or draft.head.layers[0].block.mlp.gate.e_score_correction_bias.dtype == torch.float32
     output = decoded(tiny, draft, sampling=GREEDY)
     assert new_tokens(output) == new_tokens(decoded(tiny, None, sampling=GREEDY))
     wide = TinyMtp(kind, 1, vocab=TOKENS)
@@ -316,6 +318,12 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
             output = tiny.model.generate(INPUT_IDS, **options)
             assert torch.equal(output.sequences, expected)
             assert output.stats.num_proposed > 0 and len(output.stats.accepted_at) == 2
-        assert len(num_reads) == 1
+        # A compiled decoder is kept for the next call.
+        monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+        kept = []
+        for _ in range(2):
+            assert torch.equal(tiny.model.generate(INPUT_IDS, **options, compile=True).sequences, expected)
+            kept.append(door._kept[tiny.model].decoder)
+        assert kept[0] is kept[1] and len(num_reads) == 1
     with pytest.raises(ValueError, match="use_mtp: expected None beside draft_model, got True"):
         tiny.model.generate(INPUT_IDS, **options, draft_model=torch_specops.drafts.PromptLookup())
