@@ -200,6 +200,17 @@ def test_bfloat16(kind: str) -> None:
     assert MTP.from_pretrained(tiny.model, dtype=torch.float32).head.layers[0].eh_proj.weight.dtype == torch.float32
 
 
+def test_other_attention_and_autocast() -> None:
+    tiny = TinyMtp("qwen2", 2, vocab=TOKENS)
+    tiny.model.set_attn_implementation("eager")
+    draft = Recorder.from_pretrained(tiny.model)
+    assert check_drafts(tiny, draft, decoded(tiny, draft).lengths.tolist()) > 20
+    tiny = TinyMtp("qwen2", 2, vocab=TOKENS, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = decoded(tiny, MTP.from_pretrained(tiny.model), sampling=GREEDY)
+        assert new_tokens(output) == new_tokens(decoded(tiny, None, sampling=GREEDY))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_a_quantised_target() -> None:
     from torch_specops.drafts import quantised_copy
