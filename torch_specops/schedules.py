@@ -77,29 +77,23 @@ class Schedule(ABC):
 
 
 def as_schedule(schedule: str | Schedule, num_draft_tokens: int, limit: int | None = None) -> Schedule:
-    """The schedule itself, or a new one: "constant" (K), "heuristic" (K at first) or "optimal" (K at most).
-
-    Raises:
-        ValueError: another name; more drafts than the `limit` of the source.
-    """
-    chosen = _as_schedule(schedule, num_draft_tokens, limit)
+    """The schedule itself, or a new one: "constant" (K), "heuristic" (K at first) or "optimal" (K at most). A
+    ValueError for another name, and for more drafts than the `limit` of the source."""
+    if isinstance(schedule, Schedule):
+        chosen = schedule
+    elif schedule == "constant":
+        chosen = Constant(num_draft_tokens)
+    elif schedule == "heuristic":
+        chosen = Heuristic(num_draft_tokens, maximum=max(min(limit or 20, 20), num_draft_tokens))
+    elif schedule == "optimal":
+        # The decoder measures the cost ratio and replaces this one.
+        chosen = Optimal(0.1, buckets=(0, *_buckets_up_to(num_draft_tokens)))
+    else:
+        raise ValueError(f"schedule: expected 'constant', 'heuristic', 'optimal' or a Schedule, got {schedule!r}")
     if limit is not None and max(chosen.buckets) > limit:
-        name = "num_draft_tokens" if isinstance(schedule, str) else "schedule"
+        name = "schedule" if chosen is schedule else "num_draft_tokens"
         raise ValueError(f"{name}: this draft has at most {limit} tokens per step, got {max(chosen.buckets)}")
     return chosen
-
-
-def _as_schedule(schedule: str | Schedule, num_draft_tokens: int, limit: int | None) -> Schedule:
-    if isinstance(schedule, Schedule):
-        return schedule
-    if schedule == "constant":
-        return Constant(num_draft_tokens)
-    if schedule == "heuristic":
-        return Heuristic(num_draft_tokens, maximum=max(min(limit or 20, 20), num_draft_tokens))
-    if schedule == "optimal":
-        # The decoder measures the cost ratio and replaces this one.
-        return Optimal(0.1, buckets=(0, *_buckets_up_to(num_draft_tokens)))
-    raise ValueError(f"schedule: expected 'constant', 'heuristic', 'optimal' or a Schedule, got {schedule!r}")
 
 
 class Constant(Schedule):

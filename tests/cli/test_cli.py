@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tiny_cli import TEXT, bench, demo, row, run, save_model
 from tiny_dflash import BLOCK, save_drafter
 from tiny_dflash import new_head as new_drafter
 from tiny_eagle3 import new_head, save_head
+from tiny_mtp import add_mtp_layer
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -127,22 +129,26 @@ def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) ->
     assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "int8"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "int8", "mtp"])
 def test_demo_with_other_drafts(target: str, tmp_path: Path, kind: str) -> None:
     """The tests of `bench` have the others."""
     if kind == "int8":
         pytest.importorskip("torchao")
     vocab_size = loading.load_model(target).vocab_size
+    name = f"{kind}:{tmp_path / 'head'}" if kind in ("eagle3", "dflash") else kind
+    if kind == "eagle3":
+        save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
     if kind == "dflash":
         save_drafter(new_drafter(vocab_size=vocab_size), tmp_path / "head", vocab_size=vocab_size)
-    else:
-        save_head(new_head(vocab_size=vocab_size, draft_vocab_size=vocab_size), tmp_path / "head")
-    name = kind if kind == "int8" else f"{kind}:{tmp_path / 'head'}"
+    if kind == "mtp":
+        target = str(shutil.copytree(target, tmp_path / "target"))
+        add_mtp_layer(Path(target))
     result = demo(target, "--draft", name, "--threads", str(torch.get_num_threads()))
     assert "check: identical" in result.stdout, result.output
     assert row(result, "acceptance rate").endswith("draft tokens)")
     assert kind != "dflash" or f"{BLOCK - 1} tokens per step" in result.stdout
     assert kind != "int8" or float(row(result, "acceptance rate").split("%")[0]) > 50
+    assert kind != "mtp" or "draft:  mtp, 1 tokens per step" in result.stdout
 
 
 def test_demo_options_reach_the_decoder(target: str, draft: str) -> None:

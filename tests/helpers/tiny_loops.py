@@ -178,4 +178,4 @@ class Pauses(Given):
     """Three drafts in every third step, and none in the others."""
 
     def __init__(self) -> None:
-        super().__init__([0, 3, 0])
+        super().__init__([0, 0, 3])

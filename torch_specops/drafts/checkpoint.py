@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["checkpoint_folder", "read_json", "read_weights", "weight_files"]
+__all__ = ["checkpoint_folder", "open_weights", "read_json"]
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
@@ -46,30 +47,19 @@ def read_json(folder: Path) -> dict[str, Any]:
     return content
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of every weight in a folder; a ValueError if there is no file that can be read."""
+def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """The weights in a folder by name, each of which a call reads; a ValueError if no file can be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
         raise ValueError(f"draft: expected *.safetensors in {folder}, found {others}; pickled weights are not read")
     from safetensors import SafetensorError, safe_open
 
-    names: dict[str, Path] = {}
+    weights: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         try:
-            with safe_open(file, "pt") as content:
-                names |= dict.fromkeys(content.keys(), file)
+            content = safe_open(file, "pt")
         except SafetensorError as error:
             raise ValueError(f"draft: cannot read {file}: {error}") from error
-    return names
-
-
-def read_weights(names: Mapping[str, Path]) -> dict[str, Tensor]:
-    """These weights, each from its file."""
-    from safetensors import safe_open
-
-    weights: dict[str, Tensor] = {}
-    for file in sorted(set(names.values())):
-        with safe_open(file, "pt") as content:
-            weights |= {name: content.get_tensor(name) for name in names if names[name] == file}
+        weights |= {name: partial(content.get_tensor, name) for name in content.keys()}  # noqa: SIM118
     return weights

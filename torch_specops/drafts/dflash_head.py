@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import checkpoint_folder, read_json, read_weights, weight_files
+from .checkpoint import checkpoint_folder, open_weights, read_json
 from .layers import (
     Attention,
     AttentionLayer,
@@ -115,7 +115,8 @@ def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.devic
         config, weights, place = read_drafter_config(raw), source.state_dict(), type(source).__name__
     else:
         folder = checkpoint_folder(source)
-        config, weights, place = read_drafter_config(read_json(folder)), read_weights(weight_files(folder)), str(folder)
+        weights = {name: read() for name, read in open_weights(folder).items()}
+        config, place = read_drafter_config(read_json(folder)), str(folder)
     own = {MUSE_NAMES.get(name, name): tensor for name, tensor in weights.items()}
     return filled(lambda: DFlashHead(config), own, place, device, dtype)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import checkpoint_folder, read_json, read_weights, weight_files
+from .checkpoint import checkpoint_folder, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import check_known, filled, layer_sizes, size_of
 
@@ -33,7 +33,7 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
     folder = checkpoint_folder(folder_or_id)
     config = read_config(read_json(folder))
-    weights = _own_names(read_weights(weight_files(folder)))
+    weights = _own_names({name: read() for name, read in open_weights(folder).items()})
     offsets = weights.pop("d2t", None)
     head = filled(lambda: Eagle3Head(config, "embed_tokens.weight" in weights), weights, folder, device, dtype)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)

@@ -37,6 +37,7 @@ class MTP(FeatureDraft):
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.vocab_size: int = head.vocab_size
+        self.device: torch.device = next(head.parameters()).device
         self.default_draft_tokens = len(head.layers)
         self.num_reread = len(head.layers) - 1
         self._cache: Any = None
@@ -51,13 +52,13 @@ class MTP(FeatureDraft):
     ) -> MTP:
         """The layers in the target's own checkpoint, which loading a model leaves out.
 
-        Read are the names of DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, after the last layer), of Qwen3-Next,
-        Qwen3.5 and Mellum (`mtp`), and of MiMo (`model.mtp_layers`).
+        They are found by their names: those of DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of
+        the target's layers), of Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or of MiMo (`model.mtp_layers`).
 
         Args:
             target: a transformers model, on the device where the layers are to be.
             folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub; None = where
-                the target came from. Nothing but the weights of these layers is read.
+                the target came from. Nothing but these weights is read.
             dtype: of the layers; None = the target's.
 
         Raises:
@@ -66,28 +67,21 @@ class MTP(FeatureDraft):
                 another shape. The message names it.
         """
         assert read_head is not None
-        model = as_language_model("target", target)
+        model: Any = as_language_model("target", target)
         if not hasattr(model, "prepared"):
             raise TypeError(f"target: MTP layers are those of a transformers model, got {type(model).__name__}")
-        draft = cls(read_head(model.model, folder_or_id, dtype))  # type: ignore[attr-defined]
+        draft = cls(read_head(model.model, folder_or_id, dtype))
         draft.bind(model)
         return draft
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return next(self.head.parameters()).device
-
     def bind(self, target: LanguageModel) -> None:
-        model = feature_model(target)
-        for name in ("vocab_size", "hidden_size"):
-            own, expected = getattr(self.head, name), getattr(model, name)
-            if own != expected:
-                raise ValueError(f"draft: the layers are of another target: {name} {own}, the target has {expected}")
-        self.feature_layers = (model.num_layers,)
         super().bind(target)
+        self.feature_layers = (feature_model(target).num_layers,)
 
     def _start_caches(self, batch: int, capacity: int) -> None:
-        self._cache = self.head.emptied(self._cache, batch, capacity)
+        if self._cache is None or (self._cache.batch, self._cache.capacity) != (batch, capacity):
+            self._cache = self.head.new_cache(batch, capacity)
+        self._cache.begin()
         # Allocates. What is written here is overwritten.
         first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._read_text(first, first + 1, first)
@@ -100,33 +94,26 @@ class MTP(FeatureDraft):
     ) -> Draft:
         draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
         text, ends = pad(tokens, (0, num_draft_tokens)), lengths.unsqueeze(1)
-        positions, last = self._new_positions(lengths), len(self.head.layers) - 1
+        positions, depth = self._new_positions(lengths), len(self.head.layers)
         hidden: Any = None
         found = []
         for index, draw in enumerate(draws):
-            if index > last:
+            if index >= depth:
                 # The last layer again, over the pair of the last draft.
                 hidden, positions = hidden[:, -1:].contiguous(), positions[:, -1:] + 1
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index)
             *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, draw, sampling)
             found.append(drawn)
         # The other layers have to read the new pairs too.
-        for index in range(num_draft_tokens, last + 1):
+        for index in range(num_draft_tokens, depth):
             read = self._piece(self._read, positions.shape[1], index)
             _, hidden = read(index, hidden, text, ends + num_draft_tokens, positions)
         return Draft(*(torch.stack(each, 1) for each in zip(*found, strict=True)))
 
     def _read_and_draw(
-        self,
-        index: int,
-        hidden: Tensor | None,
-        text: Tensor,
-        ends: Tensor,
-        positions: Tensor,
-        draws: Tensor,
-        sampling: SamplingTensors,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Draft `index` [B] with its logits [B, V] and logsumexp [B], what the next layer reads [B, n, H], and the text
+        self, index: int, hidden: Any, text: Tensor, ends: Tensor, positions: Tensor, draws: Tensor, sampling: Any
+    ) -> tuple[Tensor, ...]:
+        """Draft `index` [B] with its logits [B, V] and logsumexp [B], what is read for the next [B, n, H], and the text
         with the draft."""
         last = len(self.head.layers) - 1
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
@@ -137,7 +124,7 @@ class MTP(FeatureDraft):
         token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
         # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
         text = text.scatter(1, ends, token.clamp(min=0).unsqueeze(1))
-        return token, logits, lse, raw if index >= last and self.head.repeats_raw else hidden, text
+        return token, logits, lse, raw if index >= last and self.head.layout.repeats_raw else hidden, text
 
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
         """Of the last pairs the tokens are not all known yet; every step reads these pairs again."""
@@ -146,13 +133,7 @@ class MTP(FeatureDraft):
             _, hidden = self._read(layer, hidden, tokens, ends, positions, rows)
 
     def _read(
-        self,
-        layer: int,
-        hidden: Tensor | None,
-        tokens: Tensor,
-        ends: Tensor,
-        positions: Tensor,
-        rows: Tensor | None = None,
+        self, layer: int, hidden: Any, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output of a layer [A, n, H] at pairs [A, n], before and after its norm. `hidden` None = the target's."""
         if hidden is None:
