@@ -15,11 +15,10 @@ from torch_specops.drafts import PromptLookup
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 9, 5, 6], [3], [11, 12, 13, 11, 12, 13, 11, 12], [4, 9])
 NEW = 14
-# A layer with each recurrence, and one with attention.
+# A layer with a state, and one with attention.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "jamba": {"num_experts": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 
