@@ -20,6 +20,7 @@ from torch_specops import SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import guard
 from torch_specops.drafts import PromptLookup
+from torch_specops.drafts.hierarchical import HierarchicalDraft
 
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
@@ -153,12 +154,16 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
     assert moments > 200
 
 
-@pytest.mark.parametrize("with_another_decoder", [False, True])
-def test_a_stream_ends_where_the_next_one_begins(with_another_decoder: bool) -> None:
-    """The target has one state: an earlier stream may not continue with the tokens of a later one."""
-    target = PairModel(random_table(8, seed=5))
-    first = SpeculativeDecoder(target, sampling=GREEDY)
-    second = SpeculativeDecoder(target, sampling=GREEDY) if with_another_decoder else first
+@pytest.mark.parametrize("shared", ["decoder", "target", "draft", "draft of a draft"])
+def test_a_stream_ends_where_the_next_one_begins(shared: str) -> None:
+    """A model has one state: an earlier stream may not continue with the tokens of a later one."""
+    target, small = (PairModel(random_table(8, seed)) for seed in (5, 6))
+    draft = {"draft": small, "draft of a draft": HierarchicalDraft(PairModel(random_table(8, seed=7)), small)}.get(
+        shared
+    )
+    first = SpeculativeDecoder(target, draft, sampling=GREEDY)
+    other_target = target if shared == "target" else PairModel(target.table)
+    second = first if shared == "decoder" else SpeculativeDecoder(other_target, draft and small, sampling=GREEDY)
     expected = first.generate(SHORT, max_new_tokens=6)
     begun = first.stream(SHORT + 1, max_new_tokens=6)
     next(begun)

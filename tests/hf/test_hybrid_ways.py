@@ -99,8 +99,9 @@ def test_a_hybrid_drafts_for_attention() -> None:
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: HierarchicalDraft(model, draft())])
 def test_states_of_a_draft_are_never_lost(make: Callable[[Any], Any]) -> None:
-    """The target as its own draft is never rejected, not even behind repeated steps and steps without drafts."""
-    for options in ({"schedule": Pauses()}, {"compile": True}):
+    """The target as its own draft is never rejected, not even behind repeated steps and steps without drafts, between
+    which a step is compiled."""
+    for options in ({"schedule": Pauses()}, {"compile": True}, {"schedule": Pauses(), "compile": True}):
         output = loop(make(shared()), **options).generate(IDS, **CALL)
         assert new_tokens(output) == expected()
         assert output.stats.num_accepted == output.stats.num_proposed > 0

@@ -60,6 +60,33 @@ def test_copies_of_a_prompt_go_on_by_themselves() -> None:
         assert output.new_tokens(3) == expected
 
 
+def test_a_hybrid_type_with_attention_alone_decodes_as_attention() -> None:
+    """Its class says that it is stateful."""
+    model = tiny_hybrid("granitemoehybrid", layer_types=["full_attention"] * 2, num_hidden_layers=2)
+    output = SpeculativeDecoder(model, perturbed(model, 0.02), num_draft_tokens=3, sampling=GREEDY).generate(
+        torch.tensor([PROMPTS[0]]), max_new_tokens=8, pad_token_id=0
+    )
+    assert output.new_tokens(0) == greedy_alone(model, PROMPTS[0], 8) and output.stats.state_bytes == 0
+
+
+# The formula of docs/huggingface.md: numbers in a state of the two layers that have one, recurrent and of convolutions.
+STATE_SIZES = {
+    # value heads * key width * value width; (2 * key heads * key width + value heads * value width) * kernel.
+    "qwen3_5_text": (2 * 4 * 8 * 8, 2 * (2 * 2 * 8 + 4 * 8) * 4),
+    # heads * head width * state size; (heads * head width + 2 * groups * state size) * kernel.
+    "granitemoehybrid": (2 * 8 * 8 * 8, 2 * (8 * 8 + 2 * 1 * 8) * 4),
+}
+
+
+@pytest.mark.parametrize("kind", STATE_SIZES)
+def test_memory_of_the_ring_is_what_the_page_says(kind: str) -> None:
+    batch, num_drafts, (recurrent, conv) = 2, 5, STATE_SIZES[kind]
+    decoder = SpeculativeDecoder(shared(kind), PromptLookup(), num_draft_tokens=num_drafts, sampling=GREEDY)
+    stats = decoder.generate(torch.tensor([PROMPTS[0]] * batch), max_new_tokens=1, pad_token_id=0).stats
+    # The models are float64.
+    assert stats.state_bytes == batch * (num_drafts + 2) * (4 * recurrent + 8 * conv)
+
+
 def test_an_adapter_is_not_its_own_draft() -> None:
     adapter = language_model(shared("lfm2"))
     with pytest.raises(ValueError, match="draft: expected another adapter than the target's"):

@@ -355,6 +355,7 @@ def test_models_that_cannot_be_read_are_refused() -> None:
             f"model: RwkvForCausalLM {cannot.format('a state outside of the cache')}",
         ),
         (changed(config_model_type="zamba2"), f"model: LlamaForCausalLM {cannot.format('other states')}"),
+        (changed(config_model_type="inkling_text"), f"model: LlamaForCausalLM {cannot.format('equally long')}"),
         (changed(config_layer_types=kinds), f"model: LlamaForCausalLM {cannot.format('linear_attention')}"),
         # Setting it properly would need the package behind it.
         (

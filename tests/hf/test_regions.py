@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hybrids import PROMISED, tiny_hybrid
 from tiny_models import PROMPTS, padded, tiny
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
 from torch_specops.hf import TransformersModel, regions
+from torch_specops.hf.hybrid import HybridModel
 
 LAYERS = 4
 
@@ -20,12 +22,27 @@ pytestmark = [
 ]
 
 
+def model_of(family: str) -> TransformersModel:
+    if family in PROMISED:
+        return HybridModel(tiny_hybrid(family))
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)} if family == "gemma3" else {}
+    return TransformersModel(tiny(family, num_hidden_layers=LAYERS, **kinds))
+
+
 @pytest.mark.parametrize(
-    ("family", "inductor"),
-    [("llama", False), ("gemma3", False), pytest.param("llama", True, marks=pytest.mark.slow)],
+    ("family", "num_regions", "inductor"),
+    [
+        ("llama", 1, False),
+        ("gemma3", 1, False),
+        # A kind of layer with a state, and one with attention.
+        ("lfm2", 2, False),
+        pytest.param("qwen3_5_text", 2, False, marks=pytest.mark.slow),
+        pytest.param("llama", 1, True, marks=pytest.mark.slow),
+        pytest.param("granitemoehybrid", 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_one_region_stands_for_the_layers_of_two_forwards(
-    family: str, inductor: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, num_regions: int, inductor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anything that a region took from its own layer as a constant would make a region of its own. The second forward
     reads what the first one wrote to every cache."""
@@ -37,10 +54,7 @@ def test_one_region_stands_for_the_layers_of_two_forwards(
         regions_called.extend(call.args[0].target for call in calls)
         return compile_fx(module, inputs) if inductor else module.forward
 
-    layer_types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    model = TransformersModel(
-        tiny(family, num_hidden_layers=LAYERS, **({"layer_types": layer_types} if family == "gemma3" else {}))
-    )
+    model = model_of(family)
 
     def two_tokens(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         first = model.forward(tokens, positions)
@@ -54,9 +68,8 @@ def test_one_region_stands_for_the_layers_of_two_forwards(
             model.start(len(PROMPTS), 16)
             model.forward(tokens[:, :-1], positions[:, :-1])
             logits = function(tokens[:, -1:].contiguous(), positions[:, -1:].contiguous())
-            found.append(
-                [*logits, *(tensor.clone() for layer in model.key_values for tensor in (layer.keys, layer.values))]
-            )
-    assert len(regions_called) == 2 * LAYERS and len(set(regions_called)) == 1
-    # Rotary embeddings are float32.
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+            written = [tensor.clone() for layer in model._cache_layers for tensor in layer.static_tensors()]
+            found.append([*logits, *written])
+    assert len(regions_called) == 2 * LAYERS and len(set(regions_called)) == num_regions
+    # Rotary embeddings and states are float32.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)

@@ -1,10 +1,11 @@
-"""Keeps a target in one thread at a time, and lets only its newest stream or session continue."""
+"""Keeps a target in one thread at a time, and lets only the newest stream or session of a model continue."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,16 +13,17 @@ import torch
 from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel
-from .models import evaluating, look_at, mode_of, modules_of
+from .models import evaluating, look_at, mode_of, models_of, modules_of
 
 __all__ = ["Guard", "autocast_of"]
 
 Autocast = torch.dtype | None
 
-# Shared by all decoders of a target, because it has one cache: the "thread" at work, and the number of its "streams". A
-# transformers model gets an adapter, and with it a cache, for each decoder.
+# Shared by all decoders of a model, because it has one cache: of a target the "thread" at work, of any model the newest
+# "stream". A transformers model gets an adapter, and with it a cache, for each decoder.
 _uses: WeakKeyDictionary[object, dict[str, int]] = WeakKeyDictionary()
 _uses_lock = threading.Lock()
+_streams = count(1)
 
 
 class Guard:
@@ -32,10 +34,9 @@ class Guard:
         self._device = target.device
         self._mode = mode_of(target, draft)
         self._autocast = autocast_of(self._device)
-        self._use: dict[str, int] = {"streams": 0}
-        # A target that cannot be hashed (a dataclass that compares by value) is guarded within this decoder only.
-        with _uses_lock, suppress(TypeError):
-            self._use = _uses.setdefault(target, self._use)
+        models = [target, *(part for part in models_of(draft) if not isinstance(part, DraftSource))]
+        self._uses = [_use_of(model) for model in models]
+        self._use = self._uses[0]
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | None]]:
         # Make a new guard: the shared state belongs to its process.
@@ -45,9 +46,11 @@ class Guard:
         """Look at the models, and begin a stream or a session, which ends all others; returns its number. Called while
         this thread is at work."""
         self.look()
-        self._use["streams"] += 1
+        stream = next(_streams)
+        for use in self._uses:
+            use["stream"] = stream
         self._autocast = autocast_of(self._device)
-        return self._use["streams"]
+        return stream
 
     def look(self) -> RuntimeError | None:
         """`look_at` the models before texts begin in rows. Called outside `computing`, whose mode it decides."""
@@ -58,11 +61,13 @@ class Guard:
         return misfit
 
     def is_newest(self, stream: int) -> bool:
-        return stream == self._use["streams"]
+        return all(use.get("stream") == stream for use in self._uses)
 
     def check_is_newest(self, stream: int) -> None:
         if not self.is_newest(stream):
-            raise RuntimeError("stream: another one has begun with this decoder or its target, which has one state")
+            raise RuntimeError(
+                "stream: another one has begun with this decoder, its target or its draft model, which have one state"
+            )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -102,6 +107,14 @@ class Guard:
     def _release(self, thread: int) -> None:
         if self._use.get("thread") == thread:
             del self._use["thread"]
+
+
+def _use_of(model: object) -> dict[str, int]:
+    use: dict[str, int] = {}
+    # A model that cannot be hashed (a dataclass that compares by value) is guarded within one decoder only.
+    with _uses_lock, suppress(TypeError):
+        use = _uses.setdefault(model, use)
+    return use
 
 
 def autocast_of(device: torch.device) -> Autocast:

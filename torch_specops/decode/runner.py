@@ -163,11 +163,10 @@ class StepRunner:
         self.texts = Texts()
         self.unread_length = None
         self._num_undrafted = 0
+        self._state = state
         if before is not None and shape_of(before, {}) == shape_of(state, {}):
             copy_state(before, state)
             self._state = before
-        else:
-            self._state = state
         return self.state
 
     def start_draft(self, inputs: Mapping[str, Tensor] | None) -> None:
@@ -260,17 +259,21 @@ class StepRunner:
                 padding included.
             masks: asks grammars between the drafts and their verification; None = no row has one.
         """
-        state, draft = self.state, self.draft
         self._num_eager_steps += not self.compiled
         if num_draft_tokens == 0:
             # Rows that are too long for the draft need no catching up.
             self._num_undrafted += not self._is_outgrown
-        elif self._num_undrafted > 0:
-            assert draft is not None
-            draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
-            self._num_undrafted = 0
+        else:
+            self._catch_up()
         captured = self._graphs.get((num_draft_tokens, masks is not None)) if self._is_compiled else None
         return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
+
+    def _catch_up(self) -> None:
+        """Let the draft read what steps without drafts emitted, before it reads anything behind that."""
+        state, draft = self.state, self.draft
+        if draft is not None and self._num_undrafted > 0:
+            draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
+        self._num_undrafted = 0
 
     def end_row(self, row: int, length: int) -> None:
         """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
@@ -281,9 +284,7 @@ class StepRunner:
         """The most drafts that one of these rows, which have not ended, can use; the last token needs none."""
         readable = None if self.draft is None else self.draft.max_length
         rooms = [row.limit - row.length - 1 for row in going]
-        of_draft = [
-            room if readable is None else readable + 1 - row.length for room, row in zip(rooms, going, strict=True)
-        ]
+        of_draft = rooms if readable is None else [readable + 1 - row.length for row in going]
         most = max(map(min, rooms, of_draft), default=0)
         self._is_outgrown = most <= 0 < max(rooms, default=0)
         return max(most, 0)
@@ -305,6 +306,8 @@ class StepRunner:
         that took."""
         if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
             return 0.0
+        if num_draft_tokens > 0:
+            self._catch_up()
         started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
         with self._all_finished(), compile_errors_named():
             if self.target.device.type == "cuda":
@@ -362,8 +365,7 @@ class StepRunner:
             trim = None
         unread_length, self.unread_length = self.unread_length, None
         verify = self._piece(verify_and_commit, num_draft_tokens, bitmask is not None)
-        arguments = (self.target, self.state, proposal, self.verify, unread_length, trim, self.keep_logits, bitmask)
-        return verify(*arguments)
+        return verify(self.target, self.state, proposal, self.verify, unread_length, trim, self.keep_logits, bitmask)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
         return self._pieces.get(function, self._shape, self._compile_keys, *key) if self._is_compiled else function
@@ -383,9 +385,7 @@ class StepRunner:
     def _capture(self, num_draft_tokens: int, masks: Masks | None) -> None:
         """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
         share a memory pool: they never run at the same time."""
-        if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.target.device)
-        stream = self._capture_stream
+        stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.target.device)
         stream.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values())).verify.pool() if self._graphs else None
         # The context also leaves the stream if a capture fails.

@@ -31,8 +31,11 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_KINDS = ("linear_attention", "conv")
 ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 OTHER_KINDS = ("mlp", "moe")
-# Model types whose states the loop would read wrong, and why.
-UNREADABLE_STATES = {
+EQUAL_ROWS = "its attention counts distances in a cache whose rows are equally long"
+# Model types that the loop would read wrong, and why.
+UNREADABLE = {
+    "inkling_text": EQUAL_ROWS,
+    "inkling2_text": EQUAL_ROWS,
     "zamba2": "transformers' own decoding computes other states for it than its reading of a prompt does",
     "minimax": "it keeps a state in a cache of its own",
 }
@@ -98,14 +101,16 @@ def check_can_decode(model: PreTrainedModel) -> None:
 
 def _check_layers(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = kinds - ATTENTION_KINDS
     keeps_states = any(state_modules(model))
     if keeps_states:
         others -= {*STATE_KINDS, *ATTENTION_OF, *OTHER_KINDS}
-    reason = UNREADABLE_STATES.get(config.model_type)
+    reason = UNREADABLE.get(config.model_type)
     if reason is None and others:
         reason = f"it has layers of the kind {', '.join(sorted(others))}"
-    if reason is None and not keeps_states and getattr(model, "_is_stateful", False):
+    # The class of a model whose layers all have attention may be stateful, because other models of it have states.
+    if reason is None and not keeps_states and not kinds and getattr(model, "_is_stateful", False):
         reason = "it keeps a state outside of the cache"
     if reason is not None:
         raise ValueError(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.kv_cache import Window
-from .architecture import ATTENTION_OF, STATE_KINDS
+from .architecture import ATTENTION_OF, STATE_KINDS, layers_of
 from .models import Check, Seen, TransformersModel
+from .regions import large_layers
 from .states import StateCache, StateReader, state_modules
 
 __all__ = ["HybridModel"]
@@ -71,6 +72,7 @@ class HybridModel(TransformersModel):
         # A model without attention reads neither positions nor a mask.
         self._has_attention = "position_ids" in parameters
         self._num_states = getattr(self._config, "number_of_conv_states", 1)
+        self._large_layers = large_layers(layers_of(self.prepared))
 
     def _new_cache(self, batch: int, capacity: int) -> StateCache:
         return StateCache(batch, capacity, *self._cache_sizes())

@@ -102,8 +102,8 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
     def static_tensors(self) -> list[Tensor]:
         return [*super().static_tensors(), *self.rings.values()]
 
-    def begin(self) -> None:
-        """What is read next begins a text."""
+    def forget(self) -> None:
+        """What is read next begins a text, or loads its states."""
         for index in range(self.number_of_states):
             self.has_previous_state[index] = False
             for kind in KINDS:
@@ -120,7 +120,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             ring[rows, slots] = getattr(self, kind)[index].to(ring.dtype)
 
     def written(self) -> tuple[State, ...]:
-        """The states that a module has written since `begin`; those that are new get a ring.
+        """The states that a module has written since `forget`; those that are new get a ring.
 
         Raises:
             RuntimeError: there is no memory for it; other texts have states of another kind.
@@ -237,7 +237,7 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
     assert positions is not None
     rows = torch.arange(positions.shape[0], device=positions.device) if cache.rows is None else cache.rows
     if cache.begins_texts:
-        layer.begin()
+        layer.forget()
         output = reader._read_whole(**arguments)
         reader._states = layer.written()
         layer.store(reader._states, rows, (positions[:, -1] + 1) % num_slots)
@@ -252,6 +252,8 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
         arguments[reader._names[0]] = hidden[:, index : index + 1]
         outputs.append(reader._read_whole(**arguments))
         layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
+    # A compiled region may leave no tensor of its own behind.
+    layer.forget()
     return _joined(outputs)
 
 
