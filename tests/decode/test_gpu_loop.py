@@ -18,12 +18,13 @@ from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_loops import limited, new_tokens
 from tiny_models import VOCAB, perturbed, tiny
+from tiny_mtp import tiny_mtp
 from tiny_requests import many
 from torch import Tensor
 
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
-from torch_specops.drafts import DFlash, DraftSource, Eagle3, ModelDraft, PromptLookup
+from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
@@ -51,6 +52,8 @@ def decoder(
     if kind == "hybrid":
         layer_types = ["linear_attention", "full_attention"]
         model = tiny_hybrid("qwen3_5_text", num_hidden_layers=2, layer_types=layer_types).to(dtype)
+    elif kind == "mtp":
+        model = copy.deepcopy(tiny_mtp("qwen2", 2).model).to(dtype)
     else:
         model = tiny("llama", num_hidden_layers=layers).to(dtype)
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
@@ -60,6 +63,8 @@ def decoder(
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
     if kind == "block":
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
+    if kind == "mtp":
+        draft = MTP.from_pretrained(model.to(device))
     settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": MIXED} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
@@ -88,9 +93,9 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
-        *((kind, MIXED) for kind in ("none", "lookup", "head", "block", "hybrid")),
+        *((kind, MIXED) for kind in ("none", "lookup", "head", "block", "mtp", "hybrid")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
-        *((kind, PROCESSED) for kind in ("model", "head", "block")),
+        *((kind, PROCESSED) for kind in ("model", "head", "block", "mtp")),
     ],
 )
 def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: SamplingParams) -> None:
@@ -136,7 +141,7 @@ def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
         assert found.stats.num_accepted == expected.stats.num_accepted
 
 
-@pytest.mark.parametrize("kind", ["lookup", "model", "head"])
+@pytest.mark.parametrize("kind", ["lookup", "model", "head", "mtp"])
 def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
     """A record is read when its row has another request already. The first filter captures other graphs, once, and so
     does the first penalty."""
