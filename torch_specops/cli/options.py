@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import checks
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
+from .models import EAGLE3, EARLY_EXIT, INT8, NGRAM, OWN_MTP, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
 
 # The exit status that a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -36,7 +36,8 @@ Draft = Annotated[
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
-        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{INT8}' is a quantised "
+        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{OWN_MTP}' are the MTP layers "
+        f"in the target's checkpoint; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),
