@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import checks
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import DFLASH, EAGLE3, EARLY_EXIT, INT8, NGRAM, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
+from .models import DFLASH, EAGLE3, EARLY_EXIT, INT8, NGRAM, OWN_MTP, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
 
 # The exit status that a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -37,7 +37,7 @@ Draft = Annotated[
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
         f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{DFLASH}FOLDER' is a DFlash drafter for it; "
-        f"'{INT8}' is a quantised "
+        f"'{OWN_MTP}' are the MTP layers in the target's checkpoint; '{INT8}' is a quantised "
         "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),
