@@ -47,7 +47,7 @@ NumDraftTokens = Annotated[
     typer.Option(
         metavar="K",
         help="How many tokens the draft guesses per step.",
-        show_default=f"10 for {PROMPT_LOOKUP} and {SUFFIX_LOOKUP}, the block of a DFlash drafter, 2 otherwise",
+        show_default=f"10 for {PROMPT_LOOKUP} and {SUFFIX_LOOKUP}, their own with DFlash and MTP, 2 otherwise",
     ),
 ]
 Schedule = Annotated[
