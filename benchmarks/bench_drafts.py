@@ -72,7 +72,7 @@ def trained(options: argparse.Namespace, device: torch.device) -> Subject:
     pieces = text.to(device)[: len(text) // options.prompts * options.prompts].view(options.prompts, -1)
     drafts = {
         "MTP layer": lambda: MTP.from_pretrained(target, options.mtp),
-        "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.eagle3, target),
+        "EAGLE-3 head": lambda: Eagle3.from_pretrained(options.eagle3 or HEADS[AUSTEN], target),
         "draft model": lambda: model,
         "prompt lookup": PromptLookup,
     }
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=3)
     parser.add_argument("kind", choices=["lookup", "trained"])
     parser.add_argument("--target", default="smollm2-135m-instruct", help="of lookup")
-    parser.add_argument("--eagle3", default=str(HEADS[AUSTEN]), help="a folder, of trained")
+    parser.add_argument("--eagle3", help="a folder, of trained; default: the head in the package")
     parser.add_argument("--mtp", help="a folder, of trained; default: the target's")
     parser.add_argument("--prompts", type=int, default=16, help="at most 12 for lookup")
     parser.add_argument("--batch", type=int, default=1, help="prompts of trained that are decoded together")

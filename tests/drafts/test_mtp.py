@@ -4,6 +4,8 @@ what transformers drafts with them; no weight is left out without a word; and no
 from __future__ import annotations
 
 import importlib.util
+import json
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -278,6 +280,26 @@ def test_no_weight_is_left_out(tmp_path: Path) -> None:
             lambda w: w.update({name: w[name].to(torch.float8_e4m3fn)}),
             rf".* the weight {name} in .* is quantised \(torch.float8_e4m3fn\)",
         ),
+        (
+            deepseek,
+            lambda w: [w.pop(each) for each in list(w) if each.startswith("model.layers.3.")],
+            ".* has 1 MTP layers, and the target's config says num_.*_layers = 2",
+        ),
+        (
+            deepseek,
+            lambda w: [w.pop(each) for each in list(w) if each.startswith("model.layers.2.")],
+            "draft: there are MTP weights of layer 1, and none of layer 0",
+        ),
+        (
+            deepseek,
+            lambda w: w["model.layers.3.shared_head.head.weight"].add_(1),
+            ".*model.layers.3.shared_head.head.weight in .* is not the target's own",
+        ),
+        (
+            deepseek,
+            lambda w: w.update({"model.layers.2.embed_tokens.weight": torch.ones(3, 3)}),
+            ".*model.layers.2.embed_tokens.weight in .* is not the target's own",
+        ),
         (qwen, lambda w: w.pop("mtp.norm.weight"), ".* lacks MTP weights: mtp.norm.weight "),
         (qwen, lambda w: w.update({"mtp.gate": torch.ones(1)}), ".* has unknown MTP weights: mtp.gate "),
         (qwen, lambda w: w.update({"mtp.fc.weight": torch.ones(2, 2)}), r"(?s).*do not fit Qwen3Next.*eh_proj"),
@@ -305,8 +327,14 @@ def test_which_targets_have_layers(tmp_path: Path) -> None:
         ),
     ]
     assert raised(MTP.from_pretrained, cases) == []
-    with pytest.raises(ValueError, match="vocab"):
-        SpeculativeDecoder(shared_tiny("llama"), MTP.from_pretrained(tiny.model))
+    draft = MTP.from_pretrained(tiny.model)
+    wider = TinyMtp("qwen2", 1, vocab=TOKENS).model
+    wider.config.hidden_size = 64
+    others = [
+        (shared_tiny("llama"), ValueError, "draft: the head is for another target: its layers are .*Qwen2DecoderLayer"),
+        (wider, ValueError, "draft: the head is for another target: hidden_size 32, the target has 64"),
+    ]
+    assert raised(lambda target: SpeculativeDecoder(target, draft), others) == []
     # Weights in several files, as large models have them, with the names of a model inside another.
     weights = load_file(tiny.folder / "model.safetensors")
     own = {f"language_model.{name}": weights.pop(name) for name in list(weights) if "mtp" in name}
@@ -317,6 +345,44 @@ def test_which_targets_have_layers(tmp_path: Path) -> None:
         save_file(dict(list(own.items())[part::2]), folder / f"model-{part + 2}.safetensors")
     first, second = (MTP.from_pretrained(tiny.model, each).head.state_dict() for each in (None, folder))
     assert all(torch.equal(first[name], second[name]) for name in first)
+    # A file that the index names and that is not there, and a file too many.
+    lost = {"weight_map": {name.replace(".0.", ".1."): "model-4.safetensors" for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(lost))
+    with pytest.raises(ValueError, match=r"is in model-4.safetensors, which is not in .*parts"):
+        MTP.from_pretrained(tiny.model, folder)
+    save_file(dict(list(own.items())[:1]), folder / "model-4.safetensors")
+    with pytest.raises(ValueError, match=r"is in several files of .*parts"):
+        MTP.from_pretrained(tiny.model, folder)
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens.*text may be poor:UserWarning")
+def test_a_target_whose_angles_change_with_the_text() -> None:
+    """Its own are not disturbed, and a row's drafts do not depend on its neighbours."""
+    tiny = TinyMtp("qwen2", 2, vocab=TOKENS, rope_parameters=DYNAMIC, max_position_embeddings=16)
+    greedy = new_tokens(decoded(tiny, MTP.from_pretrained(tiny.model), sampling=GREEDY))
+    for prompt, row in zip(PROMPTS, greedy, strict=True):
+        expected = tiny.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=len(row))
+        assert row == expected[0, len(prompt) :].tolist()
+    tiny = TinyMtp("qwen2", 2, vocab=TOKENS, rope_parameters=LONGROPE, max_position_embeddings=64)
+    decoder = SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), compile=False)
+    output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=(30, 12, 21), seed=4)
+    for prompt, row, seed in zip(PROMPTS, new_tokens(output), output.stats.seeds, strict=True):
+        alone = decoder.generate(torch.tensor([prompt]), max_new_tokens=len(row), seed=[seed])
+        assert new_tokens(alone) == [row]
+
+
+def test_a_pickled_draft_leaves_its_target_behind() -> None:
+    tiny = tiny_mtp("qwen2", 1, vocab=TOKENS)
+    draft = MTP.from_pretrained(tiny.model)
+    expected = new_tokens(decoded(tiny, draft, sampling=GREEDY))
+    copied = pickle.loads(pickle.dumps(draft))
+    assert copied._target is None and draft._target is not None
+    assert new_tokens(decoded(tiny, copied, sampling=GREEDY)) == expected
 
 
 # transformers' own generate.

@@ -57,11 +57,13 @@ def is_known(kind: str) -> bool:
 class TinyMtp:
     """A target, loaded from `folder`, and its MTP layers as layers of the larger model that both were cut from."""
 
-    def __init__(self, kind: str, depth: int, seed: int = 0, vocab: int = VOCAB, dtype: Any = torch.float64) -> None:
+    def __init__(
+        self, kind: str, depth: int, seed: int = 0, vocab: int = VOCAB, dtype: Any = torch.float64, **more: Any
+    ) -> None:
         self.kind, self.depth = kind, depth
         total = LAYERS + depth
         fields = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        fields |= FAMILIES[kind] | {"num_hidden_layers": total}
+        fields |= FAMILIES[kind] | more | {"num_hidden_layers": total}
         if "layer_types" in fields:
             fields["layer_types"] = ["linear_attention", "full_attention"] + ["full_attention"] * depth
         if kind == "mellum":

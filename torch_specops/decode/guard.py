@@ -34,7 +34,9 @@ class Guard:
         self._device = target.device
         self._mode = mode_of(target, draft)
         self._autocast = autocast_of(self._device)
-        models = [target, *(part for part in models_of(draft) if not isinstance(part, DraftSource))]
+        # A source that reads features has caches, as a model has.
+        parts = (part for part in models_of(draft) if not isinstance(part, DraftSource) or part.feature_layers)
+        models = [target, *parts]
         self._uses = [_use_of(model) for model in models]
         self._use = self._uses[0]
 

@@ -61,5 +61,15 @@ def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
             content = safe_open(file, "pt")
         except SafetensorError as error:
             raise ValueError(f"draft: cannot read {file}: {error}") from error
-        weights |= {name: partial(content.get_tensor, name) for name in content.keys()}  # noqa: SIM118
+        for name in content.keys():  # noqa: SIM118
+            twice = f"{name} is in several files of {folder}"
+            weights[name] = partial(_refuse, twice) if name in weights else partial(content.get_tensor, name)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        for name, of in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            weights.setdefault(name, partial(_refuse, f"{name} is in {of}, which is not in {folder}"))
     return weights
+
+
+def _refuse(reason: str) -> Tensor:
+    raise ValueError(f"draft: the weight {reason}")

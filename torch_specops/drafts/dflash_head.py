@@ -25,6 +25,7 @@ from .layers import (
     check_known,
     filled,
     layer_sizes,
+    number_of,
     rope_frequencies,
     rotation,
     size_of,
@@ -110,8 +111,15 @@ class _Layer(nn.Module):
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
     """The drafter in a folder, in a repository of the hub, or in a model of transformers, with the errors of
     `DFlash.from_pretrained`."""
+    # Of a model that `torch.compile` has made.
+    source = getattr(source, "_orig_mod", source)
     if isinstance(source, nn.Module):
-        raw = getattr(source, "config").to_dict()  # noqa: B009
+        if not hasattr(source, "config"):
+            raise TypeError(
+                f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(source)}"
+            )
+        found: Any = source.config
+        raw = found.to_dict()
         config, weights, place = read_drafter_config(raw), source.state_dict(), type(source).__name__
     else:
         folder = checkpoint_folder(source)
@@ -131,11 +139,15 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
             "speculators library compute otherwise, and are not read"
         )
     inner = {} if is_muse else raw.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"config: expected an object as dflash_config, got {inner!r}")
     own, unknown = {**raw, **inner}, sorted(inner.keys() - FIELDS)
     if unknown:
         raise ValueError(f"config: dflash_config has {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
     num_layers = size_of(raw, "num_hidden_layers")
     kinds = raw.get("layer_types") or ["full_attention"] * num_layers
+    if raw.get("use_sliding_window") and not raw.get("layer_types"):
+        raise ValueError("config: expected layer_types beside use_sliding_window, to say which layers have the window")
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
         # Quantised weights are not read.
@@ -157,14 +169,14 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
     return DFlashConfig(
         **layer_sizes(raw),
         normalises_queries=True,
-        block_size=size_of(own, "block_size"),
-        mask_token_id=size_of(own, "mask_token_id"),
+        block_size=size_of(own, "block_size", least=2),
+        mask_token_id=size_of(own, "mask_token_id", least=0),
         # Layers are counted by their outputs.
         feature_layers=tuple(each + 1 for each in ids),
         sees=tuple(sees(kind) for kind in kinds),
         vocab_size=raw.get("vocab_size"),
         num_target_layers=raw.get("num_target_layers"),
-        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
-        output_multiplier=float(own.get("output_multiplier") or 1.0),
-        softcap=own.get("final_logit_softcapping") or None,
+        embedding_scale=number_of(own, "input_embedding_scale", 1.0),
+        output_multiplier=number_of(own, "output_multiplier", 1.0),
+        softcap=number_of(own, "final_logit_softcapping"),
     )

@@ -54,6 +54,10 @@ class FeatureDraft(SampledDraft):
         self._num_read: Tensor | None = None
         self._most_drafts = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A decoder binds its draft anew.
+        return vars(self) | {"_target": None}
+
     def bind(self, target: LanguageModel) -> None:
         self._target = feature_model(target)
 

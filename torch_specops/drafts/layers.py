@@ -20,12 +20,17 @@ __all__ = [
     "check_known",
     "filled",
     "layer_sizes",
+    "number_of",
     "rope_frequencies",
     "rotation",
     "size_of",
 ]
 
 ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_FACTORS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 Head = TypeVar("Head", bound=Any)
 
@@ -162,10 +167,17 @@ def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
             raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
 
 
-def size_of(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def size_of(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config: expected an int >= 1 as {name}, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config: expected an int >= {least} as {name}, got {value!r}")
+    return value
+
+
+def number_of(raw: Mapping[str, Any], name: str, default: float | None = None) -> Any:
+    value = default if raw.get(name) is None else raw[name]
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+        raise ValueError(f"config: expected a number > 0 as {name}, got {value!r}")
     return value
 
 
@@ -173,6 +185,10 @@ def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `LayerConfig` but `normalises_queries`, as transformers names them."""
     check_known(("hidden_act", raw.get("hidden_act", "silu"), ("silu",)))
     rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    for name in ROPE_FACTORS.get(kind, ()):
+        if number_of(rope, name) is None:
+            raise ValueError(f"config: expected {name} beside rope_type {kind!r}")
     hidden, num_heads = size_of(raw, "hidden_size"), size_of(raw, "num_attention_heads")
     return {
         "hidden_size": hidden,
@@ -180,8 +196,8 @@ def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_key_value_heads": size_of(raw, "num_key_value_heads", num_heads),
         "head_dim": size_of(raw, "head_dim", hidden // num_heads),
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "rope_theta": float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "norm_eps": number_of(raw, "rms_norm_eps", 1e-6),
+        "rope_theta": number_of(rope, "rope_theta", number_of(raw, "rope_theta", 10000.0)),
         "rope": {"rope_type": rope.get("type", "default")} | rope,
         "attention_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),

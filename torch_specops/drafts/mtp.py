@@ -14,9 +14,11 @@ from ..ops import sample
 from ..ops.kv_cache import RaggedKeyValues
 from ..sampling import SamplingTensors
 from .base import Draft, LanguageModel, as_language_model, feature_model
-from .feature import FeatureDraft
+from .feature import FeatureDraft, check_target
 
 __all__ = ["MTP"]
+
+SIZES = ("hidden_size", "vocab_size")
 
 # The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
 read_head: Callable[..., Any] | None = None
@@ -57,8 +59,8 @@ class MTP(FeatureDraft):
 
         Args:
             target: a transformers model, on the device where the layers are to be.
-            folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub; None = where
-                the target came from. Nothing but these weights is read.
+            folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub, of which the
+                newest revision is read; None = where the target came from. Nothing but these weights is read.
             dtype: of the layers; None = the target's.
 
         Raises:
@@ -75,8 +77,11 @@ class MTP(FeatureDraft):
         return draft
 
     def bind(self, target: LanguageModel) -> None:
+        model = feature_model(target, "prepared")
+        self.head.check_target(model)
+        check_target({name: (getattr(self.head.config, name), getattr(model, name)) for name in SIZES}, (), 0)
         super().bind(target)
-        self.feature_layers = (feature_model(target).num_layers,)
+        self.feature_layers = (model.num_layers,)
 
     def _start_caches(self, batch: int, capacity: int) -> None:
         if self._cache is None or (self._cache.batch, self._cache.capacity) != (batch, capacity):

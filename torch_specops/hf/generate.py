@@ -119,13 +119,16 @@ def custom_generate(
         >>> output.shape
         torch.Size([1, 13])
     """
+    speculation_type = getattr(generation_config, "speculation_type", None)
+    if speculation_type:
+        draft_model = getattr(draft_model, "_orig_mod", draft_model)
     _check_mode(generation_config, draft_model)
     if generation_config.prompt_lookup_num_tokens is not None:
         draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
     if generation_config.assistant_early_exit is not None:
         draft_model = EarlyExit(generation_config.assistant_early_exit)
     uses_mtp = getattr(generation_config, "use_mtp", None)
-    if uses_mtp or (getattr(generation_config, "speculation_type", None) and isinstance(draft_model, PreTrainedModel)):
+    if uses_mtp or (speculation_type and isinstance(draft_model, PreTrainedModel)):
         draft_model = _head_draft(model, None if uses_mtp else draft_model)
     num_draft_tokens, schedule = read_assistant_settings(
         generation_config,
@@ -233,18 +236,20 @@ def _kept_decoder(
 
 
 # The network of each model's MTP layers or DFlash drafter, and what it was made for.
-_heads: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any]]] = WeakKeyDictionary()
 
 
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
     """The draft of a DFlash drafter, or of the model's own MTP layers."""
-    source = drafter or model.config.name_or_path
-    made_for = source, model.device, model.dtype, model.config._attn_implementation
-    kept = _heads.get(model)
-    if kept is None or kept[0] != made_for:
+    kept, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
+    # Weights that are loaded into a drafter count up their versions.
+    versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
+    source, text = drafter or model.config.name_or_path, model.config.get_text_config()
+    made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
+    if kind not in kept or kept[kind][0] != made_for:
         head: Any = read_mtp_head(model) if drafter is None else read_drafter(drafter, model.device, model.dtype)
-        kept = _heads[model] = made_for, head
-    return MTP(kept[1]) if drafter is None else DFlash(kept[1])
+        kept[kind] = made_for, head
+    return kind(kept[kind][1])
 
 
 def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -343,11 +343,15 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        with self._read_lengths.at(self._lengths_at(positions)) if self._rotaries else nullcontext():
+        with self.reading_at(self._lengths_at(positions)):
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
         return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
+
+    def reading_at(self, lengths: Tensor) -> AbstractContextManager[None]:
+        """Within it rotary embeddings that change with the text read tokens at these lengths [A, n] of it."""
+        return self._read_lengths.at(lengths) if self._rotaries else nullcontext()
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
         """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from itertools import count, islice
+from itertools import count, islice, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from .models import TransformersModel
 
 __all__ = ["MtpHead", "read_mtp_head"]
 
+# What configs call the number of these layers.
+COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
 # Experts in one tensor, and the parts of each in checkpoints that have them one by one.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -83,10 +86,19 @@ class MtpHead(nn.Module):
     def __init__(self, config: PreTrainedConfig, like: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.config, self.layout, self.vocab_size = config, layout, config.vocab_size
+        like = getattr(like, "_orig_mod", like)
         self.layers = nn.ModuleList(MtpLayer(config, like, index) for index in range(config.num_hidden_layers))
+        self._layer_class = type(like)
         self._cache_argument = cache_argument(type(like).forward)
         self._types = getattr(config, "layer_types", None) or ["all"] * len(self.layers)
         self._windows = windows(config)
+
+    def check_target(self, target: TransformersModel) -> None:
+        """Raise ValueError if the layers of a target are others."""
+        layer = layers_of(target.model)[-1]
+        own, other = self._layer_class, type(getattr(layer, "_orig_mod", layer))
+        if own is not other:
+            raise ValueError(f"draft: the head is for another target: its layers are {own}, the target's {other}")
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         return RaggedCache(batch, capacity, len(self.layers))
@@ -115,7 +127,8 @@ class MtpHead(nn.Module):
         rotary = target.prepared.get_decoder().rotary_emb
         # Each kind of layer may have angles of its own, and so may time, height and width.
         kinds = [kind] if kind in self.config.rope_parameters else []
-        angles = rotary(read, places.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places, *kinds)
+        with target.reading_at(places + 1):
+            angles = rotary(read, places.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places, *kinds)
         named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
@@ -139,8 +152,17 @@ def read_mtp_head(
     if depth == 0:
         expected = ", ".join(each.root.format(k=0, n=num_layers) + "*" for each in LAYOUTS)
         raise ValueError(f"draft: {folder} has no MTP weights that this reads; expected {expected}")
-    with torch.device("meta"):
-        head = MtpHead(_layer_config(model.config, depth), layers_of(model)[-1], layout)
+    for name, said in vars(model.config.get_text_config(decoder=True)).items():
+        if name in COUNTS and said not in (None, depth):
+            raise ValueError(f"draft: {folder} has {depth} MTP layers, and the target's config says {name} = {said}")
+    try:
+        with torch.device("meta"):
+            head = MtpHead(_layer_config(model.config, depth), layers_of(model)[-1], layout)
+    # Each family asks for other fields and arguments.
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"target: {type(model).__name__} is no family with MTP layers that are known: {error}"
+        ) from error
 
     def published(name: str, k: int) -> str:
         return prefix + (layout.root + name).format(k=k, n=num_layers + k)
@@ -151,7 +173,11 @@ def read_mtp_head(
     for name, tensor in given.items():
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ValueError(f"draft: the weight {name} in {folder} is quantised ({tensor.dtype}), which is not read")
-    weights, missing, used = {}, [], {published(name, k) for name in layout.of_target for k in layers}
+    weights, missing, used = {}, [], set()
+    for name in (published(*each) for each in product(layout.of_target, layers)):
+        used.add(name)
+        own_module: Any = model.get_input_embeddings() if "embed" in name else model.get_output_embeddings()
+        _check_same(name, given.get(name), own_module.weight, folder)
     for name, parameter in head.state_dict().items():
         _, k, part, rest = name.split(".", 3)
         own = [published(layout.parts[PARTS.index(part)] + rest, int(k))]
@@ -182,10 +208,22 @@ def _layout(names: Iterable[str], num_layers: int) -> tuple[Layout, str, int]:
     for layout in LAYOUTS:
         blocks = (f".{layout.root}{layout.parts[-1]}".format(k=k, n=num_layers + k) for k in count())
         found = [[name.partition(block)[0] for name in dotted if block in name] for block in islice(blocks, 99)]
-        depth = found.index([])
-        if depth > 0:
-            return layout, f"{found[0][0]}."[1:], depth
+        present = [k for k, own in enumerate(found) if own]
+        if missing := set(range(max(present, default=0))) - set(present):
+            raise ValueError(f"draft: there are MTP weights of layer {max(present)}, and none of layer {min(missing)}")
+        if present:
+            return layout, f"{found[0][0]}."[1:], len(present)
     return LAYOUTS[0], "", 0
+
+
+def _check_same(name: str, given: Tensor | None, own: Tensor, folder: Path) -> None:
+    """Refuse a copy of a weight of the target that differs from it, as the target's is used. Values of a target that is
+    quantised cannot be compared."""
+    if given is None:
+        return
+    comparable = type(own) in (Tensor, nn.Parameter) and own.is_floating_point()
+    if given.shape != own.shape or (comparable and not torch.equal(given.to(own), own)):
+        raise ValueError(f"draft: {name} in {folder} is not the target's own, which would be used for it")
 
 
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
