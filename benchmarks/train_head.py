@@ -42,7 +42,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.cli.loading import AUSTEN, Tokenizer, load_model, load_tokenizer
 from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
-from torch_specops.hf.mtp import LAYOUTS, MtpLayer
+from torch_specops.hf.mtp import LAYOUTS, PARTS, MtpLayer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 4
@@ -368,11 +368,12 @@ def eagle3_weights(head: Eagle3Head) -> dict[str, Tensor]:
 
 def mtp_weights(head: Mtp) -> dict[str, Tensor]:
     """As Qwen3-Next's checkpoints name them."""
-    names = next(layout.names for layout in LAYOUTS if layout.root == "mtp.")
+    layout = next(each for each in LAYOUTS if each.root == "mtp.")
     weights = {}
     for name, tensor in head.layer.state_dict().items():
         part, rest = name.split(".", 1)
-        weights[f"{names[part].format(k=0)}.{rest}"] = tensor.half().contiguous()
+        published = layout.root + layout.parts[PARTS.index(part)] + rest
+        weights[published.format(k=0)] = tensor.half().contiguous()
     return weights
 
 
