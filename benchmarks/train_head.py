@@ -118,7 +118,7 @@ class Mtp(nn.Module):
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
         """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
         layer, places = self.layer, positions + 1
-        read = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], -1))
+        read = layer.fuse(embedded, hidden)
         named = {"position_ids": places, "position_embeddings": self.shared[0](read, places)}
         return layer.norm(layer.block(read, attention_mask=None, **named, chains=attention))
 

@@ -12,7 +12,7 @@ from chains import expect_caught, expect_laws
 from report import Report
 from tiny_eagle3 import new_head, plain_logits, trained_head
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
-from tiny_loops import GREEDY, LENGTH, Given, decode, expected_rows, new_tokens
+from tiny_loops import GREEDY, LENGTH, Given, Recording, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, random_table, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -27,17 +27,8 @@ INPUT_IDS, MASK = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
 
 
-class Recorder(Eagle3):
-    """Keeps the texts and drafts of every step."""
-
-    def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Draft:
-        draft = super().propose(tokens, lengths, *rest)
-        self.seen.append((tokens.clone(), lengths.clone(), draft))
-        return draft
-
-    def start(self, *arguments: Any) -> None:
-        super().start(*arguments)
-        self.seen: list[tuple[Tensor, Tensor, Draft]] = []
+class Recorder(Recording, Eagle3):
+    pass
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

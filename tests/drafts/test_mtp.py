@@ -17,7 +17,7 @@ from chains import expect_caught, expect_laws
 from report import Report
 from safetensors.torch import load_file, save_file
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
-from tiny_loops import GREEDY, Given, new_tokens
+from tiny_loops import GREEDY, Given, Recording, new_tokens
 from tiny_models import PairModel, padded, raised, random_table, shared_tiny
 from tiny_mtp import TinyMtp, is_known, tiny_mtp
 from torch import Tensor
@@ -39,17 +39,8 @@ INPUT_IDS, MASK = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
 
 
-class Recorder(MTP):
-    """Keeps the texts and drafts of every step."""
-
-    def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Draft:
-        draft = super().propose(tokens, lengths, *rest)
-        self.seen.append((tokens.clone(), lengths.clone(), draft))
-        return draft
-
-    def start(self, *arguments: Any) -> None:
-        super().start(*arguments)
-        self.seen: list[tuple[Tensor, Tensor, Draft]] = []
+class Recorder(Recording, MTP):
+    pass
 
 
 def check_drafts(tiny: TinyMtp, draft: Recorder, ends: list[int]) -> int:

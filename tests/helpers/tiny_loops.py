@@ -156,6 +156,19 @@ class Late(RecordReader[Any]):
         return None if len(self._queue) < (1 if early else 2) else super().pop()
 
 
+class Recording:
+    """Before a draft source among the bases of a class: keeps the texts and drafts of every step."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, *rest: Any) -> Draft:
+        draft: Draft = super().propose(tokens, lengths, *rest)  # type: ignore[misc]
+        self.seen.append((tokens.clone(), lengths.clone(), draft))
+        return draft
+
+    def start(self, *arguments: Any) -> None:
+        super().start(*arguments)  # type: ignore[misc]
+        self.seen: list[tuple[Tensor, Tensor, Draft]] = []
+
+
 class Given(Schedule):
     """These numbers of drafts, again and again."""
 

@@ -64,10 +64,6 @@ class DFlash(FeatureDraft):
         draft.bind(model)
         return draft
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.head.fc.weight.device
-
     def bind(self, target: LanguageModel) -> None:
         model, config = feature_model(target, "embeddings", "head"), self.head.config
         sizes = {

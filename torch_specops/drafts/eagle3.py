@@ -77,10 +77,6 @@ class Eagle3(FeatureDraft, SequentialDraft):
         draft.bind(model)
         return draft
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.head.fc.weight.device
-
     def bind(self, target: LanguageModel) -> None:
         model, config = feature_model(target), self.head.config
         layers = config.feature_layers

@@ -58,6 +58,11 @@ class FeatureDraft(SampledDraft):
         # A decoder binds its draft anew.
         return vars(self) | {"_target": None}
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        weight: Tensor = next(self.head.parameters())
+        return weight.device
+
     def bind(self, target: LanguageModel) -> None:
         self._target = feature_model(target)
 

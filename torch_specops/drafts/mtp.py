@@ -39,7 +39,6 @@ class MTP(FeatureDraft):
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.vocab_size: int = head.vocab_size
-        self.device: torch.device = next(head.parameters()).device
         self.default_draft_tokens = len(head.layers)
         self.num_reread = len(head.layers) - 1
         self._cache: Any = None

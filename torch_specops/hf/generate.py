@@ -219,7 +219,7 @@ def _kept_decoder(
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
-    if isinstance(draft_model, MTP | DFlash):
+    if type(draft_model) is MTP or type(draft_model) is DFlash:
         draft = type(draft_model), draft_model.head
     # A graph of another device or dtype cannot be used again.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation

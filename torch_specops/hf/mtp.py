@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from itertools import count, islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,12 +66,18 @@ LAYOUTS = (
 
 
 class MtpLayer(nn.Module):
-    def __init__(self, config: PreTrainedConfig, like: Any, index: int) -> None:
+    def __init__(self, config: PreTrainedConfig, like: Any, index: int, hidden_first: bool = False) -> None:
         super().__init__()
+        self.hidden_first = hidden_first
         norm, size = type(like.input_layernorm), config.hidden_size
         self.enorm, self.hnorm, self.norm = (norm(size, eps=config.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = type(like)(config, index)
+
+    def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the block reads [A, n, H], from embeddings and hidden states [A, n, H]."""
+        parts = [self.enorm(embedded), self.hnorm(hidden)]
+        return self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
 
 
 class MtpHead(nn.Module):
@@ -86,8 +92,9 @@ class MtpHead(nn.Module):
     def __init__(self, config: PreTrainedConfig, like: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.config, self.layout, self.vocab_size = config, layout, config.vocab_size
-        like = getattr(like, "_orig_mod", like)
-        self.layers = nn.ModuleList(MtpLayer(config, like, index) for index in range(config.num_hidden_layers))
+        like = _uncompiled(like)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(MtpLayer(config, like, index, layout.hidden_first) for index in layers)
         self._layer_class = type(like)
         self._cache_argument = cache_argument(type(like).forward)
         self._types = getattr(config, "layer_types", None) or ["all"] * len(self.layers)
@@ -95,8 +102,7 @@ class MtpHead(nn.Module):
 
     def check_target(self, target: TransformersModel) -> None:
         """Raise ValueError if the layers of a target are others."""
-        layer = layers_of(target.model)[-1]
-        own, other = self._layer_class, type(getattr(layer, "_orig_mod", layer))
+        own, other = self._layer_class, type(_uncompiled(layers_of(target.model)[-1]))
         if own is not other:
             raise ValueError(f"draft: the head is for another target: its layers are {own}, the target's {other}")
 
@@ -118,8 +124,7 @@ class MtpHead(nn.Module):
         and tokens [A, n] that stand index + 1 further on. It attends to the first `width` slots."""
         layer: Any = self.layers[index]
         places, kind = positions + index + 1, self._types[index]
-        parts = [layer.enorm(target.embed(tokens).to(hidden.dtype)), layer.hnorm(hidden)]
-        read = layer.eh_proj(torch.cat(parts[::-1] if self.layout.hidden_first else parts, -1))
+        read = layer.fuse(target.embed(tokens).to(hidden.dtype), hidden)
         slots = torch.arange(width, device=positions.device).unsqueeze(0)
         seen = visible_slots(positions, slots, self._windows[kind])
         if self.config._attn_implementation == "eager":
@@ -147,13 +152,14 @@ def read_mtp_head(
     if not source:
         raise ValueError("folder_or_id: expected the checkpoint, because the target does not say where it came from")
     folder = checkpoint_folder(source)
-    files, num_layers = open_weights(folder), model.config.get_text_config(decoder=True).num_hidden_layers
+    files, text = open_weights(folder), model.config.get_text_config(decoder=True)
+    num_layers = text.num_hidden_layers
     layout, prefix, depth = _layout(files, num_layers)
     if depth == 0:
         expected = ", ".join(each.root.format(k=0, n=num_layers) + "*" for each in LAYOUTS)
         raise ValueError(f"draft: {folder} has no MTP weights that this reads; expected {expected}")
-    for name, said in vars(model.config.get_text_config(decoder=True)).items():
-        if name in COUNTS and said not in (None, depth):
+    for name in COUNTS:
+        if (said := getattr(text, name, None)) not in (None, depth):
             raise ValueError(f"draft: {folder} has {depth} MTP layers, and the target's config says {name} = {said}")
     try:
         with torch.device("meta"):
@@ -206,14 +212,20 @@ def _layout(names: Iterable[str], num_layers: int) -> tuple[Layout, str, int]:
     """The layout of the MTP weights among these names, what stands before their names, and the number of layers."""
     dotted = [f".{name}" for name in names]
     for layout in LAYOUTS:
-        blocks = (f".{layout.root}{layout.parts[-1]}".format(k=k, n=num_layers + k) for k in count())
-        found = [[name.partition(block)[0] for name in dotted if block in name] for block in islice(blocks, 99)]
+        blocks = [f".{layout.root}{layout.parts[-1]}".format(k=k, n=num_layers + k) for k in range(99)]
+        found = [[name.partition(block)[0] for name in dotted if block in name] for block in blocks]
         present = [k for k, own in enumerate(found) if own]
         if missing := set(range(max(present, default=0))) - set(present):
             raise ValueError(f"draft: there are MTP weights of layer {max(present)}, and none of layer {min(missing)}")
         if present:
             return layout, f"{found[0][0]}."[1:], len(present)
     return LAYOUTS[0], "", 0
+
+
+def _uncompiled(module: Any) -> nn.Module:
+    """The module that `torch.compile` was given, if this is what it has made."""
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original
 
 
 def _check_same(name: str, given: Tensor | None, own: Tensor, folder: Path) -> None:
