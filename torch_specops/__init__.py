@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
-Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `sample` and
-`filter_logits`, and imports nothing but torch. `torch_specops.hf`, which imports transformers, `analysis`, `beam`,
-`inductor`, `laws`, `reference` and `vocab_parallel` are loaded on first use.
+Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `verify_gumbel`,
+`sample`, `sample_gumbel` and `filter_logits`, and imports nothing but torch and numpy. `torch_specops.hf`, which
+imports transformers, `analysis`, `beam`, `inductor`, `laws`, `reference` and `vocab_parallel` are loaded on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from . import decode, drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
 from .grammars import Grammar
-from .ops import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
+from .ops import filter_logits, sample, sample_gumbel, verify_block, verify_exact, verify_gumbel, verify_sigmoid
 from .ops.uniforms import uniforms
 from .sampling import SamplingParams
 
@@ -34,9 +34,11 @@ __all__ = [
     "grammars",
     "ops",
     "sample",
+    "sample_gumbel",
     "uniforms",
     "verify_block",
     "verify_exact",
+    "verify_gumbel",
     "verify_sigmoid",
 ]
 

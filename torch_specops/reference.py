@@ -4,7 +4,7 @@ Symbols (docs/math.md): p is the target's distribution, q the draft's, x a draft
 the acceptance test and of the next token, l the lenience, n the number of accepted drafts.
 Paper: Leviathan et al. 2023 (arXiv 2211.17192) Algorithm 1 and appendix A.5; Chen et al. 2023 (arXiv 2302.01318)
 Algorithm 2; Wagner et al. 2024 (arXiv 2406.11016) equation 5 for the sigmoid law; Sun et al. 2024 (arXiv 2403.10444)
-Algorithm 2 for blocks.
+Algorithm 2 for blocks; Daliri et al. 2024 (arXiv 2408.07978) for shared Gumbel noise.
 """
 
 from __future__ import annotations
@@ -391,3 +391,84 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
                 own_keys, own_values = (each[b, h // group, seen].double() for each in (keys, values))
                 output[b, i, h] = torch.softmax(scale * (own_keys @ queries[b, h, i].double()), 0) @ own_values
     return output
+
+
+MASK = 2**32 - 1
+
+
+def noise_keys(seed: int, position: int) -> tuple[int, int]:
+    """The keys of the noise at a position: the first two words of Philox 4x32-10 (Salmon et al. 2011) of the seed's 64
+    bits, at the counter (0, 4, position low, position high)."""
+    (k0, k1), (c0, c1, c2, c3) = (seed & MASK, seed >> 32 & MASK), (0, 4, position & MASK, position >> 32 & MASK)
+    for _ in range(10):
+        x, y = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (y >> 32) ^ c1 ^ k0, y & MASK, (x >> 32) ^ c3 ^ k1, x & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    """[V] g(v) = -log(-log u(v)), with u(v) = 1 - w(v), and w(v) = (h(v) + 1/2) / 2**32 from a 32-bit hash of v."""
+    k0, k1 = noise_keys(seed, position)
+    h = []
+    for v in range(vocab_size):
+        x = v * 0x9E3779B9 & MASK ^ k0
+        x = (x ^ x >> 16) * (k1 | 1) & MASK
+        h.append((x ^ x >> 15) * 0x735A2D97 & MASK)
+    w = (torch.tensor(h, dtype=torch.float64) + 0.5) / 2**32
+    return -torch.log(-torch.log1p(-w))
+
+
+def gumbel_scores(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """[V] (z - max z) / T + g, whose argmax has the law softmax(z / T) if g is Gumbel noise; -inf where excluded."""
+    x = comparable_logits(logits).clamp(max=FLOAT32_MAX)
+    gap = torch.where(x > -math.inf, x - x.max(), 0.0).clamp(min=-FLOAT32_MAX)
+    if temperature == math.inf:
+        gap = torch.zeros_like(gap)
+    gap = gap / min(max(temperature, 1.0 / FLOAT32_MAX), 1.0 / FLOAT32_TINY)
+    return torch.where(x > -math.inf, gap.clamp(min=-FLOAT32_MAX) + noise, -math.inf)
+
+
+def sample_gumbel(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+) -> Tensor:
+    """`specops::sample_gumbel` by its law; shapes and dtypes as in `torch_specops.sample_gumbel`."""
+    tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
+    for r in range(logits.shape[0]):
+        t = _of_row(temperature, r, 1.0)
+        if t > 0:
+            noise = gumbel_noise(int(seeds[r]), int(positions[r]), logits.shape[1])
+            tokens[r] = argmax(gumbel_scores(filtered(logits[r], t, *_filters(r, top_k, top_p, min_p)), noise, t))
+        elif t == 0:
+            tokens[r] = argmax(logits[r])
+    return tokens
+
+
+def verify_gumbel(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | float | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`specops::verify_gumbel` by its law; shapes and dtypes as in `torch_specops.verify_gumbel`."""
+    batch, num_drafts = draft_tokens.shape
+    output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(batch, dtype=torch.int64)
+    going = torch.ones(batch, dtype=torch.bool)
+    for i in range(num_drafts + 1):
+        y = sample_gumbel(target_logits[:, i], seeds, positions + i, temperature, top_k, top_p, min_p)
+        output_tokens[going, i] = y[going]
+        if i < num_drafts:
+            going &= (draft_tokens[:, i] == y) & (y >= 0)
+            num_accepted += going
+    return output_tokens, num_accepted

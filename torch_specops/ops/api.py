@@ -11,24 +11,18 @@ the graph where a function raises, so that the eager call raises the error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_tensor
 from . import arguments, cpu
-from .arguments import Filters, SigmoidArguments, VerifyArguments
+from .arguments import Filters, PerRow, SigmoidArguments, VerifyArguments
 from .registration import register_op
 from .tracing import on_device_of
 
 __all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
-
-if TYPE_CHECKING:
-    PerRow = Tensor | float | None
-else:
-    # The ops take tensors, and their schemas come from the functions' signatures.
-    PerRow = Tensor | None
 
 
 def verify_exact(

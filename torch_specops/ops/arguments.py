@@ -6,7 +6,7 @@ need no synchronisation and work on fake tensors too.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,26 @@ from ..checks import check_bounds, check_fraction, check_number, check_tensor
 
 __all__ = [
     "Filters",
+    "GumbelArguments",
+    "PerRow",
     "SigmoidArguments",
     "VerifyArguments",
     "check_filter_logits",
     "check_kinds",
     "check_sample",
+    "check_sample_gumbel",
     "check_verify_block",
     "check_verify_exact",
+    "check_verify_gumbel",
     "check_verify_sigmoid",
     "filters_of",
 ]
+
+if TYPE_CHECKING:
+    PerRow = Tensor | float | None
+else:
+    # The ops take tensors, and their schemas come from the functions' signatures.
+    PerRow = Tensor | None
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = (torch.int64, torch.int32)
@@ -89,6 +99,23 @@ class SigmoidArguments(NamedTuple):
     temperature: Tensor | None = None  # [B]
 
 
+class GumbelArguments(NamedTuple):
+    """The arguments of `verify_gumbel`, and with K = 0 of `sample_gumbel`."""
+
+    target_logits: Tensor  # [B, K+1, V]
+    draft_tokens: Tensor  # [B, K]
+    seeds: Tensor  # [B] int64
+    positions: Tensor  # [B] int64
+    temperature: Tensor | None = None  # [B]
+    top_k: Tensor | None = None  # [B]
+    top_p: Tensor | None = None  # [B]
+    min_p: Tensor | None = None  # [B]
+
+    @property
+    def filters(self) -> Filters:
+        return Filters(*self[4:])
+
+
 def check_verify_exact(given: VerifyArguments) -> None:
     """Shapes, dtypes, devices and ranges, as the docstring of `torch_specops.verify_exact` states them."""
     _check_verify(given)
@@ -128,13 +155,37 @@ def check_filter_logits(logits: Tensor, filters: Filters) -> None:
     _check_filters(filters, logits, "[N]")
 
 
+def check_verify_gumbel(given: GumbelArguments) -> None:
+    logits, tokens = given.target_logits, given.draft_tokens
+    batch, num_drafts, _ = _check_target_logits(logits)
+    _check("draft_tokens", tokens, (batch, num_drafts), "[B, K]", TOKENS, logits.device)
+    _check_noise(given.seeds, given.positions, logits, "[B]")
+    _check_filters(given.filters, logits, "[B]")
+
+
+def check_sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, filters: Filters) -> None:
+    check_filter_logits(logits, filters)
+    _check_noise(seeds, positions, logits, "[N]")
+
+
+def _check_noise(seeds: Tensor, positions: Tensor, logits: Tensor, axes: str) -> None:
+    for name, value in (("seeds", seeds), ("positions", positions)):
+        _check(name, value, (logits.shape[0],), axes, (torch.int64,), logits.device)
+
+
+def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
+    """B, K and V."""
+    _check_logits("target_logits", logits, "[B, K+1, V]")
+    batch, num_rows, vocab_size = logits.shape
+    if num_rows < 1:
+        raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {_shape(logits)}")
+    return batch, num_rows - 1, vocab_size
+
+
 def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
     """The checks that all verify ops share, except for that of the temperature."""
     logits = given.target_logits
-    _check_logits("target_logits", logits, "[B, K+1, V]")
-    batch, num_drafts, vocab_size = logits.shape[0], logits.shape[1] - 1, logits.shape[2]
-    if num_drafts < 0:
-        raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {_shape(logits)}")
+    batch, num_drafts, vocab_size = _check_target_logits(logits)
     drafts, device = (batch, num_drafts), logits.device
     tokens, uniforms = given.draft_tokens, given.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
@@ -255,7 +306,7 @@ FLAGS = ("filter_draft",)
 KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
-def check_kinds(given: VerifyArguments | SigmoidArguments | Filters, plain: bool = True) -> None:
+def check_kinds(given: VerifyArguments | SigmoidArguments | GumbelArguments | Filters, plain: bool = True) -> None:
     """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
     refuse the rest without naming the argument, or take a bool for a number."""
     for name, value in zip(given._fields, given, strict=True):

@@ -21,7 +21,7 @@ from .tracing import is_eager_cpu
 
 __all__ = ["STREAMS", "uniforms"]
 
-STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3}
+STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3, "noise": 4}
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -43,8 +43,9 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
             repeats its numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
-        stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token) or "inner" (seeds
-            for the draft of a draft). Two streams never share a number; using one for two purposes loses exactness.
+        stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
+            for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
+            number; using one for two purposes loses exactness.
 
     Returns:
         [B, n] float32 multiples of 2**-24 in [0, 1).
@@ -159,6 +160,20 @@ def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     return bits[..., 0] << 42 | bits[..., 1] << 21 | bits[..., 2]
 
 
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[N, 2] int64 in [0, 2**32): the keys of the noise of `sample_gumbel`, which are the first two words of block 0 of
+    the stream "noise"."""
+    zeros = torch.zeros_like(positions)
+    counter = (zeros, zeros + STREAMS["noise"], positions & MASK, (positions >> 32) & MASK)
+    return torch.stack(_philox(counter, (seeds & MASK, (seeds >> 32) & MASK))[:2], 1)
+
+
+def noise_key_bytes(seeds: Sequence[int], positions: Sequence[int]) -> bytes:
+    """The same N pairs for eager calls, each in 8 bytes."""
+    first, second, *_ = _packed_words(seeds, positions, [(0, STREAMS["noise"])])
+    return (first | second << 32).to_bytes(8 * len(seeds), "little")
+
+
 def _mixed(word: int) -> int:
     word = ((word ^ word >> 30) * MIX_0) & MASK_64
     word = ((word ^ word >> 27) * MIX_1) & MASK_64
@@ -202,38 +217,41 @@ def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
-    """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls.
+    """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls."""
+    batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
+    if size == 0:
+        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
+    top = _packed([MASK >> 8] * size)
+    w0, w1, w2, w3 = ((word >> 8) & top for word in _packed_words(seeds.tolist(), positions.tolist(), blocks))
+    pairs = [_unpacked(pair, size) for pair in (w0 | w1 << 32, w2 | w3 << 32)]
+    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
+
+
+def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The four words of each row's blocks, for eager calls.
 
     Each word of a block has 64 bits of one large Python integer, enough for the product of two words, so that one
     operation serves all blocks. On tensors this small, the same work would take a hundred calls of torch.
     """
-    batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
-    if size == 0:
-        return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
-
-    def packed(values: Sequence[int]) -> int:
-        return int.from_bytes(array("q", values).tobytes(), "little")
-
-    ones = packed([1] * size)
+    ones = _packed([1] * (len(seeds) * len(blocks)))
     mask = ones * MASK
-    seed, position = (packed([value for value in x.tolist() for _ in blocks]) for x in (seeds, positions))
-    index, stream = (packed(values * batch) for values in map(list, zip(*blocks, strict=True)))
+    seed, position = (_packed([value & MASK_64 for value in values for _ in blocks]) for values in (seeds, positions))
+    index, stream = (_packed(values * len(seeds)) for values in map(list, zip(*blocks, strict=True)))
 
     def multiply(a: int, multiplier: int) -> tuple[int, int]:
         product = a * multiplier
         return (product >> 32) & mask, product & mask
 
-    words = _rounds(
-        (index, stream, position & mask, (position >> 32) & mask),
-        (seed & mask, (seed >> 32) & mask),
-        (ones * WEYL_0, ones * WEYL_1),
-        mask,
-        multiply,
-    )
-    top = ones * (MASK >> 8)
-    w0, w1, w2, w3 = ((word >> 8) & top for word in words)
-    pairs = [
-        torch.frombuffer(bytearray(pair.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)
-        for pair in (w0 | w1 << 32, w2 | w3 << 32)
-    ]
-    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
+    counter = (index, stream, position & mask, (position >> 32) & mask)
+    weyl = (ones * WEYL_0, ones * WEYL_1)
+    words: tuple[int, ...] = _rounds(counter, (seed & mask, (seed >> 32) & mask), weyl, mask, multiply)
+    return words
+
+
+def _packed(values: Sequence[int]) -> int:
+    return int.from_bytes(array("Q", values).tobytes(), "little")
+
+
+def _unpacked(words: int, size: int) -> Tensor:
+    """[size, 2] int32"""
+    return torch.frombuffer(bytearray(words.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)

@@ -12,7 +12,8 @@ decide an acceptance are float64. The distribution is that of `reference.py`.
 from .block import verify_block
 from .exact import verify_exact
 from .filters import filter_logits
+from .gumbel import verify_gumbel
 from .sample import sample
 from .sigmoid import verify_sigmoid
 
-__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
+__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_gumbel", "verify_sigmoid"]

@@ -1,0 +1,179 @@
+"""`specops::sample_gumbel` and `specops::verify_gumbel` on a CPU: y_i = argmax of (z - max) / T + g, and x_i = y_i.
+
+The eager form is numpy's, which has unsigned integers, and compares and finds in a fifth of torch's time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import Filters, GumbelArguments
+from ..tracing import is_eager_cpu
+from ..uniforms import noise_key_bytes, noise_keys
+from .eager_rows import READ, argmax_by_tiles, columns, integers, scaled_rows
+from .eager_walk import prefix_length
+from .filters import row_bounds, scale_kept
+from .softmax import FLOAT32_MAX, FLOAT32_TINY, inverse_temperature, lowest_argmax
+from .walk import prefix_lengths
+
+# The hash of a token under two keys: a Weyl sequence, and twice a shift and a product, once with a key.
+WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
+SHIFTS = 16, 15
+MASK = 0xFFFFFFFF
+# The largest float32 below 1.
+LARGEST = 1.0 - 2.0**-24
+# In a row longer than SHORT, a score is computed for tokens that can win: whose hash is small, and still smaller where
+# z / T is more than NEAR below the largest. How small says the best of FEW likely tokens; SLACK is above all rounding.
+SHORT, FEW, NEAR, SLACK = 2048, 256, 6.0, 0.01
+
+Array = Any
+
+
+def verify_gumbel(given: GumbelArguments) -> tuple[Tensor, Tensor]:
+    """[B, K+1, V], [B, K] -> output_tokens [B, K+1], num_accepted [B]."""
+    logits, (batch, num_rows, vocab_size) = given.target_logits, given.target_logits.shape
+    if not is_eager_cpu(logits, given.seeds, given.positions) or batch == 0:
+        return dense(given)
+    temperature = [1.0] * batch if given.temperature is None else given.temperature.tolist()
+    drafts, keys = given.draft_tokens.tolist(), _eager_keys(given)
+    tokens: list[list[int]] = [[] for _ in drafts]
+    live, first = list(range(batch)), 0
+    # Rows are read as long as drafts match, and short ones several at a time.
+    while live:
+        stop = min(first + max(1, READ // (len(live) * vocab_size)), num_rows)
+        drawn = _draw(columns(logits, first, stop), given.filters, temperature, keys[:, first:stop], live)
+        matching = []
+        for b, row in zip(live, drawn, strict=True):
+            n = prefix_length(x == y >= 0 for x, y in zip(drafts[b][first:stop], row, strict=False))
+            tokens[b] += row[: n + 1]
+            if n == stop - first:
+                matching.append(b)
+        live, first = matching, stop
+    output = [token for row in tokens for token in row + [-1] * (num_rows - len(row))]
+    return integers(output).view(batch, num_rows), integers([len(row) - 1 for row in tokens])
+
+
+def _eager_keys(given: GumbelArguments) -> Array:
+    """[B, K+1, 2] uint32, the keys of each position."""
+    batch, num_rows, _ = given.target_logits.shape
+    seeds = [seed for seed in given.seeds.tolist() for _ in range(num_rows)]
+    positions = [position + i for position in given.positions.tolist() for i in range(num_rows)]
+    return np.frombuffer(noise_key_bytes(seeds, positions), np.uint32).reshape(batch, num_rows, 2)
+
+
+def _draw(
+    logits: Tensor, filters: Filters, temperature: Sequence[float], keys: Array, sequences: Sequence[int]
+) -> list[list[int]]:
+    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of some sequences, -1 where
+    there is none."""
+    tokens: dict[int, list[int]] = {}
+    sampled = [b for b in sequences if temperature[b] > 0]
+    if sampled:
+        if len(sampled) < len(temperature):
+            logits_of_sampled, filters, keys = logits[sampled], filters.at(sampled), keys[sampled]
+        else:
+            logits_of_sampled = logits
+        z, maxima = scaled_rows(logits_of_sampled, None, filters)
+        tokens |= zip(sampled, _likeliest(z.numpy(), maxima, [temperature[b] for b in sampled], keys), strict=True)
+    greedy = [b for b in sequences if temperature[b] == 0]
+    if greedy:
+        tokens |= zip(greedy, argmax_by_tiles(logits[greedy]).tolist(), strict=True)
+    return [tokens.get(b, [-1] * logits.shape[1]) for b in sequences]
+
+
+def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], keys: Array) -> list[list[int]]:
+    """Logits [B, C, V] with their maxima, temperatures [B], keys [B, C, 2] -> the tokens of the largest scores."""
+    inverse = [0.0 if t == math.inf else min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature]
+    with np.errstate(over="ignore"):
+        if z.shape[-1] > SHORT:
+            rows = zip(z, maxima, inverse, keys, strict=True)
+            return [
+                [_likeliest_of_many(row, top, scale, key) for row, top, key in zip(rows_z, tops, row_keys, strict=True)]
+                for rows_z, tops, scale, row_keys in rows
+            ]
+        top = np.array(maxima, np.float32)
+        scale = np.array(inverse, np.float32)[:, None, None]
+        scores = _scores(z, np.maximum(top, -FLOAT32_MAX)[..., None], scale, hashes(keys, z.shape[-1]))
+        tokens: list[list[int]] = np.where(top > -np.inf, scores.argmax(-1), -1).tolist()
+        return tokens
+
+
+def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
+    """The same for one row, with logarithms for few of its tokens."""
+    if top == -math.inf:
+        return -1
+    small, gap = hashes(key, len(z)), np.maximum(z - top, -FLOAT32_MAX) * inverse
+    likely = np.flatnonzero((gap >= -1) & (z > -np.inf))[:FEW]
+    # The winner has at least this score. Its g, which is at most -log w, exceeds the score by what z is below the top.
+    least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SLACK
+    tokens = np.flatnonzero(((gap >= -NEAR) & (small <= _limit(least))) | (small <= _limit(least + NEAR)))
+    return int(tokens[_scores(z[tokens], top, inverse, small[tokens]).argmax()])
+
+
+def _limit(score: float) -> Array:
+    """The largest hash whose w is at most exp(-score)."""
+    return np.uint32(min(math.exp(-score) * 2.0**32, MASK))
+
+
+def _scores(z: Array, top: Any, inverse: Any, words: Array) -> Array:
+    """(z - top) / T + g in float32, with w = 1 - u from the hash: g = -log(-log(1 - w))."""
+    w = np.minimum((words.astype(np.float32) + 0.5) * 2.0**-32, LARGEST)
+    gap = np.maximum(np.maximum(z - top, -FLOAT32_MAX) * inverse, -FLOAT32_MAX)
+    return np.where(z > -np.inf, gap - np.log(-np.log1p(-w)), -np.inf)
+
+
+def hashes(keys: Array, vocab_size: int) -> Array:
+    """Keys [..., 2] uint32 -> the hash of every token [..., V] uint32."""
+    x = _weyl_sequence(vocab_size) ^ keys[..., :1]
+    x ^= x >> np.uint32(SHIFTS[0])
+    x *= keys[..., 1:] | np.uint32(1)
+    x ^= x >> np.uint32(SHIFTS[1])
+    x *= np.uint32(FACTOR)
+    return x
+
+
+@lru_cache(maxsize=4)
+def _weyl_sequence(vocab_size: int) -> Array:
+    sequence = np.arange(vocab_size, dtype=np.uint32) * np.uint32(WEYL)
+    sequence.flags.writeable = False
+    return sequence
+
+
+def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
+    """The same without a look at the data."""
+    logits, filters, temperature = given.target_logits, given.filters, given.temperature
+    batch, num_rows, _ = logits.shape
+    position = torch.arange(num_rows, device=logits.device)
+    positions = given.positions.unsqueeze(1) + position
+    keys = noise_keys(given.seeds.repeat_interleave(num_rows), positions.flatten())
+    z = scale_kept(logits, None, row_bounds(logits, filters))  # [B, K+1, V]
+    z_max = z.amax(-1, keepdim=True)
+    gap = (z - z_max.clamp(min=-FLOAT32_MAX)).clamp(min=-FLOAT32_MAX)
+    inverse = inverse_temperature(temperature)
+    if temperature is not None and inverse is not None:
+        inverse = torch.where(temperature == math.inf, 0.0, inverse)
+        gap = (gap * inverse.view(-1, 1, 1)).clamp(min=-FLOAT32_MAX)
+    scores = torch.where(z > -math.inf, gap + _noise(keys.view(batch, num_rows, 2), logits.shape[2]), -math.inf)
+    if temperature is not None:
+        scores = torch.where((temperature == 0).view(-1, 1, 1), z, scores)
+    tokens = lowest_argmax(scores, scores.amax(-1))  # [B, K+1]
+    if temperature is not None:
+        tokens = torch.where((temperature >= 0).unsqueeze(1), tokens, -1)
+    n = prefix_lengths((given.draft_tokens == tokens[:, :-1]) & (tokens[:, :-1] >= 0))
+    return torch.where(position <= n.unsqueeze(1), tokens, -1), n
+
+
+def _noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """[B, C, 2] -> g [B, C, V] float32. Words are held in int64, which their products do not exceed."""
+    x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
+    x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
+    x = (x ^ x >> SHIFTS[1]) * FACTOR & MASK
+    w = ((x.float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
+    return -torch.log(-torch.log1p(-w))

@@ -1,0 +1,145 @@
+"""`sample_gumbel` and `verify_gumbel`: a token depends on its row of logits, a seed and its position, and on nothing
+else (Daliri, Musco and Suresh 2024, arXiv 2408.07978).
+
+Both are one function: sampling is verification without drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_tensor
+from . import arguments, cpu
+from .arguments import Filters, GumbelArguments, PerRow
+from .registration import register_op
+from .tracing import on_device_of
+
+__all__ = ["sample_gumbel", "verify_gumbel"]
+
+
+def sample_gumbel(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+) -> Tensor:
+    """Draw one token per row of softmax(logits / T) with the noise of its seed and position.
+
+    The token is the argmax of z(v) / T + g(v) over the tokens that the filters keep, where g(v) = -log(-log u(v)), and
+    u is a hash of seed, position and token. Two models that draw with the same seed and position share the noise, and
+    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law, and what
+    rounding can change are in docs/math.md, section 17.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
+            largest float32.
+        seeds: [N] int64, one for each text.
+        positions: [N] int64, the index of each token in its text, which is the number of tokens before it.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum). A
+            tensor may have inf: all tokens are equally likely.
+        top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
+
+    Returns:
+        [N] int64. -1 for a row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
+
+    Raises:
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Examples:
+        >>> import torch, torch_specops
+        >>> logits, seeds, positions = torch.zeros(3, 50), torch.tensor([7, 7, 8]), torch.tensor([0, 1, 0])
+        >>> torch_specops.sample_gumbel(logits, seeds, positions)
+        tensor([11, 38, 10])
+        >>> torch_specops.sample_gumbel(logits[1:2], seeds[1:2], positions[1:2])
+        tensor([38])
+    """
+    filters = arguments.filters_of("logits", logits, temperature, top_k, top_p, min_p)
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        check_tensor(name, tensor)
+    arguments.check_kinds(filters)
+    if torch.compiler.is_compiling():
+        arguments.check_sample_gumbel(logits, seeds, positions, filters)
+    tokens: Tensor = _sample_gumbel(logits, seeds, positions, *filters)
+    return tokens
+
+
+def verify_gumbel(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: PerRow = None,
+    top_k: PerRow = None,
+    top_p: PerRow = None,
+    min_p: PerRow = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw the target's token at every position, and accept drafts as long as they equal it: lossless.
+
+    With y_i the token that `sample_gumbel` draws from row i at position `positions` + i, the number accepted is that of
+    leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the text is what sampling from the
+    target alone gives with this seed, whatever the drafts are and however they were made. No draft probabilities are
+    needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled one should come from
+    `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by `verify_exact`.
+    docs/math.md, section 17, has the proof and both rates.
+
+    Args:
+        target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.
+        draft_tokens: [B, K] int64 or int32. A token outside [0, V) is padding, which equals no token.
+        seeds: [B] int64, one for each text.
+        positions: [B] int64, the position of row 0: the number of tokens in the text so far.
+        temperature, top_k, top_p, min_p: [B] or a number, as in `sample_gumbel`.
+
+    Returns:
+        output_tokens [B, K+1] int64: y_0 .. y_n, of which all but the last are the accepted drafts, then -1.
+        num_accepted [B] int64 in 0..K: n.
+
+    Raises:
+        TypeError: an argument that is not a tensor or number, or has another dtype.
+        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+
+    Examples:
+        >>> import torch, torch_specops
+        >>> logits, seeds, positions = torch.zeros(1, 3, 50), torch.tensor([7]), torch.tensor([0])
+        >>> torch_specops.verify_gumbel(logits, torch.tensor([[11, 3]]), seeds, positions)
+        (tensor([[11, 38, -1]]), tensor([1]))
+    """
+    filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
+    given = GumbelArguments(target_logits, draft_tokens, seeds, positions, *filters)
+    arguments.check_kinds(given)
+    if torch.compiler.is_compiling():
+        arguments.check_verify_gumbel(given)
+    result: tuple[Tensor, Tensor] = _verify_gumbel(*given)
+    return result
+
+
+# Compiled code on a CPU calls these ops. They read few rows, and of long ones they compute few scores.
+@register_op(sample_gumbel, is_opaque=lambda **_: True)
+def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any) -> Tensor:
+    filters = Filters(*args)
+    arguments.check_sample_gumbel(logits, seeds, positions, filters)
+    no_drafts = positions.new_empty(logits.shape[0], 0)
+    tokens, _ = _verify(GumbelArguments(logits.unsqueeze(1), no_drafts, seeds, positions, *filters))
+    return tokens.squeeze(1)
+
+
+@register_op(verify_gumbel, is_opaque=lambda **_: True)
+def _verify_gumbel(*args: Any) -> tuple[Tensor, Tensor]:
+    given = GumbelArguments(*args)
+    arguments.check_verify_gumbel(given)
+    return _verify(given)
+
+
+def _verify(given: GumbelArguments) -> tuple[Tensor, Tensor]:
+    if given.target_logits.device.type != "cuda":
+        return cpu.verify_gumbel(given)
+    from .cuda.gumbel import verify_gumbel as launch
+
+    with on_device_of(given.target_logits):
+        return launch(given)
