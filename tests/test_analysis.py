@@ -18,6 +18,7 @@ from torch_specops import reference
 from torch_specops.analysis import (
     acceptance_probability,
     alpha_from_counts,
+    coupled_acceptance_probability,
     divergence,
     expected_tokens_per_step,
     memory_access_factor,
@@ -137,6 +138,25 @@ def test_acceptance_by_the_laws_of_the_oracle(
     assert divergence(draft, target, temperature).item() == divergence(target, draft, temperature).item()
     # Leniency only adds; alpha grows by 1 / l at most.
     assert beta - 1e-12 <= found <= min(1.0, beta / lenience) + 1e-12
+
+
+@settings(deadline=None)
+@given(rows=two_rows, temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]))
+def test_coupled_acceptance_by_its_formula(rows: tuple[list[float], list[float]], temperature: float) -> None:
+    target, draft = (torch.tensor(row) for row in rows)
+    found = coupled_acceptance_probability(target, draft, temperature).item()
+    if temperature > 0:
+        p, q = (reference.probabilities(row, temperature).tolist() for row in (target, draft))
+        expected = math.fsum(
+            1 / math.fsum(max(p[w] / p[v], q[w] / q[v]) for w in range(len(p)))
+            for v in range(len(p))
+            if min(p[v], q[v]) > 1e-290
+        )
+        assert found == pytest.approx(expected, abs=1e-9)
+    # The bounds of Daliri et al. 2024; both are 1 for equal rows.
+    beta = acceptance_probability(target, draft, temperature).item()
+    assert beta / (2 - beta) - 1e-9 <= found <= beta + 1e-9
+    assert coupled_acceptance_probability(draft, target, temperature).item() == pytest.approx(found, abs=1e-9)
 
 
 def test_divergence_keeps_its_digits() -> None:

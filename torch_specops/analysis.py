@@ -168,6 +168,35 @@ def acceptance_probability(
     return (q * accepted).sum(-1).clamp(max=1.0)
 
 
+def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, temperature: Number = 1.0) -> Tensor:
+    """sum_v 1 / sum_w max(p(w) / p(v), q(w) / q(v)), the probability that `sample_gumbel` draws one token from both
+    rows with the same noise, so that `verify_gumbel` accepts it (Daliri et al. 2024, arXiv 2408.07978). [..] float64
+    in [0, 1]; 0 where either row has no finite logit.
+
+    With TV the `divergence` of the rows, it lies between (1 - TV) / (1 + TV) and 1 - TV, which is
+    `acceptance_probability`. Proofs are in docs/math.md, section 17.
+
+    Args:
+        target_logits, draft_logits, temperature: as for `acceptance_probability`, also the errors.
+
+    Examples:
+        >>> import torch, torch_specops.analysis
+        >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.8, 0.1, 0.1])
+        >>> torch_specops.analysis.coupled_acceptance_probability(p.log(), q.log())
+        tensor(0.5706, dtype=torch.float64)
+    """
+    (t,) = _arguments(temperature=temperature)
+    p = _distribution("target_logits", target_logits, t, target_logits)
+    q = _distribution("draft_logits", draft_logits, t, target_logits)
+    p, q = torch.broadcast_tensors(p, q)
+    # p(w) / p(v) is the larger one iff p(w) / q(w) >= p(v) / q(v).
+    order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    matches = torch.where((p > 0) & (q > 0), 1 / (of_p / p + of_q.clamp(min=0.0) / q), 0.0)
+    return matches.sum(-1).clamp(max=1.0)
+
+
 def token_acceptance_probability(
     target_logits: Tensor,
     draft_tokens: Tensor,

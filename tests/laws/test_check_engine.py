@@ -159,3 +159,20 @@ def test_bad_arguments_and_rows() -> None:
     for error, message, options in calls:
         with pytest.raises(error, match=message):
             check_engine(**arguments | {"vocab_size": V, "num_tokens": 2, "trials": 100} | options)
+
+
+def by_seed(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+    """An engine whose text depends on request and seed alone."""
+    return [engine([prompt], [each], [seed])[0] for prompt, each, seed in zip(prompts, params, seeds, strict=True)]
+
+
+def test_a_text_that_depends_on_more_than_its_seed_is_told() -> None:
+    report = check(by_seed, trials=100, same_text_as=by_seed)
+    assert report and report.num_changed == dict.fromkeys(SETTINGS, 0)
+    assert "Texts that change with the way they are made: none." in str(report)
+    # Here a row's numbers depend on its place in the batch. Greedy text does not.
+    report = check(engine, trials=100, same_text_as=engine)
+    assert report.broken == list(SETTINGS)[:-1] and min(report.num_changed[name] for name in report.broken) > 50
+    assert str(report).startswith("Not the same text: plain; cold top-p; top-k; min-p (4 of 5 settings).")
+    with pytest.raises(ValueError, match=r"^same_text_as: expected tokens \[500, >= 2\], got \[499, 2\]"):
+        check(by_seed, trials=100, same_text_as=lambda *given: by_seed(*given)[1:])

@@ -86,7 +86,7 @@ def bench(
     ] = 32,
     num_draft_tokens: options.NumDraftTokens = None,
     schedule: options.Schedule = "constant",
-    verify: options.Verify = "exact",
+    verify: options.Verify = None,
     temperature: Annotated[
         str | None,
         typer.Option(

@@ -42,7 +42,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after N tokens at the latest.")] = 128,
     num_draft_tokens: options.NumDraftTokens = None,
     schedule: options.Schedule = "constant",
-    verify: options.Verify = "exact",
+    verify: options.Verify = None,
     temperature: Annotated[
         float,
         typer.Option(

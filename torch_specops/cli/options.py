@@ -59,11 +59,12 @@ Schedule = Annotated[
     ),
 ]
 Verify = Annotated[
-    Literal["exact", "block"],
+    Literal["exact", "block", "gumbel"] | None,
     typer.Option(
         metavar="NAME",
-        help="'exact': the guesses are judged one by one. 'block': together, which accepts as many or more on average. "
-        "Both give the target's distribution.",
+        help="'gumbel': a guess is accepted if it is the target's token, so that the text depends on the seed alone. "
+        "'exact': guesses are judged one by one. 'block': together, which accepts as many or more on average. All give "
+        "the target's distribution.  [default: exact for a draft model, otherwise gumbel]",
     ),
 ]
 TopK = Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens only. 0: all.")]

@@ -52,7 +52,7 @@ def make_providers(
     models: Models,
     num_draft_tokens: int,
     schedule: str = "constant",
-    verify: str = "exact",
+    verify: str | None = None,
     compile: bool | str = "auto",
 ) -> list[Provider]:
     """`schedule`, `verify` and `compile` are for this package. Without `models.assistance`, assisted generation is left

@@ -63,7 +63,9 @@ class Batch:
     ) -> None:
         started, inputs = time.perf_counter(), prompts.inputs
         self.rows = [prompts.row(index) for index in range(len(prompts.rules))]
-        self.stats = GenerationStats(seeds=prompts.state.seeds.tolist(), compiled=runner.compile_reason)
+        self.stats = GenerationStats(
+            seeds=prompts.state.seeds.tolist(), compiled=runner.compile_reason, verify=runner.verify.op
+        )
         self._runner = runner
         self._batch_rules = batch_rules
         self._logits = logits

@@ -40,7 +40,7 @@ def generate(
     draft: AnyDraft = None,
     num_draft_tokens: int | None = None,
     schedule: str | Schedule = "constant",
-    verify: str = "exact",
+    verify: str | None = None,
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
     alpha: float = -1e3,
@@ -110,8 +110,11 @@ class SpeculativeDecoder:
             draft is measured once, before the first step); or a `Schedule`.
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
-        verify: "exact"; "block" (`verify_block`: the same law, and on average at least as many accepted drafts); or
-            "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities).
+        verify: "gumbel" (`verify_gumbel`: the text of a row depends on its seed, and not on the draft); "exact"
+            (`verify_exact`: the same law, and accepts more drafts that were sampled); "block" (`verify_block`: the same
+            law, and on average at least as many); or "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
+            probabilities). None = "gumbel" without a draft and for deterministic ones, otherwise "exact"; "exact" too
+            with a lenience.
         lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows. Below 1, "exact" is lossy as
             `verify_exact` describes.
         alpha, beta: alpha < 0 < beta, the bounds of the scores of "sigmoid", as `verify_sigmoid` takes them.
@@ -148,7 +151,7 @@ class SpeculativeDecoder:
         num_draft_tokens: int | None = None,
         schedule: str | Schedule = "constant",
         sampling: SamplingParams | None = None,
-        verify: str = "exact",
+        verify: str | None = None,
         lenience: float = 1.0,
         argmax_lenience: float = 1.0,
         alpha: float = -1e3,
@@ -171,6 +174,9 @@ class SpeculativeDecoder:
         self.max_length = max_length
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
+        if verify is None:
+            is_exact = lenience != 1 or argmax_lenience != 1 or not getattr(self.draft, "deterministic", True)
+            verify = "exact" if is_exact else "gumbel"
         verifier = Verifier(verify, lenience, argmax_lenience, alpha, beta)
         if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
@@ -224,8 +230,9 @@ class SpeculativeDecoder:
             sampling: for this call; None = the decoder's.
             seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
                 tensor, list or array. None draws an int. `stats.seeds` has the rows' seeds: passed as `seed`, they
-                reproduce the output. With a constant schedule, a row with the same row seed gets the same tokens in any
-                batch, up to the rounding of the models.
+                reproduce the output. A row with the same row seed gets the same tokens in any batch, up to the
+                rounding of the models; with "gumbel" also with any draft and schedule, otherwise with the same draft
+                and a constant schedule.
             eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.

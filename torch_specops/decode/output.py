@@ -63,6 +63,7 @@ class GenerationStats:
             of one length in the first step, and that time is then part of `seconds`.
         compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
         compiled: whether the steps ran compiled, and why.
+        verify: how drafts were verified: "exact", "block", "gumbel" or "sigmoid".
         state_bytes: the memory of the states that target and draft keep of texts (linear attention, Mamba), beside
             keys and values; 0 without such layers.
     """
@@ -79,6 +80,7 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
     compiled: str = ""
+    verify: str = ""
     state_bytes: int = 0
 
     @property

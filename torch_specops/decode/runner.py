@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,7 @@ class StepRunner:
     def start(self, values: DecodeState, capacity: int, inputs: Mapping[str, Tensor] | None) -> DecodeState:
         """Begin a batch with these values. If its shapes are those of the last batch, the values are copied into that
         batch's tensors, because graphs hold their addresses."""
+        values = replace(values, sampling=replace(values.sampling, coupled=self.verify.op == "gumbel"))
         state, before = moved(values, self.target.device, capacity), self._set_aside or self._state
         shape = shape_of(state, inputs or {})
         self.follow_models()

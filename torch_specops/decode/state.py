@@ -201,7 +201,7 @@ def _fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) 
     processors = None
     if "prompt_lengths" in tensors:
         processors = _of_tensors(Processors, tensors, longest_ngram=sizes.get("longest_ngram", 0))
-    sampling = _of_tensors(SamplingTensors, tensors, processors=processors)
+    sampling = _of_tensors(SamplingTensors, tensors, processors=processors, coupled=state.sampling.coupled)
     return replace(state, eos=eos.to(state.tokens.device), sampling=sampling, is_sampled="is_sampled" in sizes)
 
 

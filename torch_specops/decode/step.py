@@ -18,7 +18,7 @@ from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import proposal_of
 from ..drafts.ragged import can_read_rows, read_ragged
 from ..grammars import allowed_logits
-from ..ops import sample, verify_block, verify_exact, verify_sigmoid
+from ..ops import sample, verify_block, verify_exact, verify_gumbel, verify_sigmoid
 from ..ops.uniforms import verification_uniforms
 from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
@@ -39,7 +39,7 @@ class Verifier:
     """Calls one of the verify ops with the tensors of a step.
 
     Args:
-        op: "exact", "block" or "sigmoid".
+        op: "exact", "block", "gumbel" or "sigmoid".
         lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
         alpha, beta: as in `verify_sigmoid`; others than these only with "sigmoid".
     """
@@ -65,18 +65,19 @@ class Verifier:
                 raise ValueError(
                     f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {self.op!r}"
                 )
-        if self.op not in ("exact", "block", "sigmoid"):
-            raise ValueError(f"verify: expected 'exact', 'block' or 'sigmoid', got {self.op!r}")
+        if self.op not in ("exact", "block", "gumbel", "sigmoid"):
+            raise ValueError(f"verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got {self.op!r}")
 
     def __call__(
-        self, target_logits: Tensor, draft: Draft, uniforms: tuple[Tensor, Tensor], sampling: SamplingTensors
+        self, target_logits: Tensor, draft: Draft, numbers: tuple[Tensor, Tensor], sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
         """Accept drafts, and draw the next token.
 
         Args:
             target_logits: [B, K+1, V].
             draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled.
-            uniforms: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token.
+            numbers: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token; for "gumbel" the
+                seeds and the lengths of the texts, [B] int64.
             sampling: temperature and filters of each row.
 
         Returns:
@@ -93,18 +94,20 @@ class Verifier:
                 f"got shape {list(target_logits.shape)}"
             )
         temperature, filters = sampling.temperature, sampling.filters
+        if self.op == "gumbel":
+            return verify_gumbel(target_logits, draft.tokens, *numbers, temperature, **filters)
         if draft.tokens.shape[1] == 0:
-            # Without drafts every op draws from the target's row, which `sample` does with less work.
-            tokens, _ = sample(target_logits[:, 0], uniforms[1], temperature, **filters)
+            # Without drafts these ops draw from the target's row, which `sample` does with less work.
+            tokens, _ = sample(target_logits[:, 0], numbers[1], temperature, **filters)
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
             # This op takes no filters, so both sides are filtered first.
             target_logits, filters = filtered(target_logits, sampling), {}
             if draft.logits is not None:
                 draft_logits = filtered(draft.logits, sampling)
-                arguments = (target_logits, draft.tokens, draft_logits, *uniforms)
+                arguments = (target_logits, draft.tokens, draft_logits, *numbers)
                 return verify_sigmoid(*arguments, self.alpha, self.beta, temperature)
-        drafts = (draft.tokens, draft.logits, *uniforms, temperature, draft.lse)
+        drafts = (draft.tokens, draft.logits, *numbers, temperature, draft.lse)
         if self.op == "block":
             return verify_block(target_logits, *drafts, **filters)
         return verify_exact(target_logits, *drafts, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
@@ -167,7 +170,8 @@ def verify_and_commit(
     processed = _processed(state, proposal.tokens, target_logits)
     if bitmask is not None:
         processed = allowed_logits(processed, bitmask[:, : num_draft_tokens + 1])
-    output_tokens, num_accepted = verify(processed, proposal, _uniforms(state, num_draft_tokens), state.sampling)
+    numbers = (state.seeds, state.lengths) if verify.op == "gumbel" else _uniforms(state, num_draft_tokens)
+    output_tokens, num_accepted = verify(processed, proposal, numbers, state.sampling)
     logprobs = None
     if state.logprobs_of is not None:
         logits = target_logits if state.logprobs_of == "raw" else processed

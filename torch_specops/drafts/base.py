@@ -25,6 +25,7 @@ __all__ = [
     "readable_lengths",
     "refuse_class",
     "replace_inputs",
+    "stacked",
     "static_tensors_of",
 ]
 
@@ -36,13 +37,19 @@ class Draft:
     Args:
         tokens: [B, K] int64; -1 is padding, and drafts after the first padding are not verified.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
-            filters; None = the draft is deterministic (q is one-hot).
+            filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lse: Tensor | None = None
+
+
+def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
+    """K results of `SamplingTensors.draw` as a `Draft`."""
+    parts = zip(*drawn, strict=True)
+    return Draft(*(None if part[0] is None else torch.stack(part, 1) for part in parts))  # type: ignore[arg-type]
 
 
 class DraftSource(ABC):
@@ -150,6 +157,8 @@ class DraftSource(ABC):
                 the q that was sampled. If the target has processors, `sampling.process(logits, text, lengths)` applies
                 them, with a text that includes the drafts so far; without them, fewer drafts are accepted.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
+                If `sampling.coupled`, the text does not depend on the drafts. Most are then accepted of a source that
+                draws draft i with `sample_gumbel(logits, seeds, lengths + i, ..)`; `Draft.logits` are not read.
         """
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import checks
-from ..ops import verify_exact
+from ..ops import verify_exact, verify_gumbel
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
@@ -126,8 +126,8 @@ class HierarchicalDraft(ModelDraft):
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
-        # Two numbers per position: for its acceptance test, and for the next token of a forward that ends there.
-        draws = self._draws(seeds, lengths, 2 * num_draft_tokens, sampling.temperature).view(batch, -1, 2)
+        # Two for each position: for its acceptance test, and for the next token of a forward that ends there.
+        numbers = torch.stack(list(self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)), 1).view(batch, -1, 2)
         text = pad(tokens, (0, room))
         # A row that has K drafts goes on, and writes after them.
         drafts = tokens.new_full((batch, room), -1)
@@ -135,21 +135,21 @@ class HierarchicalDraft(ModelDraft):
         count = torch.zeros_like(lengths)
         # Read two tokens at first: after a step whose drafts were all accepted, the last one was never read.
         num_unread = 2
-        for own_seeds in self._inner_seeds(seeds, lengths).unbind(1):
+        has_own_seeds = not (self.inner.deterministic or sampling.coupled)
+        of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
+        for own_seeds in of_forwards:
             inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
             num_unread = 1
             offsets = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
             own = offsets.clamp(max=num_draft_tokens - 1)
-            output, num_accepted = verify_exact(
-                rows,
-                inner.tokens,
-                inner.logits,
-                draws[..., 0].gather(1, own[:, :-1]).contiguous(),
-                draws[..., 1].gather(1, own[:, :1]).squeeze(1),
-                sampling.temperature,
-                inner.lse,
-                **sampling.filters,
-            )
+            filters = {"temperature": sampling.temperature, **sampling.filters}
+            if sampling.coupled:
+                output, num_accepted = verify_gumbel(rows, inner.tokens, seeds, lengths + count, **filters)
+            else:
+                accept = numbers[..., 0].gather(1, own[:, :-1]).contiguous()
+                last = numbers[..., 1].gather(1, own[:, :1]).squeeze(1)
+                drafts_and_numbers = (inner.tokens, inner.logits, accept, last)
+                output, num_accepted = verify_exact(rows, *drafts_and_numbers, draft_lse=inner.lse, **filters)
             # After the next token comes -1, until a later forward writes there.
             drafts = drafts.scatter(1, offsets, output)
             text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
@@ -160,7 +160,7 @@ class HierarchicalDraft(ModelDraft):
             if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
                 break
         assert logits is not None
-        return Draft(drafts[:, :num_draft_tokens], logits[:, :num_draft_tokens])
+        return Draft(drafts[:, :num_draft_tokens], None if sampling.coupled else logits[:, :num_draft_tokens])
 
     def _read(
         self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor
@@ -182,7 +182,5 @@ class HierarchicalDraft(ModelDraft):
         return Draft(drafts, inner.logits, inner.lse), rows
 
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """[B, F] int64, the seeds of the inner source in each forward."""
-        if self.inner.deterministic:
-            return seeds.unsqueeze(1).expand(-1, self.num_forwards)
+        """[B, F] int64, the seeds of an inner source that samples, in each forward."""
         return inner_seeds(seeds, lengths, self.num_forwards)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
-from ..ops import sample
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
@@ -23,6 +22,7 @@ from .base import (
     as_language_model,
     refuse_class,
     replace_inputs,
+    stacked,
     static_tensors_of,
 )
 from .ragged import expect_tokens, read_beginnings, read_texts
@@ -46,11 +46,19 @@ class SampledDraft(DraftSource):
     def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
         return function if self._shape is None else self._pieces.get(function, self._shape, *key)
 
-    def _draws(self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, temperature: Tensor) -> Tensor:
-        """[B, K] uniforms; zeros on a CPU if all rows are greedy, where checking this costs nothing."""
+    def _numbers(
+        self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors
+    ) -> Sequence[Tensor]:
+        """K times the numbers [B] that `SamplingTensors.draw` takes; zeros on a CPU if all rows are greedy, where
+        checking this costs nothing."""
+        if sampling.coupled:
+            return [seeds] * num_draft_tokens
+        temperature = sampling.temperature
         if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
-            return torch.zeros(seeds.shape[0], num_draft_tokens, dtype=torch.float32, device=seeds.device)
-        return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
+            return torch.zeros(num_draft_tokens, seeds.shape[0], dtype=torch.float32, device=seeds.device).unbind()
+        draws = self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
+        numbers: Sequence[Tensor] = draws.t().contiguous().unbind()
+        return numbers
 
 
 class SequentialDraft(SampledDraft):
@@ -60,25 +68,25 @@ class SequentialDraft(SampledDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """K tokens [B, K] with the logits they were sampled from [B, K, V] and their logsumexp [B, K]."""
-        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        """K tokens [B, K]; unless they share the target's noise, with the logits they were sampled from [B, K, V] and
+        their logsumexp [B, K]."""
+        numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
         tokens, positions = self._unread(tokens, lengths, num_draft_tokens)
         ends, output = lengths.unsqueeze(1), None
-        drafts, logits, lse = [], [], []
-        for index, draw in enumerate(draws):
+        drawn = []
+        for index, own in enumerate(numbers):
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
-            token, row, row_lse, output = read_and_draw(tokens, ends, positions, output, draw, sampling, text)
-            drafts.append(token)
-            logits.append(row)
-            lse.append(row_lse)
+            *found, output = read_and_draw(tokens, ends, positions, output, own, sampling, text)
+            drawn.append(found)
+            token = found[0]
             # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
             tokens = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
             if text is not None:
                 text = text.scatter(1, ends, token.unsqueeze(1))
             ends = ends + 1
-        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+        return stacked(drawn)
 
     def _read_and_draw(
         self,
@@ -86,17 +94,15 @@ class SequentialDraft(SampledDraft):
         ends: Tensor,
         positions: Tensor,
         output: Tensor | None,
-        draws: Tensor,
+        numbers: Tensor,
         sampling: SamplingTensors,
         text: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """A draft [B] with its logits [B, V] and logsumexp [B], and what `_forward` passes on to its next call."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What `SamplingTensors.draw` returns, and what `_forward` passes on to its next call."""
         logits, output = self._forward(tokens, ends, positions, output)
         if text is not None:
             logits = sampling.process(logits, text, ends)
-        logits = logits[:, -1]
-        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
-        return token, logits, lse, output
+        return *sampling.draw(logits[:, -1], numbers, ends.squeeze(1)), output
 
     @abstractmethod
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..ops import sample
 from ..ops.kv_cache import RaggedKeyValues
 from ..sampling import SamplingTensors
-from .base import Draft, LanguageModel, as_language_model, feature_model
+from .base import Draft, LanguageModel, as_language_model, feature_model, stacked
 from .feature import FeatureDraft, check_target
 
 __all__ = ["MTP"]
@@ -96,39 +95,38 @@ class MTP(FeatureDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        draws = self._draws(seeds, lengths, num_draft_tokens, sampling.temperature).t().contiguous()
+        numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
         text, ends = pad(tokens, (0, num_draft_tokens)), lengths.unsqueeze(1)
         positions, depth = self._new_positions(lengths), len(self.head.layers)
         hidden: Any = None
         found = []
-        for index, draw in enumerate(draws):
+        for index, own in enumerate(numbers):
             if index >= depth:
                 # The last layer again, over the pair of the last draft.
                 hidden, positions = hidden[:, -1:].contiguous(), positions[:, -1:] + 1
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index)
-            *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, draw, sampling)
+            *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, own, sampling)
             found.append(drawn)
         # The other layers have to read the new pairs too.
         for index in range(num_draft_tokens, depth):
             read = self._piece(self._read, positions.shape[1], index)
             _, hidden = read(index, hidden, text, ends + num_draft_tokens, positions)
-        return Draft(*(torch.stack(each, 1) for each in zip(*found, strict=True)))
+        return stacked(found)
 
     def _read_and_draw(
-        self, index: int, hidden: Any, text: Tensor, ends: Tensor, positions: Tensor, draws: Tensor, sampling: Any
-    ) -> tuple[Tensor, ...]:
-        """Draft `index` [B] with its logits [B, V] and logsumexp [B], what is read for the next [B, n, H], and the text
-        with the draft."""
+        self, index: int, hidden: Any, text: Tensor, ends: Tensor, positions: Tensor, numbers: Tensor, sampling: Any
+    ) -> tuple[Any, ...]:
+        """Draft `index` as `SamplingTensors.draw` returns it, what is read for the next [B, n, H], and the text with
+        the draft."""
         last = len(self.head.layers) - 1
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
         logits = self.head.logits(self._target, hidden[:, -1:])
         if sampling.processors is not None:
             logits = sampling.process(logits, text, ends)
-        logits = logits[:, -1]
-        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
+        token, *rest = sampling.draw(logits[:, -1], numbers, ends.squeeze(1))
         # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
         text = text.scatter(1, ends, token.clamp(min=0).unsqueeze(1))
-        return token, logits, lse, raw if index >= last and self.head.layout.repeats_raw else hidden, text
+        return token, *rest, raw if index >= last and self.head.layout.repeats_raw else hidden, text
 
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
         """Of the last pairs the tokens are not all known yet; every step reads these pairs again."""

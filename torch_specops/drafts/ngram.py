@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..ops import sample
 from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource
+from .base import Draft, DraftSource, stacked
 
 __all__ = ["NGram"]
 
@@ -148,25 +147,24 @@ class NGram(DraftSource):
         exclude every continuation."""
         recent = self._recent(tokens, lengths)
         text = pad(tokens, (0, num_draft_tokens))
-        draws = None if self.deterministic else uniforms(seeds, lengths, num_draft_tokens, "propose")
+        numbers: Sequence[Tensor] = [seeds] * num_draft_tokens
+        if not self.deterministic and not sampling.coupled:
+            numbers = uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
 
-        drafts, logits, lse = [], [], []
-        for index in range(num_draft_tokens):
+        drawn: list[Sequence[Tensor | None]] = []
+        for index, own in enumerate(numbers):
             context = self._longest_context(recent)
-            if draws is None:
+            if self.deterministic:
                 token = self._continuations[context].long()
+                drawn.append((token,))
             else:
-                row = self._logits(context)
                 place = (lengths + index).unsqueeze(1)
-                row = sampling.process(row.unsqueeze(1), text, place).squeeze(1)
-                token, row_lse = sample(row, draws[:, index], sampling.temperature, **sampling.filters)
-                logits.append(row)
-                lse.append(row_lse)
+                row = sampling.process(self._logits(context).unsqueeze(1), text, place).squeeze(1)
+                token, *rest = sampling.draw(row, own, lengths + index)
                 text = text.scatter(1, place, token.unsqueeze(1))
-            drafts.append(token)
+                drawn.append((token, *rest))
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
-        tokens = torch.stack(drafts, 1)
-        return Draft(tokens) if draws is None else Draft(tokens, torch.stack(logits, 1), torch.stack(lse, 1))
+        return stacked(drawn)
 
     def _recent(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B, order - 1] digits of the last tokens, newest first: token + 1, 0 for none."""

@@ -43,7 +43,7 @@ def custom_generate(
     draft_model: AnyDraft = None,
     num_draft_tokens: int | None = None,
     schedule: str | Schedule | None = None,
-    verify: str = "exact",
+    verify: str | None = None,
     alpha: float = -1e3,
     beta: float = 1e3,
     token_streamer: Any = None,
@@ -80,8 +80,8 @@ def custom_generate(
             transformers or a `DFlash`. MTP layers are read once per model, and so is a drafter for calls with it.
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
-            None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else "constant" with the
-            draft's own number.
+            The first two are None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else the
+            draft's own number and "constant".
         num_assistant_tokens, num_assistant_tokens_schedule: transformers' names of the two; "heuristic" and
             "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
             transformers' default (20, "constant"), else what the generation config of a draft model says.

@@ -139,6 +139,7 @@ def check_engine(
     significance: float = 1e-4,
     seed: int = 0,
     progress: Progress | None = None,
+    same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
     """Test as `check_law` does whether the tokens that an engine returns have the target's law, for each of its
     sampling settings. docs/testing.md has recipes.
@@ -161,6 +162,9 @@ def check_engine(
         trials: for each setting, >= 100.
         batch_size: trials of each setting in one call.
         progress: called as `progress(done, requests)` after each call.
+        same_text_as: for an engine that claims that a text depends on request and seed alone, as this package with
+            `verify="gumbel"`: the same engine with another draft, another number of drafts, or none. It gets the
+            requests of each call in reverse order, and must return the same texts.
         vocab_size, num_tokens, significance, seed: as in `check_law`; `significance` is shared by all settings.
 
     Raises:
@@ -194,11 +198,19 @@ def check_engine(
 
     def call(seeds: Tensor) -> Tensor:
         texts = [start.tolist() for _ in seeds for start in starts]
-        rows = generate(texts, [params for _ in seeds for params in settings.values()], seeds.flatten().tolist())
-        if not isinstance(rows, Tensor):
-            rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows], device="cpu")
-        return torch.nn.functional.pad(rows, (0, num_tokens - rows.shape[1]), value=-1) if rows.dim() == 2 else rows
+        params, own_seeds = [each for _ in seeds for each in settings.values()], seeds.flatten().tolist()
+        rows = _as_rows(generate(texts, params, own_seeds), num_tokens)
+        if same_text_as is not None:
+            others = _as_rows(same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
+            size = len(own_seeds), num_tokens, vocab_size
+            found, other = (
+                _read_tokens(name, each, size[0], *size[1:])[0]
+                for name, each in (("generate", rows), ("same_text_as", others))
+            )
+            changed.append((found != other.flip(0)).any(-1).view(seeds.shape).sum(0))
+        return rows
 
+    changed: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**31, (trials, len(settings)), generator=generator, device="cpu")
     repeated = "new random numbers in every call, got the tokens of the first call"
@@ -210,7 +222,15 @@ def check_engine(
         name: LawReport(law_tests(count_texts(texts, law, generator), law, share), trials, share, {})
         for name, texts, law in zip(settings, tokens.unbind(1), laws, strict=True)
     }
-    return EngineReport(reports, significance)
+    counts = dict(zip(settings, torch.stack(changed).sum(0).tolist(), strict=True)) if changed else None
+    return EngineReport(reports, significance, counts)
+
+
+def _as_rows(rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
+    """What an engine returns as a tensor [N, >= num_tokens], with -1 behind the ends of texts."""
+    if not isinstance(rows, Tensor):
+        rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows], device="cpu")
+    return torch.nn.functional.pad(rows, (0, num_tokens - rows.shape[1]), value=-1) if rows.dim() == 2 else rows
 
 
 def _sample(

@@ -162,30 +162,39 @@ class LawReport(Report):
 
 @dataclass(frozen=True)
 class EngineReport(Report):
-    """The result of `check_engine`. It is true if no test rejects the target's law, and `str` gives a table.
+    """The result of `check_engine`. It is true if no test rejects the target's law, and no text changed; `str` gives a
+    table.
 
     Attributes:
         reports: name of a setting -> its `LawReport`.
         significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
+        num_changed: name of a setting -> how many of its texts `same_text_as` changed; None = it was not given.
     """
 
     reports: dict[str, LawReport]
     significance: float
+    num_changed: dict[str, int] | None = None
 
     @property
     def broken(self) -> list[str]:
-        """The settings whose law is rejected."""
-        return [name for name, report in self.reports.items() if not report]
+        """The settings whose law is rejected, or that have changed texts."""
+        changed = self.num_changed or {}
+        return [name for name, report in self.reports.items() if not report or changed.get(name, 0) > 0]
 
     def __str__(self) -> str:
         verdict = f"No bias seen in {len(self.reports)} settings."
         if self.broken:
             share = f"{len(self.broken)} of {len(self.reports)} settings"
-            verdict = f"Not the target's law: {'; '.join(self.broken)} ({share})."
+            kind = "Not the target's law" if not all(self.reports.values()) else "Not the same text"
+            verdict = f"{kind}: {'; '.join(self.broken)} ({share})."
         tests = [
             (f"{name}, {test.name}", test, test in report.broken)
             for name, report in self.reports.items()
             for test in report.tests
         ]
         trials = max(report.trials for report in self.reports.values())
-        return self._page(verdict, tests, [f"Texts of each setting: {trials:,}."])
+        remarks = [f"Texts of each setting: {trials:,}."]
+        if self.num_changed is not None:
+            counts = (f"{count:,} of {name}" for name, count in self.num_changed.items() if count > 0)
+            remarks.append(f"Texts that change with the way they are made: {', '.join(counts) or 'none'}.")
+        return self._page(verdict, tests, remarks)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops import sample, sample_gumbel
 from .generation_config import values_of
 from .processors import AnyProcessors, Processors, round_up
 
@@ -250,6 +251,7 @@ class SamplingTensors:
         top_p: [B] float32, or None.
         min_p: [B] float32, or None.
         processors: what changes logits according to the text, or None.
+        coupled: whether drafts share the noise of the target (`verify="gumbel"`): see `draw`.
     """
 
     temperature: Tensor
@@ -257,12 +259,29 @@ class SamplingTensors:
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     processors: AnyProcessors | None = None
+    coupled: bool = False
 
     @property
     def filters(self) -> dict[str, Any]:
         """The filters among top_k, top_p and min_p that some row uses, by name."""
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
+
+    def draw(self, logits: Tensor, numbers: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A draft token of each row, drawn as the target's is. If `coupled`, its distribution is not needed.
+
+        Args:
+            logits: [B, V], after processors.
+            numbers: [B], uniforms; if `coupled`, the seeds of the rows.
+            lengths: [B] int64, of the texts with the drafts before this one.
+
+        Returns:
+            The token [B], and the `logits` and the `lse` [B] of its `Draft`, None if `coupled`.
+        """
+        if self.coupled:
+            return sample_gumbel(logits, numbers, lengths, self.temperature, **self.filters), None, None
+        tokens, lse = sample(logits, numbers, self.temperature, **self.filters)
+        return tokens, logits, lse
 
     def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """The logits [B, n, V] that temperature and filters are applied to: processed, in float32; unchanged if there
