@@ -52,6 +52,18 @@ class SampledDraft(DraftSource):
             return torch.zeros(seeds.shape[0], num_draft_tokens, dtype=torch.float32, device=seeds.device)
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
+    def _drawn(
+        self, logits: Tensor, text: Tensor | None, ends: Tensor, draws: Tensor, sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A draft [B] from logits [B, 1, V] that follow texts of lengths [B, 1], with the logits [B, V] it was drawn
+        from and their logsumexp [B]."""
+        if sampling.processors is not None:
+            assert text is not None
+            logits = sampling.process(logits, text, ends)
+        logits = logits[:, -1]
+        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
+        return token, logits, lse
+
 
 class SequentialDraft(SampledDraft):
     """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
@@ -92,11 +104,7 @@ class SequentialDraft(SampledDraft):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """A draft [B] with its logits [B, V] and logsumexp [B], and what `_forward` passes on to its next call."""
         logits, output = self._forward(tokens, ends, positions, output)
-        if text is not None:
-            logits = sampling.process(logits, text, ends)
-        logits = logits[:, -1]
-        token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
-        return token, logits, lse, output
+        return *self._drawn(logits, text, ends, draws, sampling), output
 
     @abstractmethod
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
