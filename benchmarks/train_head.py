@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -48,9 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 4
 # Later drafts are only verified if those before were accepted.
 DECAY = 0.85
-ROW = 512
-ROWS_PER_BATCH = 32
-TOKENS_PER_STEP = 2048
+ROW, ROWS_PER_BATCH, TOKENS_PER_STEP = 512, 32, 2048
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
@@ -68,8 +66,7 @@ class ChainAttention:
     """
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys, self.values = [], []
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         group, count = queries.shape[1] // keys.shape[1], queries.shape[2]
@@ -82,16 +79,14 @@ class ChainAttention:
         own = torch.stack([(queries * drafted).sum(-1) for drafted in self.keys[1:]], -1)
         weights = (torch.cat([scores, own], -1) / math.sqrt(queries.shape[-1])).softmax(-1)
         of_text, *of_drafts = weights.split([count] + [1] * (len(self.keys) - 1), -1)
-        mixed = of_text @ self.values[0]
-        return mixed + sum(weight * drafted for weight, drafted in zip(of_drafts, self.values[1:], strict=True))
+        drafted = zip(of_drafts, self.values[1:], strict=True)
+        return of_text @ self.values[0] + sum(weight * values for weight, values in drafted)
 
 
-def attend_in_chains(_: Any, *heads: Tensor, chains: ChainAttention, **others: Any) -> tuple[Tensor, None]:
-    """`ChainAttention` as transformers calls it, with queries, keys, values and a mask."""
-    return chains(*heads[:3]).transpose(1, 2), None
-
-
-AttentionInterface.register("chains", attend_in_chains)
+# As transformers calls it, with queries, keys, values and a mask.
+AttentionInterface.register(
+    "chains", lambda layer, *heads, chains, **others: (chains(*heads[:3]).transpose(1, 2), None)
+)
 
 
 class Mtp(nn.Module):
@@ -110,10 +105,9 @@ class Mtp(nn.Module):
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
         """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
-        layer, places = self.layer, positions + 1
-        read = layer.fuse(embedded, hidden)
+        read, places = self.layer.fuse(embedded, hidden), positions + 1
         named = {"position_ids": places, "position_embeddings": self.shared[0](read, places)}
-        return layer.norm(layer.block(read, attention_mask=None, **named, chains=attention))
+        return self.layer.norm(self.layer.block(read, attention_mask=None, **named, chains=attention))
 
     def feedback(self, output: Tensor) -> Tensor:
         return output
@@ -126,13 +120,11 @@ class Mtp(nn.Module):
 
 def begin(head: nn.Module, fc: nn.Linear, norm: nn.Module, model: PreTrainedModel) -> None:
     """The weights that a head begins with."""
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
-        width = fc.weight.shape[0]
-        fc.weight[:, -width:] += torch.eye(width)
-        norm.weight.copy_(model.get_decoder().norm.weight)
+    for name, parameter in head.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
+    fc.weight.data[:, -len(fc.weight) :] += torch.eye(len(fc.weight))
+    norm.weight.data.copy_(model.get_decoder().norm.weight)
 
 
 def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
@@ -147,15 +139,9 @@ def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, dep
 
 
 class Read(NamedTuple):
-    """What training needs of the target, of rows [B, N] of text and a head with Vd tokens; in 16 bits, because it is
-    read once for all steps.
-
-    Attributes:
-        features: [B, N, F * H].
-        embedded: [B, N, H], the embedding of each token.
-        log_p: [B, N, Vd], log-probabilities of the head's tokens after each token.
-        best: [B, N] int64, the likeliest token as one of the head's, -1 = the head does not have it.
-    """
+    """What training needs of the target, read once for all steps and kept in 16 bits: of rows [B, N] of text and a head
+    with Vd tokens the features [B, N, F * H], the embedding of each token [B, N, H], log-probabilities of the head's
+    tokens after each [B, N, Vd], and the likeliest token [B, N] as one of the head's, -1 = it does not have it."""
 
     features: Tensor
     embedded: Tensor
@@ -178,24 +164,27 @@ def read_text(model: PreTrainedModel, layers: Sequence[int], draft_of_target: Te
     return Read(*map(torch.stack, zip(*found, strict=True)))
 
 
-def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum_x min(p(x), q(x)) of [.., V] log-probabilities."""
-    return torch.minimum(log_p, log_q).exp().sum(-1)
+def drafted(head: Eagle3Head | Mtp, read: Read, window: int) -> Iterator[tuple[Tensor, ...]]:
+    """For each depth the acceptance rate sum_x min(p(x), q(x)) [B, N], log p [B, N, Vd], log q and the target's
+    likeliest token [B, N]. Rows are cut into windows, because the target reads whole rows; the last chain of a window
+    ends inside of it."""
+    features, embedded, log_p, best = (
+        part.unfold(1, window, window - DEPTH).flatten(0, 1).movedim(-1, 1) for part in read
+    )
+    count = window - DEPTH
+    for depth, logits in enumerate(chain_logits(head, features[:, :count].float(), embedded.float(), DEPTH)):
+        after = slice(depth + 1, depth + 1 + count)
+        own, log_q = log_p[:, after].float(), logits.float().log_softmax(-1)
+        yield torch.minimum(own, log_q).exp().sum(-1), own, log_q, best[:, after]
 
 
 def losses(head: Eagle3Head | Mtp, read: Read, window: int, divergence: float) -> Tensor:
     """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
-    # The target reads whole rows. The last chain of a window has to end inside of it.
-    features, embedded, log_p = (
-        part.float().unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for part in read[:3]
-    )
-    count = window - DEPTH
     found = []
-    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        log_q, own = logits.float().log_softmax(-1), log_p[:, depth + 1 : depth + 1 + count]
-        loss = (1.0 - divergence) * -acceptance(own, log_q).clamp(min=1e-6).log()
+    for accepted, log_p, log_q, _ in drafted(head, read, window):
+        loss = (1.0 - divergence) * -accepted.clamp(min=1e-6).log()
         if divergence > 0:
-            loss = loss + divergence * (own.exp() * (own - log_q)).sum(-1)
+            loss = loss + divergence * (log_p.exp() * (log_p - log_q)).sum(-1)
         found.append(loss.mean())
     return torch.stack(found)
 
@@ -203,13 +192,10 @@ def losses(head: Eagle3Head | Mtp, read: Read, window: int, divergence: float) -
 @torch.inference_mode()
 def measure(head: Eagle3Head | Mtp, read: Read) -> dict[str, list[float]]:
     """The acceptance rate of each draft, given that those before it were right."""
-    features, embedded, log_p = (part.float() for part in read[:3])
-    count = features.shape[1] - DEPTH
     rates: dict[str, list[float]] = {"temperature 1": [], "greedy": []}
-    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        after = slice(depth + 1, depth + 1 + count)
-        rates["temperature 1"].append(round(acceptance(log_p[:, after], logits.log_softmax(-1)).mean().item(), 4))
-        rates["greedy"].append(round((read.best[:, after] == logits.argmax(-1)).float().mean().item(), 4))
+    for accepted, _, log_q, best in drafted(head, read, read.best.shape[1]):
+        rates["temperature 1"].append(round(accepted.mean().item(), 4))
+        rates["greedy"].append(round((best == log_q.argmax(-1)).float().mean().item(), 4))
     return rates
 
 
@@ -224,18 +210,12 @@ def eagle3_head(model: PreTrainedModel, layers: Sequence[int], draft_of_target: 
     the last of the layers."""
     config, has = model.config.get_text_config(), draft_of_target >= 0
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim")
-    own = Eagle3Config(
-        **{name: getattr(config, name) for name in same},
-        draft_vocab_size=int(has.sum()),
-        num_heads=config.num_attention_heads,
-        target_hidden_size=config.hidden_size,
-        feature_layers=tuple(layers),
-        norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-        # Hidden states may be a hundred times as large as what the layer adds to them.
-        fc_norm=True,
-    )
-    head = Eagle3Head(own, has_embedding=False)
+    sizes = {name: getattr(config, name) for name in same}
+    sizes |= {"num_heads": config.num_attention_heads, "target_hidden_size": config.hidden_size}
+    sizes |= {"draft_vocab_size": int(has.sum()), "feature_layers": tuple(layers)}
+    sizes |= {"norm_eps": config.rms_norm_eps, "rope_theta": config.rope_parameters["rope_theta"]}
+    # Hidden states may be a hundred times as large as what the layer adds to them.
+    head = Eagle3Head(Eagle3Config(**sizes, fc_norm=True), has_embedding=False)
     head.draft_of_target = draft_of_target
     begin(head, head.fc, head.norm, model)
     head.lm_head.weight.data.copy_(model.get_output_embeddings().weight[has])
@@ -251,18 +231,14 @@ def write_text(
     for seed in progress.track(range(max(num_tokens // (ROWS_PER_BATCH * length), 2)), description="text"):
         prompts, temperatures = prompt.expand(ROWS_PER_BATCH, -1), torch.ones(ROWS_PER_BATCH)
         if seed % 2 == 1:
-            prompts, temperatures = beginnings(rows[-1], turn), 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
+            # The first tokens of the rows before, which the turn ends, or a piece from anywhere in them.
+            starts = torch.randint(1 if turn is not None else length - BEGINNING, (ROWS_PER_BATCH, 1))
+            pieces = rows[-1].gather(1, starts + torch.arange(BEGINNING))
+            prompts = pieces if turn is None else torch.cat([pieces, turn.expand(ROWS_PER_BATCH, -1)], 1)
+            temperatures = 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
         how = {"max_new_tokens": length - prompts.shape[1], "seed": seed, "eos_token_id": ()}
         rows.append(decoder.generate(prompts, sampling=SamplingParams(temperature=temperatures), **how).sequences)
     return torch.cat(rows)
-
-
-def beginnings(rows: Tensor, turn: Tensor | None) -> Tensor:
-    """[B, n] from rows [B, N]: their first tokens and the turn, or a piece from anywhere in them."""
-    if turn is not None:
-        return torch.cat([rows[:, :BEGINNING], turn.expand(len(rows), -1)], 1)
-    starts = torch.randint(rows.shape[1] - BEGINNING, (len(rows), 1))
-    return rows.gather(1, starts + torch.arange(BEGINNING))
 
 
 def train(head: Eagle3Head | Mtp, read: Read, steps: int, progress: Progress) -> Eagle3Head | Mtp:
@@ -290,9 +266,8 @@ def train(head: Eagle3Head | Mtp, read: Read, steps: int, progress: Progress) ->
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers.values():
             optimizer.step()
-        with torch.no_grad():
-            for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
-                averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
+        for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
+            averaged.data.lerp_(parameter.data, max(0.005, 1 / (step + 1)))
         progress.update(task, advance=1, description=f"training, loss {found[0].item():.3f}")
     return mean
 
@@ -356,16 +331,15 @@ def main(argv: list[str] | None = None) -> Tensor:
     prompt, turn = (text and tokenizer(text, return_tensors="pt")["input_ids"] for text in (args.prompt, args.turn))
     with Progress() as progress:
         rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
-        common = (
-            rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices.sort().values
-        )
+        counts = rows.flatten().bincount(minlength=vocab_size)
+        common = counts.topk(args.draft_vocab or vocab_size).indices.sort().values
         draft_of_target = torch.full((vocab_size,), -1).scatter(0, common, torch.arange(len(common)))
         layers = (args.layers or (2, count // 2, count - 3)) if is_eagle else (count,)
         new = eagle3_head(model, layers, draft_of_target) if is_eagle else Mtp(model)
         read = read_text(model, layers, draft_of_target, progress.track(rows, description="reading"))
         head = train(new, read, args.steps, progress)
     save(head, args.out)
-    held_out_text = read_text(model, layers, draft_of_target, held_out(tokenizer, args.text))
+    text = read_text(model, layers, draft_of_target, held_out(tokenizer, args.text))
     metrics = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
@@ -373,7 +347,7 @@ def main(argv: list[str] | None = None) -> Tensor:
         "text_tokens": rows.numel(),
         "steps": args.steps,
         "held_out_windows": WINDOWS_MEASURED,
-        **measure(head, held_out_text),
+        **measure(head, text),
     }
     (args.out / metrics_name).write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
