@@ -25,6 +25,18 @@ class DFlash(PublishedDraft):
 
     `from_pretrained` reads drafters as z-lab publishes them (`architectures: ["DFlashDraftModel"]`), and those of
     transformers (`MuseGlimmerAssistantModel`).
+
+    Examples:
+        >>> import torch, transformers, torch_specops
+        >>> from torch_specops.drafts.dflash_head import DFlashConfig, DFlashHead
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_heads=4, num_key_value_heads=2, head_dim=8)
+        >>> block = dict(block_size=5, mask_token_id=63, feature_layers=(1, 4), sees=((None, None),))
+        >>> draft = torch_specops.drafts.DFlash(DFlashHead(DFlashConfig(**sizes, **block)))
+        >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 7]]), draft=draft, max_new_tokens=8, seed=0)
+        >>> output.lengths
+        tensor([11])
     """
 
     deterministic = True

@@ -30,6 +30,18 @@ class MTP(FeatureDraft):
 
     Args:
         head: what `from_pretrained` reads.
+
+    Examples:
+        >>> import pathlib, torch, transformers, torch_specops
+        >>> folder = pathlib.Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
+        >>> target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        >>> draft = torch_specops.drafts.MTP.from_pretrained(target)
+        >>> prompt = torch.tensor([list(b"It is a truth universally ")])
+        >>> greedy = torch_specops.SamplingParams(temperature=0.0)
+        >>> options = dict(draft=draft, num_draft_tokens=4, max_new_tokens=16, sampling=greedy)
+        >>> output = torch_specops.generate(target, prompt, **options)
+        >>> bytes(output.new_tokens(0)), output.stats.num_accepted > 8
+        (b'to be a great de', True)
     """
 
     def __init__(self, head: Any) -> None:
