@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from report import Report
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
 from tiny_loops import GREEDY, Given, Recording, new_tokens, streamed
 from tiny_models import padded
-from tiny_mtp import TinyMtp, is_known, tiny_mtp
+from tiny_mtp import TinyMtp, is_known, tiny_mtp, tiny_step3p7
 from tiny_requests import texts_alone
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -138,12 +139,17 @@ def test_streams_and_sessions_give_the_texts_of_generate() -> None:
     assert session.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)])
-def test_drafts_are_those_of_transformers(kind: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "depth"), [("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1), ("step3p7", 2)]
+)
+def test_drafts_are_those_of_transformers(
+    kind: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ragged batch, and each of its rows alone with `use_mtp` of transformers."""
     if not is_known(kind):
         pytest.skip("before transformers had MTP of this family")
-    tiny, theirs = tiny_mtp(kind, depth, vocab=TOKENS), {}
+    model = tiny_step3p7(tmp_path, TOKENS) if kind == "step3p7" else tiny_mtp(kind, depth, vocab=TOKENS).model
+    theirs = {}
     get_candidates = MTPCandidateGenerator.get_candidates
 
     def recorded(self: Any, input_ids: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -157,11 +163,11 @@ def test_drafts_are_those_of_transformers(kind: str, depth: int, monkeypatch: py
     prompts = [[*prompt, *[2] * (depth - len(prompt))] for prompt in PROMPTS]
     expected = []
     for prompt in prompts:
-        alone = tiny.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, use_mtp=True)
+        alone = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, use_mtp=True)
         expected.append(alone[0, len(prompt) :].tolist())
     input_ids, mask = padded(prompts, "left")
-    draft = Recorder.from_pretrained(tiny.model)
-    decoder = SpeculativeDecoder(tiny.model, draft, compile=False, sampling=GREEDY)
+    draft = Recorder.from_pretrained(model)
+    decoder = SpeculativeDecoder(model, draft, compile=False, sampling=GREEDY)
     output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=20)
     assert new_tokens(output) == expected
     found = 0

@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 # Qwen3-Next, Qwen3.5, Mellum.
 QWEN = Layout("mtp.", ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.{k}."))
 LAYOUTS = (
-    # DeepSeek-V3, Kimi K2, GLM-4.5 to 4.7.
+    # DeepSeek-V3, Kimi K2, GLM-4.5 to 4.7, Step-3.7.
     Layout("model.layers.{n}.", ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.", ""), repeats_raw=True),
     QWEN,
     # MiMo.
