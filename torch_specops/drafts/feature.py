@@ -22,7 +22,7 @@ __all__ = ["FeatureDraft", "PublishedDraft", "check_target"]
 Own = TypeVar("Own", bound="PublishedDraft")
 
 
-def check_target(sizes: Mapping[str, tuple[int | None, int]], feature_layers: Iterable[int], last_layer: int) -> None:
+def check_target(sizes: Mapping[str, tuple[Any, Any]], feature_layers: Iterable[int] = (), last_layer: int = 0) -> None:
     """Refuse a head whose sizes, None = not known, are not the target's, or that reads layers beyond the last."""
     for name, (own, expected) in sizes.items():
         if own not in (None, expected):

@@ -25,8 +25,8 @@ __all__ = [
     "size_of",
 ]
 
-ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_FACTORS = {
+    "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
@@ -138,12 +138,11 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
     frequencies = 1.0 / config.rope_theta**exponents
     rope = config.rope
     kind = rope["rope_type"]
+    check_known(("rope_type", kind, tuple(ROPE_FACTORS)))
     if kind == "default":
         return frequencies
     if kind == "linear":
         return frequencies / rope["factor"]
-    if kind != "llama3":
-        raise ValueError(f"config: expected a rope_type of {', '.join(ROPE_TYPES)}, got {kind!r}")
     # Llama 3.1 slows slow rotations down by the factor, keeps fast ones, and blends in between.
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]

@@ -53,12 +53,11 @@ class SampledDraft(DraftSource):
         return self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
 
     def _drawn(
-        self, logits: Tensor, text: Tensor | None, ends: Tensor, draws: Tensor, sampling: SamplingTensors
+        self, logits: Tensor, text: Any, ends: Tensor, draws: Tensor, sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A draft [B] from logits [B, 1, V] that follow texts of lengths [B, 1], with the logits [B, V] it was drawn
         from and their logsumexp [B]."""
         if sampling.processors is not None:
-            assert text is not None
             logits = sampling.process(logits, text, ends)
         logits = logits[:, -1]
         token, lse = sample(logits, draws, sampling.temperature, **sampling.filters)
@@ -77,20 +76,18 @@ class SequentialDraft(SampledDraft):
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
         tokens, positions = self._unread(tokens, lengths, num_draft_tokens)
         ends, output = lengths.unsqueeze(1), None
-        drafts, logits, lse = [], [], []
+        found = []
         for index, draw in enumerate(draws):
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
-            token, row, row_lse, output = read_and_draw(tokens, ends, positions, output, draw, sampling, text)
-            drafts.append(token)
-            logits.append(row)
-            lse.append(row_lse)
+            token, *others, output = read_and_draw(tokens, ends, positions, output, draw, sampling, text)
+            found.append((token, *others))
             # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
             tokens = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
             if text is not None:
                 text = text.scatter(1, ends, token.unsqueeze(1))
             ends = ends + 1
-        return Draft(torch.stack(drafts, 1), torch.stack(logits, 1), torch.stack(lse, 1))
+        return Draft(*(torch.stack(each, 1) for each in zip(*found, strict=True)))
 
     def _read_and_draw(
         self,

@@ -85,10 +85,7 @@ class MTP(FeatureDraft):
 
     def bind(self, target: LanguageModel) -> None:
         model = feature_model(target, "prepared")
-        self.head.check_target(model)
-        config = self.head.config
-        sizes = {name: (getattr(config, name), getattr(model, name)) for name in ("hidden_size", "vocab_size")}
-        check_target(sizes, (), 0)
+        check_target(self.head.sizes(model))
         super().bind(target)
         self.feature_layers = (model.num_layers,)
 

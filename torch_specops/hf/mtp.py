@@ -96,12 +96,14 @@ class MtpHead(nn.Module):
         self._types = getattr(config, "layer_types", None) or ["all"] * len(self.layers)
         self._windows = windows(config)
 
-    def check_target(self, target: TransformersModel) -> None:
-        """Raise ValueError if the layers of a target are others."""
-        layer: Any = layers_of(target.model)[-1]
-        own, other = self._layer_class, type(getattr(layer, "_orig_mod", layer))
-        if own is not other:
-            raise ValueError(f"draft: the head is for another target: its layers are {own}, the target's {other}")
+    def sizes(self, target: TransformersModel) -> dict[str, tuple[Any, Any]]:
+        """What it must have in common with a target: its own, and the target's."""
+        layer, config = layers_of(target.model)[-1], self.config
+        return {
+            "layers": (self._layer_class, type(getattr(layer, "_orig_mod", layer))),
+            "hidden_size": (config.hidden_size, target.hidden_size),
+            "vocab_size": (config.vocab_size, target.vocab_size),
+        }
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         return RaggedCache(batch, capacity, len(self.layers))
