@@ -73,7 +73,7 @@ class MTP(FeatureDraft):
         Raises:
             TypeError: a target that is not of transformers.
             ValueError: no such folder, or one without MTP weights; a weight that is missing, unknown, quantised or of
-                another shape. The message names it.
+                another shape, by name; another number of layers than the config says, if it says one.
         """
         assert read_head is not None
         model: Any = as_language_model("target", target)
